@@ -1,0 +1,37 @@
+# Two commands for newcomers: `make quickstart` and `make test`. Everything else is for developers.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+
+.PHONY: quickstart test test-slow check clean help
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+
+quickstart: $(VENV)/.installed ## see the paper's effect on this machine: about 5 minutes after installing
+	$(BIN)/layershuffle reproduce recipes/digits-quick.yaml --out runs/digits-quick
+
+test: $(VENV)/.tests-installed ## lint, types and the test suite
+	scripts/check
+
+test-slow: $(VENV)/.tests-installed ## the tests that train for minutes
+	$(BIN)/python -m pytest -m slow
+
+check: test
+
+$(VENV)/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "layershuffle needs Python 3.11 or newer; name one: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "Installing (torch with its GPU libraries is about 7 GB; 2 to 5 minutes) ..."
+	$(PIP) --editable .
+	touch $@
+
+$(VENV)/.tests-installed: $(VENV)/.installed
+	$(PIP) --editable '.[test]'
+	touch $@
+
+clean: ## remove the environment and what was built
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache

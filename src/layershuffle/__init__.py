@@ -1,0 +1,67 @@
+"""LayerShuffle: vision transformers whose blocks run in any order, on whatever subset is there.
+
+`import layershuffle as ls` is cheap: every name below is loaded when it is first used, and torch
+only with the names that need it. What is not listed here may change without notice.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from layershuffle._version import __version__
+
+if TYPE_CHECKING:
+    from layershuffle.errors import LayerShuffleError as LayerShuffleError
+    from layershuffle.evaluation import evaluate as evaluate
+    from layershuffle.models import load as load
+    from layershuffle.models import save as save
+    from layershuffle.orders import ExecutionOrder as ExecutionOrder
+    from layershuffle.policies import Fixed as Fixed
+    from layershuffle.policies import Kept as Kept
+    from layershuffle.policies import LayerDrop as LayerDrop
+    from layershuffle.policies import Sequential as Sequential
+    from layershuffle.policies import Shuffled as Shuffled
+    from layershuffle.position import PositionedModel as PositionedModel
+    from layershuffle.position import add_position as add_position
+    from layershuffle.position_forms import EncodingForm as EncodingForm
+    from layershuffle.position_forms import PredictionForm as PredictionForm
+    from layershuffle.stack import blocks_of as blocks_of
+    from layershuffle.stack import depth_of as depth_of
+    from layershuffle.stack import running as running
+    from layershuffle.stack import tap as tap
+    from layershuffle.stack import unwrap as unwrap
+    from layershuffle.stack import wrap as wrap
+
+_HOME = {
+    "LayerShuffleError": "errors",
+    "ExecutionOrder": "orders",
+    "Sequential": "policies",
+    "Shuffled": "policies",
+    "LayerDrop": "policies",
+    "Kept": "policies",
+    "Fixed": "policies",
+    "EncodingForm": "position_forms",
+    "PredictionForm": "position_forms",
+    "wrap": "stack",
+    "unwrap": "stack",
+    "running": "stack",
+    "tap": "stack",
+    "blocks_of": "stack",
+    "depth_of": "stack",
+    "add_position": "position",
+    "PositionedModel": "position",
+    "load": "models",
+    "save": "models",
+    "evaluate": "evaluation",
+}
+
+__all__ = ["__version__", *_HOME]  # noqa: PLE0604 -- the table is the list
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'layershuffle' has no attribute {name!r}")
+    return getattr(import_module(f"layershuffle.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

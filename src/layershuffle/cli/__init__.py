@@ -1,0 +1,89 @@
+"""The command line: a skin. One file per command; each parses, builds settings, calls one function.
+
+Exit codes: 0 done, 1 failure, 2 wrong usage, 143 stopped by a signal with a checkpoint saved.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from importlib import import_module
+
+from layershuffle._version import __version__
+from layershuffle.errors import LayerShuffleError, UsageError
+
+COMMANDS = {
+    "fit": "refine a model so that its blocks run in any order",
+    "eval": "score a model under many execution orders",
+    "reproduce": "run a study of the paper and write its report",
+    "report": "write the report of a study again, finished or not",
+    "pretrain": "train a base model from a recipe",
+    "doctor": "say what this machine has and what to type next",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in arguments
+    arguments = [word for word in arguments if word != "--debug"]
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
+    try:
+        return _dispatch(arguments)
+    except LayerShuffleError as error:
+        if debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+    # The last line of defence: users get one paragraph, developers get --debug.
+    except Exception as error:
+        if debug:
+            raise
+        print(
+            f"error: {type(error).__name__}: {' '.join(str(error).split())} This is a fault of "
+            "layershuffle or of a library under it. Next: the same command with --debug shows it.",
+            file=sys.stderr,
+        )
+        return 1
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_help())
+        return 0
+    if arguments[0] == "--version":
+        print(__version__)
+        return 0
+    name, *rest = arguments
+    if name not in COMMANDS:
+        near = get_close_matches(name, COMMANDS, n=1)
+        raise UsageError(
+            f"There is no command {name!r}",
+            hint=f"did you mean {near[0]!r}? layershuffle --help lists all"
+            if near
+            else "layershuffle --help lists all",
+        )
+    code: int = import_module(f"layershuffle.cli.{name}_command").run(rest)
+    return code
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {summary}" for name, summary in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: layershuffle COMMAND [options] [--debug]",
+            "",
+            "Vision transformers whose blocks run in any order (arXiv 2407.04513).",
+            "",
+            *lines,
+            "",
+            "layershuffle COMMAND --help shows the options of a command.",
+            "Start here: layershuffle reproduce recipes/digits-quick.yaml --out runs/quick",
+        ]
+    )

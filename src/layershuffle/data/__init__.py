@@ -1,0 +1,20 @@
+"""Labelled images for any host model: one spec string in, named splits out.
+
+`open_data("digit-pairs", view)` is the whole entry; `SOURCES` lists what a spec may say.
+"""
+
+from layershuffle.data.contract import DataOptions, ImageData, Split
+from layershuffle.data.loading import SOURCES, Source, check_class_count, open_data, parse_spec
+from layershuffle.data.view import ImageView
+
+__all__ = [
+    "SOURCES",
+    "DataOptions",
+    "ImageData",
+    "ImageView",
+    "Source",
+    "Split",
+    "check_class_count",
+    "open_data",
+    "parse_spec",
+]

@@ -1,0 +1,143 @@
+"""Which columns of a Hugging Face data set are the image and the label, and what the labels mean.
+
+By feature type, not by name: data sets call them image, img, jpg; label, fine_label, class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import datasets
+from PIL import Image
+
+from layershuffle.data.images import read_image
+from layershuffle.data.streams import RecordReader
+from layershuffle.errors import DataError, UsageError
+
+Features = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Columns:
+    """The image and label columns and the classes, in the order of their indices.
+
+    `index` turns a cell of the label column into a class index; -1 means "no such class". It can be
+    pickled, as DataLoader workers that are not forked need.
+    """
+
+    image: str
+    label: str
+    classes: tuple[str, ...]
+    index: Callable[[Any], int]
+
+
+def image_column(features: Features, *, wanted: str | None, place: str) -> str:
+    """The one column of images. Raises DataError if there is none, UsageError if it is unclear."""
+    found = [name for name, kind in features.items() if isinstance(kind, datasets.Image)]
+    return _chosen(found, features, what="image", wanted=wanted, place=place)
+
+
+def label_column(features: Features, *, wanted: str | None, place: str) -> str:
+    """The label column: the one ClassLabel, else "label", else the one of integers or strings."""
+    found = [name for name, kind in features.items() if isinstance(kind, datasets.ClassLabel)]
+    if not found:
+        found = [name for name, kind in features.items() if _plain_label(kind)]
+        found = [name for name in found if not name.startswith("__")]
+        if "label" in found:
+            found = ["label"]
+    return _chosen(found, features, what="label", wanted=wanted, place=place)
+
+
+def label_meaning(
+    feature: Any, values: Callable[[], Iterable[Any]]
+) -> tuple[tuple[str, ...], Callable[[Any], int]]:
+    """(classes, cell -> class index) of a label column.
+
+    ClassLabel: its own names. Strings: the sorted values of the training split. Integers: numbered
+    up to the largest training label. `values` is only called for the last two.
+    """
+    if isinstance(feature, datasets.ClassLabel):
+        return tuple(feature.names), as_index
+    present = {value for value in values() if value is not None}
+    if feature.dtype in ("string", "large_string"):
+        names = tuple(sorted(present))
+        table = {name: index for index, name in enumerate(names)}
+        return names, partial(_looked_up, table)
+    return numbered(max(present, default=-1) + 1), as_index
+
+
+def numbered(count: int) -> tuple[str, ...]:
+    """ "0", "1", ...: classes without names."""
+    return tuple(str(index) for index in range(count))
+
+
+class HubTable:
+    """One map-style Hugging Face split; images stay undecoded until they are read."""
+
+    def __init__(self, data: Any, columns: Columns, *, channels: int, place: str) -> None:
+        self.labels = [columns.index(cell) for cell in data[columns.label]]
+        kept = [name for name in (columns.image, "__key__") if name in data.column_names]
+        data = data.select_columns(kept)
+        self.data = data.cast_column(columns.image, datasets.Image(decode=False))
+        self.reader = record_reader(columns, channels=channels, place=place)
+
+    def image(self, index: int) -> Image.Image:
+        """Image `index`, decoded. Raises DataError naming it."""
+        record = self.data[index]
+        content = self.reader.content(record)
+        return read_image(content, self.reader.channels, place=self.name(index))
+
+    def name(self, index: int) -> str:
+        """Place, row and, if it has one, the path or key of image `index`."""
+        return f"row {index} of {self.reader.name(self.data[index])}"
+
+
+def record_reader(
+    columns: Columns, *, channels: int, place: str, key: str | None = None
+) -> RecordReader:
+    """The reader of undecoded records with these columns."""
+    return RecordReader(
+        image=columns.image,
+        label=columns.label,
+        index=columns.index,
+        channels=channels,
+        classes=len(columns.classes),
+        place=place,
+        key=key,
+    )
+
+
+def as_index(cell: Any) -> int:
+    """The integer in a cell; -1 for an empty one."""
+    return -1 if cell is None else int(cell)
+
+
+def _looked_up(table: Mapping[str, int], cell: Any) -> int:
+    return table.get(cell, -1)
+
+
+def _plain_label(kind: Any) -> bool:
+    known = ("int", "uint", "string", "large_string")
+    return isinstance(kind, datasets.Value) and str(kind.dtype).startswith(known)
+
+
+def _chosen(
+    found: list[str], features: Features, *, what: str, wanted: str | None, place: str
+) -> str:
+    columns = ", ".join(features)
+    if wanted is not None:
+        if wanted not in features:
+            raise UsageError(f"no column {wanted!r}", place=place, hint=f"columns: {columns}")
+        return wanted
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise DataError(f"no {what} column among: {columns}", place=place)
+    raise UsageError(
+        f"several columns could be the {what}: {', '.join(found)}",
+        place=place,
+        hint=f"say which, for example {place}?{what}={found[0]}",
+    )

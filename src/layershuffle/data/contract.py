@@ -1,0 +1,173 @@
+"""The words every data source shares: options in, named splits of (image, label) out.
+
+A source is a function `SourceRequest -> ImageData`. The split names say what each part is for, so
+that picking a checkpoint and reporting a score never quietly use the same images:
+"train" is fitted, "holdout" (a part of the training data) picks the checkpoint, "test" is reported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, Subset
+
+from layershuffle.data.view import ImageView
+from layershuffle.errors import DataError, UsageError
+
+Item = tuple[Tensor, int]  # image float32 [C, H, W], normalised; class index
+
+# `max_test` always takes the same images, whatever seed the run has: scores stay comparable.
+TEST_SHUFFLE_SEED = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions:
+    """What the caller wants from a source.
+
+    seed: places the holdout and drives augmentation (never the content of `digit-pairs`).
+    holdout: share of the training images held out, for sources without a validation split beside
+    a test split. resize: "crop" keeps the aspect ratio and cuts the centre, "squash" keeps all of
+    the image. max_test: first n of one fixed shuffle. train=False opens only "test".
+    Raises UsageError if a value is out of range.
+    """
+
+    seed: int = 0
+    holdout: float = 0.05
+    augment: bool = False
+    resize: Literal["crop", "squash"] = "crop"
+    skip_corrupt: bool = False
+    streaming: bool = False
+    max_test: int | None = None
+    train: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.holdout < 1:
+            raise UsageError(
+                f"holdout is {self.holdout}, must be above 0 and below 1",
+                hint="0.05 holds out 5 percent of the training images",
+            )
+        if self.resize not in ("crop", "squash"):
+            raise UsageError(f"resize is {self.resize!r}", hint="use crop or squash")
+        if self.max_test is not None and self.max_test < 1:
+            raise UsageError(f"max_test is {self.max_test}, must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """One part of the data. `size` is None for a stream, whose length is not known beforehand."""
+
+    dataset: Dataset[Item]
+    size: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageData:
+    """Labelled images, fitted to a view.
+
+    `notes` are sentences for the report (where the holdout came from, what was skipped);
+    `skipped` counts the unreadable images that `skip_corrupt` dropped.
+    """
+
+    spec: str
+    classes: tuple[str, ...]
+    splits: Mapping[str, Split]
+    notes: tuple[str, ...] = ()
+    skipped: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceRequest:
+    """One parsed data spec: `place` is what follows "scheme:", `settings` what follows "?"."""
+
+    spec: str
+    place: str
+    view: ImageView
+    options: DataOptions
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+
+class SharedEpoch:
+    """The epoch a data set shows, 0 at first.
+
+    In shared memory, so that DataLoader workers that outlive an epoch see the next one as well.
+    """
+
+    def __init__(self) -> None:
+        self._value = torch.zeros((), dtype=torch.int64)
+        self._value.share_memory_()  # type: ignore[no-untyped-call]  # untyped in torch
+
+    def get(self) -> int:
+        """The epoch."""
+        return int(self._value)
+
+    def set(self, epoch: int) -> None:
+        """Make `epoch` the epoch, in every process that has this object."""
+        self._value.fill_(epoch)
+
+
+def derived_seed(*parts: int | str) -> int:
+    """A seed in [0, 2**63) from the parts: the first 8 bytes of SHA-256 over "a/b/c".
+
+    Stateless, and the same on every machine and library version.
+    """
+    digest = hashlib.sha256("/".join(str(part) for part in parts).encode("ascii")).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def generator_for(*parts: int | str) -> torch.Generator:
+    """A fresh CPU generator seeded by `derived_seed(*parts)`."""
+    return torch.Generator().manual_seed(derived_seed(*parts))
+
+
+def stratified_holdout(
+    labels: Sequence[int] | Tensor, share: float, *, seed: int
+) -> tuple[list[int], list[int]]:
+    """(kept, held out): ascending indices, each class cut at `share` by its own shuffle.
+
+    Per class round(share * n), but at least one image, and never the last one: a class with two
+    or more images is in both parts, a class with a single image stays in the training part.
+    """
+    table = torch.as_tensor(labels, dtype=torch.int64)
+    kept, held = [], []
+    for label in torch.unique(table).tolist():
+        members = torch.nonzero(table == label).flatten()
+        count = len(members)
+        cut = min(max(round(share * count), 1), count - 1)
+        shuffle = torch.randperm(count, generator=generator_for("holdout", seed, label))
+        held += members[shuffle[:cut]].tolist()
+        kept += members[shuffle[cut:]].tolist()
+    return sorted(kept), sorted(held)
+
+
+def limited_test(dataset: Dataset[Item], size: int, limit: int | None) -> Split:
+    """The test split, or the first `limit` images of one fixed shuffle of it."""
+    if limit is None or limit >= size:
+        return Split(dataset=dataset, size=size)
+    shuffle = torch.randperm(size, generator=generator_for("max_test", TEST_SHUFFLE_SEED))
+    return Split(dataset=Subset(dataset, sorted(shuffle[:limit].tolist())), size=limit)
+
+
+def check_labels(labels: Sequence[int] | Tensor, classes: int, *, place: str | Path) -> None:
+    """Raises DataError if a label is not one of 0..classes-1."""
+    table = torch.as_tensor(labels, dtype=torch.int64)
+    if len(table) == 0:
+        raise DataError("there are no labelled images", place=place)
+    low, high = int(table.min()), int(table.max())
+    if low < 0 or high >= classes:
+        raise DataError(
+            f"labels run from {low} to {high}, but there are {classes} classes, 0 to {classes - 1}",
+            place=place,
+            hint="correct the labels or the list of classes",
+        )
+
+
+def shortened(names: Sequence[str], *, limit: int = 3) -> str:
+    """ "a, b, c and 7 more": names for a message."""
+    shown = ", ".join(names[:limit])
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

@@ -1,0 +1,198 @@
+"""`digit-pairs`: two real handwritten digits on one small canvas, 100 classes, no download.
+
+scikit-learn ships 1,797 grey digits of 8x8 pixels. They are split by instance (70 / 10 / 20
+percent, per class) *before* pairs are made, so no handwriting of the test set was ever seen in
+training. A pair is two digits of one split, one per half of a 12x20 canvas at a random offset;
+its label is 10 * left + right. That makes top-1 and top-5 mean something, and shows the effect of
+the paper (arXiv 2407.04513) in minutes on a CPU.
+
+All draws come from one fixed data seed, never from the seed of a run: every run of every method
+sees the same images. Pair k depends on row k of the draws alone, so a smaller set is the
+beginning of the larger one. Spec: `digit-pairs`, or with numbers of pairs
+`digit-pairs?train=2000&validation=500&test=1000`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from layershuffle.data.contract import (
+    ImageData,
+    Item,
+    SourceRequest,
+    Split,
+    generator_for,
+    limited_test,
+)
+from layershuffle.data.view import ImageView, fit_images
+from layershuffle.errors import UsageError
+
+CANVAS = (12, 20)
+DIGIT = 8
+LEVELS = 16  # scikit-learn's digits count ink from 0 to 16
+DATA_SEED = 0
+SHARES = {"train": 0.7, "validation": 0.1, "test": 0.2}
+PAIRS = {"train": 20_000, "validation": 2_000, "test": 5_000}
+CLASSES = tuple(f"{label:02d}" for label in range(100))
+
+# The view of the model that ships with this package: close to the mean and spread of the canvases.
+DIGIT_VIEW = ImageView(
+    channels=1, height=12, width=20, mean=(0.2,), std=(0.35,), interpolation="bilinear"
+)
+
+_ROW_OFFSETS = CANVAS[0] - DIGIT + 1
+_COLUMN_OFFSETS = CANVAS[1] // 2 - DIGIT + 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairDraws:
+    """What one split is made of: digit instances, offsets; each [n, 2], left then right."""
+
+    digits: Tensor
+    rows: Tensor
+    columns: Tensor
+
+
+@cache
+def digit_images() -> tuple[Tensor, Tensor]:
+    """scikit-learn's digits: ink uint8 [1797, 8, 8] in 0..16, values int64 [1797] in 0..9."""
+    ink, values = load_digits(return_X_y=True)
+    return (
+        torch.from_numpy(ink).to(torch.uint8).view(-1, DIGIT, DIGIT),
+        torch.from_numpy(values).to(torch.int64),
+    )
+
+
+@cache
+def digit_instances() -> dict[str, Tensor]:
+    """Which of the 1,797 digits belong to each split: ascending indices, disjoint, stratified."""
+    _, values = digit_images()
+    parts: dict[str, list[Tensor]] = {name: [] for name in SHARES}
+    for value in range(10):
+        members = torch.nonzero(values == value).flatten()
+        generator = generator_for("digit-split", DATA_SEED, value)
+        members = members[torch.randperm(len(members), generator=generator)]
+        first = round(SHARES["train"] * len(members))
+        second = round((SHARES["train"] + SHARES["validation"]) * len(members))
+        cuts = (members[:first], members[first:second], members[second:])
+        for name, cut in zip(SHARES, cuts, strict=True):
+            parts[name].append(cut)
+    return {name: torch.cat(cuts).sort().values for name, cuts in parts.items()}
+
+
+def draw_pairs(split: str, count: int) -> PairDraws:
+    """The draws of the first `count` pairs of a split; a pure function of its arguments.
+
+    One row of six integers per pair, reduced to their ranges by a remainder: with 62 random bits
+    the bias is below 1e-15, and row k is the same however many rows are drawn.
+    """
+    instances = digit_instances()[split]
+    generator = generator_for("digit-pairs", DATA_SEED, split)
+    raw = torch.randint(1 << 62, (count, 6), generator=generator)
+    return PairDraws(
+        digits=instances[raw[:, 0:2] % len(instances)],
+        rows=raw[:, 2:4] % _ROW_OFFSETS,
+        columns=raw[:, 4:6] % _COLUMN_OFFSETS,
+    )
+
+
+def compose(draws: PairDraws) -> tuple[Tensor, Tensor]:
+    """Canvases uint8 [n, 1, 12, 20] in 0..16 and labels int64 [n] = 10 * left + right.
+
+    One indexed write per half places all its digits at once.
+    """
+    ink, values = digit_images()
+    count = len(draws.digits)
+    canvases = torch.zeros(count, *CANVAS, dtype=torch.uint8)
+    which = torch.arange(count).view(-1, 1, 1)
+    step = torch.arange(DIGIT)
+    for side in (0, 1):
+        row = draws.rows[:, side].view(-1, 1, 1) + step.view(1, -1, 1)
+        column = draws.columns[:, side].view(-1, 1, 1) + step.view(1, 1, -1)
+        canvases[which, row, column + side * (CANVAS[1] // 2)] = ink[draws.digits[:, side]]
+    tens, ones = values[draws.digits].unbind(1)
+    return canvases.unsqueeze(1), 10 * tens + ones
+
+
+class DigitPairs(Dataset[Item]):
+    """Digit pairs in one uint8 tensor, fitted to a view when they are read.
+
+    `__getitems__` fetches a whole batch by one index and one arithmetic step; torch's DataLoader
+    and Subset call it by themselves.
+    """
+
+    def __init__(self, split: str, count: int, *, view: ImageView) -> None:
+        self.canvases, self.labels = compose(draw_pairs(split, count))
+        self.view = view
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def images(self, indices: Sequence[int]) -> Tensor:
+        """Images float32 [n, C, H, W], normalised; a larger view is filled bilinearly."""
+        canvases = self.canvases[torch.as_tensor(indices)]
+        return fit_images(canvases.float() / LEVELS, self.view)
+
+    def __getitem__(self, index: int) -> Item:
+        return self.images([index])[0], int(self.labels[index])
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Item]:
+        labels: list[int] = self.labels[torch.as_tensor(indices)].tolist()
+        return list(zip(self.images(indices).unbind(0), labels, strict=True))
+
+
+def pair_counts(settings: Mapping[str, str]) -> dict[str, int]:
+    """Pairs per split: the defaults, changed by the spec's settings. Raises UsageError."""
+    counts = dict(PAIRS)
+    for name, text in settings.items():
+        if not text.isascii() or not text.isdecimal() or int(text) < 1:
+            raise UsageError(
+                f"{name}={text} is not a number of pairs",
+                place="digit-pairs",
+                hint="write for example digit-pairs?train=2000&validation=500&test=1000",
+            )
+        counts[name] = int(text)
+    return counts
+
+
+def open_source(request: SourceRequest) -> ImageData:
+    """Digit pairs as ImageData: "holdout" are pairs of validation digits.
+
+    Raises UsageError for a place, unknown counts, or augmentation (a mirrored 2 is no digit, and
+    the offsets are random already).
+    """
+    if request.place:
+        raise UsageError(
+            f"digit-pairs takes no place, got {request.place!r}",
+            hint="write digit-pairs or digit-pairs?train=2000",
+        )
+    if request.options.augment:
+        raise UsageError(
+            "digit-pairs has no augmentation: mirrored or cropped digits lose their label",
+            hint="leave out --augment",
+        )
+    counts = pair_counts(request.settings)
+    test = DigitPairs("test", counts["test"], view=request.view)
+    splits = {"test": limited_test(test, len(test), request.options.max_test)}
+    if request.options.train:
+        for name, source in (("train", "train"), ("holdout", "validation")):
+            pairs = DigitPairs(source, counts[source], view=request.view)
+            splits[name] = Split(dataset=pairs, size=len(pairs))
+    return ImageData(spec=request.spec, classes=CLASSES, splits=splits, notes=_notes(request.view))
+
+
+def _notes(view: ImageView) -> tuple[str, ...]:
+    note = (
+        "digit-pairs: digits are split by instance before pairs are made; "
+        "the holdout are pairs of validation digits; the images are the same for every seed"
+    )
+    if view.size == CANVAS:
+        return (note,)
+    return (note, f"12x20 canvases were stretched to {view.height}x{view.width} (bilinear)")

@@ -1,0 +1,178 @@
+"""`folder:DIR`: one folder per class under DIR/train and DIR/val, as ImageNet is usually kept.
+
+The class index is the place of the folder's name in sorted order, as in torchvision's ImageFolder.
+`validation/` and `test/` are accepted for `val/`; with both a validation and a test folder the
+first picks the checkpoint and the second is reported.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from PIL import Image
+
+from layershuffle.data.contract import ImageData, SourceRequest, shortened
+from layershuffle.data.images import mode_for, read_image
+from layershuffle.data.tables import Tables, assemble
+from layershuffle.errors import DataError
+
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".pgm", ".bmp", ".tif", ".tiff", ".webp")
+VALIDATION_NAMES = ("val", "validation")
+TEST_NAME = "test"
+
+
+class FolderTable:
+    """The images below one split folder; `files[i]` has class `labels[i]`."""
+
+    def __init__(self, files: Sequence[str], labels: Sequence[int], channels: int) -> None:
+        self.files, self.labels, self.channels = files, labels, channels
+
+    def image(self, index: int) -> Image.Image:
+        """Image `index`, decoded. Raises DataError naming the file."""
+        path = Path(self.files[index])
+        return read_image(path, self.channels, place=path)
+
+    def name(self, index: int) -> str:
+        """The path of image `index`."""
+        return self.files[index]
+
+
+def open_source(request: SourceRequest) -> ImageData:
+    """Class folders as ImageData.
+
+    Raises DataError if DIR, its split folders or images are missing, a class folder is empty, or
+    the classes of two splits differ.
+    """
+    root = Path(request.place).expanduser()
+    channels = request.view.channels
+    mode_for(channels)
+    train, validation, test = split_folders(root, need_train=request.options.train)
+    reference = train or test
+    classes = class_names(reference)
+    for other in (validation, test):
+        if other is not None:
+            require_same_classes(reference, classes, other)
+    tables = Tables(
+        classes=classes,
+        test=folder_table(test, classes, channels),
+        train=_wanted(request, train, classes),
+        validation=_wanted(request, validation, classes),
+    )
+    return assemble(request, tables)
+
+
+def split_folders(root: Path, *, need_train: bool) -> tuple[Path | None, Path | None, Path]:
+    """(train, validation, test) folders of DIR; validation only if it is beside a test folder."""
+    if not root.is_dir():
+        what = "is a file" if root.exists() else "does not exist"
+        raise DataError(
+            f"the data folder {what}",
+            place=root,
+            hint="pass folder:DIR with the folders DIR/train and DIR/val in it",
+        )
+    train = root / "train" if (root / "train").is_dir() else None
+    found = [root / name for name in VALIDATION_NAMES if (root / name).is_dir()]
+    if len(found) == 2:
+        raise DataError("there are both val/ and validation/", place=root, hint="keep one of them")
+    if (root / TEST_NAME).is_dir():
+        found.append(root / TEST_NAME)
+    if (train is None and need_train) or not found:
+        raise _missing_splits(root, train is None, not found)
+    return train, found[0] if len(found) == 2 else None, found[-1]
+
+
+def class_names(split: Path) -> tuple[str, ...]:
+    """Sorted names of the class folders. Raises DataError if there are none."""
+    names = tuple(_subfolders(split))
+    if not names:
+        raise DataError(
+            "there are no class folders", place=split, hint="put the images in one folder per class"
+        )
+    return names
+
+
+def require_same_classes(left: Path, classes: Sequence[str], right: Path) -> None:
+    """Raises DataError, naming a few, if `right` has other class folders than `classes`."""
+    other = class_names(right)
+    missing = [name for name in classes if name not in set(other)]
+    extra = [name for name in other if name not in set(classes)]
+    if not missing and not extra:
+        return
+    sentences = [
+        f"{len(names)} in {here.name}/ only ({shortened(names)})"
+        for here, names in ((left, missing), (right, extra))
+        if names
+    ]
+    raise DataError(
+        f"the class folders of {left.name}/ and {right.name}/ differ: {', '.join(sentences)}",
+        place=right,
+        hint="give both the same class folders",
+    )
+
+
+def folder_table(split: Path, classes: Sequence[str], channels: int) -> FolderTable:
+    """All images of a split, in sorted order. Raises DataError for a class without images."""
+    files: list[str] = []
+    labels: list[int] = []
+    for label, name in enumerate(classes):
+        images, others = image_files(split / name)
+        if not images:
+            what = f"only other files, such as {others[0]}" if others else "no files"
+            raise DataError(
+                f"class folder {name!r} has no images ({what})",
+                place=split / name,
+                hint=f"add images ({', '.join(EXTENSIONS)}) or remove the folder from every split",
+            )
+        files += images
+        labels += [label] * len(images)
+    return FolderTable(files, labels, channels)
+
+
+def image_files(folder: Path) -> tuple[list[str], list[str]]:
+    """(image paths, names of other files) anywhere below a folder, sorted."""
+    images, others = [], []
+    for parent, folders, names in os.walk(folder, followlinks=True, onerror=_raise_unreadable):
+        folders.sort()
+        for name in sorted(names):
+            if name.lower().endswith(EXTENSIONS) and not name.startswith("."):
+                images.append(os.path.join(parent, name))
+            else:
+                others.append(name)
+    return images, others
+
+
+def _wanted(
+    request: SourceRequest, split: Path | None, classes: Sequence[str]
+) -> FolderTable | None:
+    if split is None or not request.options.train:
+        return None
+    return folder_table(split, classes, request.view.channels)
+
+
+def _subfolders(folder: Path) -> list[str]:
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
+    except OSError as error:
+        raise DataError(f"cannot list the folder ({error.strerror})", place=folder) from error
+
+
+def _raise_unreadable(error: OSError) -> None:
+    raise DataError(f"cannot list the folder ({error.strerror})", place=str(error.filename))
+
+
+def _missing_splits(root: Path, no_train: bool, no_test: bool) -> DataError:
+    absent = ["train/"] * no_train + ["val/ (or validation/ or test/)"] * no_test
+    inside = _subfolders(root)
+    if no_train and no_test and inside:
+        found = f"found {len(inside):,} other folders ({shortened(inside)})"
+        hint = (
+            f"if these are the classes, move them into {root}/train and a part of the images of "
+            f"each class into the same class folder under {root}/val"
+        )
+    else:
+        found = f"found {shortened(inside)}" if inside else "found no folders"
+        hint = f"add {' and '.join(absent)} with one folder per class"
+    return DataError(f"there is no {' and no '.join(absent)}; {found}", place=root, hint=hint)

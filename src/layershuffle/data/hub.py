@@ -1,0 +1,203 @@
+"""`hf:NAME_OR_DIR[:CONFIG]`: any labelled images the Hugging Face `datasets` library reads.
+
+A hub name, a local folder (class folders, parquet) or a `save_to_disk` directory; whole or, with
+`streaming`, read as it comes. Undecoded records go through this package's own decoder, so that a
+corrupt image is named. With a validation and a test split the first picks the checkpoint; a
+test split without labels (all -1, as ImageNet's) does not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import datasets
+from datasets.exceptions import DatasetsError
+
+from layershuffle.data.columns import (
+    Columns,
+    HubTable,
+    image_column,
+    label_column,
+    label_meaning,
+    record_reader,
+)
+from layershuffle.data.contract import ImageData, SourceRequest
+from layershuffle.data.images import mode_for
+from layershuffle.data.streams import Streams, assemble_streams
+from layershuffle.data.tables import Tables, assemble
+from layershuffle.errors import DataError
+
+TRAIN_NAMES = ("train", "training")
+VALIDATION_NAMES = ("validation", "valid", "val", "dev")
+TEST_NAMES = ("test", "testing")
+
+# DatasetsError is the library's own tree; OSError has its ConnectionError and FileNotFoundError.
+LOAD_ERRORS = (DatasetsError, OSError, ValueError)
+
+
+def open_source(request: SourceRequest) -> ImageData:
+    """Hugging Face data as ImageData. Raises DataError if it is missing or unlabelled."""
+    mode_for(request.view.channels)
+    splits = load_splits(request)
+    return splits_to_data(request, splits)
+
+
+def splits_to_data(request: SourceRequest, splits: Mapping[str, Any]) -> ImageData:
+    """ImageData from the loaded splits, as tables or as streams."""
+    train = _first(splits, TRAIN_NAMES)
+    if train is None and request.options.train:
+        raise _no_split("train", splits, request.spec)
+    columns = find_columns(request, train, splits)
+    validation, test, notes = reported_splits(request, splits, columns)
+    if not request.options.train:
+        train = validation = None
+    parts = {"train": train, "validation": validation, "test": test}
+    parts = {name: part for name, part in parts.items() if part is not None}
+    if request.options.streaming:
+        return _streamed(request, parts, columns, notes)
+    tables = {
+        name: HubTable(part, columns, channels=request.view.channels, place=request.spec)
+        for name, part in parts.items()
+    }
+    found = Tables(
+        classes=columns.classes,
+        test=tables["test"],
+        train=tables.get("train"),
+        validation=tables.get("validation"),
+        notes=notes,
+    )
+    return assemble(request, found)
+
+
+def load_splits(request: SourceRequest) -> Mapping[str, Any]:
+    """All splits by name, map-style or streams. Raises DataError."""
+    place, config = split_config(request.place)
+    root = Path(place).expanduser()
+    streaming = request.options.streaming
+    if place.startswith(("/", "~", ".")) and not root.is_dir():
+        raise DataError(
+            "the data folder does not exist",
+            place=root,
+            hint="correct the path; hub names look like owner/name",
+        )
+    try:
+        if _saved_by_datasets(root):
+            loaded = datasets.load_from_disk(str(root))
+            named = loaded if isinstance(loaded, Mapping) else {"train": loaded}
+            if streaming:
+                return {name: split.to_iterable_dataset() for name, split in named.items()}
+            return named
+        target = str(root) if root.is_dir() else place
+        loaded = datasets.load_dataset(target, name=config, streaming=streaming)
+    except LOAD_ERRORS as error:
+        raise _load_failure(request, root, error) from error
+    return dict(loaded.items())
+
+
+def split_config(place: str) -> tuple[str, str | None]:
+    """("name", "config") of "name:config"; a directory that exists is never cut."""
+    if Path(place).expanduser().is_dir() or ":" not in place:
+        return place, None
+    name, _, config = place.rpartition(":")
+    return name, config or None
+
+
+def find_columns(request: SourceRequest, train: Any, splits: Mapping[str, Any]) -> Columns:
+    """Image and label columns and the classes, from the training split if there is one."""
+    reference = train if train is not None else next(iter(splits.values()))
+    features = reference.features
+    if features is None:  # some streams learn their columns from the first record
+        features = reference._resolve_features().features
+    image = image_column(features, wanted=request.settings.get("image"), place=request.spec)
+    label = label_column(features, wanted=request.settings.get("label"), place=request.spec)
+    classes, index = label_meaning(features[label], lambda: _cells(reference, label))
+    if not classes:
+        raise DataError(f"column {label!r} holds no labels", place=request.spec)
+    return Columns(image=image, label=label, classes=classes, index=index)
+
+
+def reported_splits(
+    request: SourceRequest, splits: Mapping[str, Any], columns: Columns
+) -> tuple[Any, Any, tuple[str, ...]]:
+    """(validation or None, test, notes). Raises DataError if there is neither or names differ."""
+    validation, test = _first(splits, VALIDATION_NAMES), _first(splits, TEST_NAMES)
+    notes: tuple[str, ...] = ()
+    if validation is not None and test is not None and _unlabelled(test, columns):
+        test, notes = None, ("the test split has no labels; the validation split is reported",)
+    for split in (validation, test):
+        if split is not None:
+            _require_same_names(split, columns, request.spec)
+    if test is None:
+        validation, test = None, validation
+    if test is None:
+        raise _no_split("validation or test", splits, request.spec)
+    return validation, test, notes
+
+
+def _streamed(
+    request: SourceRequest, parts: Mapping[str, Any], columns: Columns, notes: tuple[str, ...]
+) -> ImageData:
+    reader = record_reader(columns, channels=request.view.channels, place=request.spec)
+    undecoded = datasets.Image(decode=False)
+    raw = {name: part.cast_column(columns.image, undecoded) for name, part in parts.items()}
+    readers = dict.fromkeys(raw, reader)
+    return assemble_streams(
+        request, Streams(classes=columns.classes, readers=readers, notes=notes, **raw)
+    )
+
+
+def _cells(data: Any, label: str) -> Iterable[Any]:
+    if isinstance(data, datasets.Dataset):
+        return list(data[label])
+    return (record[label] for record in data.select_columns([label]))
+
+
+def _unlabelled(data: Any, columns: Columns) -> bool:
+    if columns.label not in (data.column_names or [columns.label]):
+        return True
+    if isinstance(data, datasets.Dataset):
+        return all(columns.index(cell) < 0 for cell in data[columns.label])
+    first = next(iter(data.select_columns([columns.label])), None)
+    return first is None or columns.index(first[columns.label]) < 0
+
+
+def _require_same_names(data: Any, columns: Columns, place: str) -> None:
+    feature = (data.features or {}).get(columns.label)
+    if isinstance(feature, datasets.ClassLabel) and tuple(feature.names) != columns.classes:
+        raise DataError(
+            f"splits have different classes: {len(columns.classes)} in training, "
+            f"{len(feature.names)} in another",
+            place=place,
+            hint="give all splits the same list of classes",
+        )
+
+
+def _first(splits: Mapping[str, Any], names: Iterable[str]) -> Any:
+    return next((splits[name] for name in names if name in splits), None)
+
+
+def _no_split(what: str, splits: Mapping[str, Any], place: str) -> DataError:
+    return DataError(
+        f"there is no {what} split; found {', '.join(splits) or 'none'}",
+        place=place,
+        hint="use data that has one, or keep such parts in folders and pass folder:DIR",
+    )
+
+
+def _saved_by_datasets(root: Path) -> bool:
+    return (root / "dataset_dict.json").is_file() or (root / "state.json").is_file()
+
+
+def _load_failure(request: SourceRequest, root: Path, error: BaseException) -> DataError:
+    reason = " ".join(str(error).split())[:300] or type(error).__name__
+    if root.is_dir():
+        hint = "put class folders under train/ and test/ in it, or save it with save_to_disk"
+    else:
+        hint = (
+            "without a network, point at a copy: hf:DIR (a folder or a save_to_disk directory) or "
+            "folder:DIR; or set HF_HOME to a cache that has it and HF_HUB_OFFLINE=1. "
+            "With one, check the name and unset HF_HUB_OFFLINE"
+        )
+    return DataError(f"cannot open the data set ({reason})", place=request.spec, hint=hint)

@@ -1,0 +1,95 @@
+"""Image files to Pillow images of a known mode, with errors that name the file.
+
+Whatever the file holds (grey, palette, alpha, CMYK, 16 bits), the host model sees RGB or 8-bit
+grey. Transparency is dropped and EXIF rotation ignored, as torchvision's own loader does, so that
+scores stay comparable; 16-bit images are scaled, not clipped as Pillow's `convert` would.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from layershuffle.errors import DataError, UsageError
+
+# What Pillow's decoders raise on damaged files. DecompressionBombWarning is only ever raised
+# where warnings are errors; the size check below catches the same images elsewhere.
+DECODE_ERRORS = (
+    OSError,
+    SyntaxError,
+    ValueError,
+    EOFError,
+    OverflowError,
+    struct.error,
+    zlib.error,
+)
+BOMBS = (Image.DecompressionBombError, Image.DecompressionBombWarning)
+MAX_PIXELS = 89_478_485  # Pillow's own default threshold: 268 MB as RGB
+
+SKIP_HINT = "repair or delete the file, or pass --skip-corrupt to leave such images out"
+
+
+def read_image(source: Path | bytes, channels: int, *, place: str | Path) -> Image.Image:
+    """The image in `source` (a file or its bytes) as mode "RGB" (3 channels) or "L" (1 channel).
+
+    Raises DataError, naming `place`, if it cannot be decoded or is too large to be one image.
+    """
+    try:
+        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
+            if image.width * image.height > MAX_PIXELS:
+                raise _bomb(f"{image.width}x{image.height} pixels", place)
+            image.load()
+            return to_mode(image, channels, place=place)
+    except BOMBS as error:
+        raise _bomb(str(error), place) from error
+    except DECODE_ERRORS as error:
+        reason = str(error) or type(error).__name__
+        raise DataError(f"cannot read image ({reason})", place=place, hint=SKIP_HINT) from error
+
+
+def to_mode(image: Image.Image, channels: int, *, place: str | Path) -> Image.Image:
+    """The image as "RGB" or "L", a copy. Raises DataError where the pixel range is unknown."""
+    if image.mode.startswith("I") or image.mode == "F":
+        image = _eight_bits(image, place)
+    if image.mode in ("P", "PA"):
+        # Straight P -> RGB warns about palettes whose transparency is given as bytes.
+        image = image.convert("RGBA")
+    if channels == 1 and image.mode not in ("L", "1", "LA", "La"):
+        image = image.convert("RGB")  # CMYK -> L exists, but skips the colour conversion
+    return image.convert(mode_for(channels))
+
+
+def mode_for(channels: int) -> str:
+    """The Pillow mode of a view: "L" for 1 channel, "RGB" for 3. Raises UsageError for others."""
+    modes = {1: "L", 3: "RGB"}
+    if channels not in modes:
+        raise UsageError(
+            f"the model takes {channels} channels, image files give 1 (grey) or 3 (RGB)",
+            hint="use a model with 1 or 3 input channels",
+        )
+    return modes[channels]
+
+
+def _eight_bits(image: Image.Image, place: str | Path) -> Image.Image:
+    pixels = np.asarray(image)
+    if image.mode == "F" or pixels.min() < 0 or pixels.max() > 65535:
+        raise DataError(
+            f"pixels of mode {image.mode} have no known range",
+            place=place,
+            hint="convert the image to 8 or 16 bits per channel",
+        )
+    # 65535 / 257 = 255: full scale stays full scale.
+    return Image.fromarray(((pixels.astype(np.int64) + 128) // 257).astype(np.uint8))
+
+
+def _bomb(what: str, place: str | Path) -> DataError:
+    return DataError(
+        f"image is too large to be decoded safely ({what}; limit {MAX_PIXELS} pixels)",
+        place=place,
+        hint="shrink or delete the file, or pass --skip-corrupt to leave such images out",
+    )

@@ -1,0 +1,155 @@
+"""`open_data`: from one spec string to labelled images that fit a model.
+
+    digit-pairs                         real handwritten digits, shipped with scikit-learn
+    folder:DIR                          class folders under DIR/train and DIR/val
+    hf:NAME_OR_DIR[:CONFIG]             Hugging Face datasets, hub or local
+    cifar100:DIR                        CIFAR-100 as torchvision keeps it
+    wds:SHARDS                          tar shards, wds:TRAIN_PATTERN,VAL_PATTERN or a directory
+
+The table below is all there is. A source's module is imported when its scheme is asked for, so
+the digits do not wait for the libraries of the others.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import cast
+from urllib.parse import parse_qsl
+
+from layershuffle.data.contract import DataOptions, ImageData, SourceRequest
+from layershuffle.data.view import ImageView
+from layershuffle.errors import DataError, UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """One kind of data. `settings` are the keys allowed after "?"; `module` has `open_source`."""
+
+    form: str
+    summary: str
+    module: str
+    settings: tuple[str, ...] = ()
+    needs_place: bool = True
+    streams: bool = False
+
+    def open(self, request: SourceRequest) -> ImageData:
+        """The data behind the request. Raises what the source raises."""
+        function = import_module(self.module).open_source
+        return cast(Callable[[SourceRequest], ImageData], function)(request)
+
+
+SOURCES: dict[str, Source] = {
+    "digit-pairs": Source(
+        form="digit-pairs[?train=N&validation=N&test=N]",
+        summary="pairs of real handwritten digits, 100 classes, no download",
+        module="layershuffle.data.digits",
+        settings=("train", "validation", "test"),
+        needs_place=False,
+    ),
+    "folder": Source(
+        form="folder:DIR",
+        summary="one folder per class under DIR/train and DIR/val",
+        module="layershuffle.data.folder",
+    ),
+    "hf": Source(
+        form="hf:NAME_OR_DIR[:CONFIG][?image=COLUMN&label=COLUMN]",
+        summary="Hugging Face datasets: hub name, image folder or save_to_disk directory",
+        module="layershuffle.data.hub",
+        settings=("image", "label"),
+        streams=True,
+    ),
+    "cifar100": Source(
+        form="cifar100:DIR",
+        summary="CIFAR-100, the python version, unpacked in DIR",
+        module="layershuffle.data.cifar100",
+    ),
+    "wds": Source(
+        form="wds:TRAIN_SHARDS,VAL_SHARDS or wds:DIR",
+        summary="webdataset tar shards, with {000..009} for numbered ones",
+        module="layershuffle.data.wds",
+        streams=True,
+    ),
+}
+
+
+def parse_spec(spec: str) -> tuple[str, str, dict[str, str]]:
+    """(scheme, place, settings) of "scheme:place?key=value&key=value".
+
+    A "?" starts settings only where the scheme has some, so patterns such as a?.tar stay whole.
+    Raises UsageError for an unknown scheme or setting, naming the nearest valid one.
+    """
+    scheme = spec.split(":", 1)[0].split("?", 1)[0]
+    if scheme not in SOURCES:
+        raise _unknown_scheme(spec, scheme)
+    rest = spec[len(scheme) :]
+    query = ""
+    if SOURCES[scheme].settings:
+        rest, _, query = rest.partition("?")
+    return scheme, rest.removeprefix(":"), _settings(query, scheme)
+
+
+def open_data(spec: str, view: ImageView, *, options: DataOptions | None = None) -> ImageData:
+    """The labelled images named by `spec`, fitted to `view`.
+
+    Items of every split are (float32 [C, H, W] normalised, class index).
+    Raises UsageError for a bad spec, DataError for missing or broken data.
+    """
+    scheme, place, settings = parse_spec(spec)
+    source = SOURCES[scheme]
+    if source.needs_place and not place:
+        raise UsageError(f"{spec!r} names no place", hint=f"write {source.form}")
+    options = options or DataOptions()
+    if options.streaming and not source.streams:
+        raise UsageError(
+            f"{scheme} is not read as a stream: its images are read one at a time anyway",
+            hint="leave out --streaming",
+        )
+    request = SourceRequest(spec=spec, place=place, settings=settings, view=view, options=options)
+    return source.open(request)
+
+
+def check_class_count(data: ImageData, outputs: int, *, place: str) -> None:
+    """Raises DataError if a head with `outputs` outputs cannot be scored on these classes."""
+    if len(data.classes) != outputs:
+        raise DataError(
+            f"the model has {outputs} outputs, the data has {len(data.classes)} classes",
+            place=f"{place} and {data.spec}",
+            hint="use data with the model's classes, or fine-tune first: "
+            f"layershuffle fit --model ... --data {data.spec} resizes the head",
+        )
+
+
+def _settings(query: str, scheme: str) -> dict[str, str]:
+    settings: dict[str, str] = {}
+    for key, value in parse_qsl(query, keep_blank_values=True):
+        known = SOURCES[scheme].settings
+        if key not in known:
+            nearest = difflib.get_close_matches(key, known, n=1)
+            guess = f"did you mean {nearest[0]}? " if nearest else ""
+            raise UsageError(
+                f"{scheme} has no setting {key!r}", hint=f"{guess}known: {', '.join(known)}"
+            )
+        settings[key] = value
+    return settings
+
+
+def _unknown_scheme(spec: str, scheme: str) -> UsageError:
+    nearest = difflib.get_close_matches(scheme, SOURCES, n=1)
+    if nearest:
+        guess = f"did you mean {SOURCES[nearest[0]].form}? "
+    elif "/" in spec or "." in spec:
+        guess = f"for class folders write folder:{spec}; "
+    else:
+        guess = ""
+    return UsageError(
+        f"unknown data source {scheme!r}",
+        place=f"--data {spec}",
+        hint=f"{guess}known: {_forms(SOURCES)}",
+    )
+
+
+def _forms(sources: Mapping[str, Source]) -> str:
+    return "; ".join(source.form for source in sources.values())

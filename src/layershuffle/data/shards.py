@@ -1,0 +1,165 @@
+"""Names of tar shards and the labels in them, without any library beyond the standard one."""
+
+from __future__ import annotations
+
+import glob
+import json
+import re
+import tarfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from layershuffle.errors import DataError, UsageError
+
+CLASSES_FILE = "classes.txt"
+TRAIN_NAMES = ("train",)
+VALIDATION_NAMES = ("val", "validation")
+TEST_NAMES = ("test",)
+
+_BRACES = re.compile(r"\{([^{}]*)\}")
+_RANGE = re.compile(r"(\d+)\.\.(\d+)")
+_HINT = (
+    "write wds:DIR/train-{000..009}.tar,DIR/val-{000..001}.tar, or wds:DIR with train-*.tar and "
+    "val-*.tar (or train/*.tar and val/*.tar) in it"
+)
+
+
+def expand_braces(pattern: str) -> list[str]:
+    """Every name of "a-{000..002}.tar" or "{a,b}.tar", in order; zero padding is kept."""
+    match = _BRACES.search(pattern)
+    if match is None:
+        return [pattern]
+    before, after = pattern[: match.start()], pattern[match.end() :]
+    names = [before + choice for choice in _choices(match.group(1))]
+    return [name + rest for name in names for rest in expand_braces(after)]
+
+
+def split_patterns(text: str) -> list[str]:
+    """The parts of "train,val": commas inside braces do not cut."""
+    return [part for part in re.split(r",(?![^{}]*\})", text) if part]
+
+
+def find_shards(place: str) -> dict[str, list[Path]]:
+    """Shards by "train", "validation", "test"; with one reported part it is called "test".
+
+    Raises DataError for missing files, UsageError for a place without a second pattern.
+    """
+    if "://" in place:
+        raise UsageError("shards are read from local files", place=place, hint="copy them here")
+    if Path(place).expanduser().is_dir():
+        return _in_folder(Path(place).expanduser())
+    patterns = split_patterns(place)
+    if len(patterns) != 2:
+        missing = len(patterns) == 1 and not Path(place).suffix
+        cause = "no such folder" if missing else "two shard patterns are needed: train,val"
+        raise UsageError(cause, place=f"wds:{place}", hint=_HINT)
+    return {
+        name: existing_shards(part) for name, part in zip(("train", "test"), patterns, strict=True)
+    }
+
+
+def existing_shards(pattern: str) -> list[Path]:
+    """The files of one pattern (braces, then * and ?). Raises DataError naming what is missing."""
+    paths: list[Path] = []
+    for name in expand_braces(str(Path(pattern).expanduser())):
+        found = sorted(glob.glob(name)) if any(c in name for c in "*?[") else [name]
+        missing = [path for path in found if not Path(path).is_file()]
+        if missing or not found:
+            raise DataError("a shard is missing", place=(missing or [name])[0], hint=_HINT)
+        paths += [Path(path) for path in found]
+    return paths
+
+
+def read_classes(shards: Sequence[Path]) -> tuple[str, ...] | None:
+    """The names in classes.txt beside the shards, one per line; None if there is no such file."""
+    path = shards[0].parent / CLASSES_FILE
+    if not path.is_file():
+        return None
+    names = tuple(line.strip() for line in path.read_text("utf-8").splitlines() if line.strip())
+    if not names or len(set(names)) != len(names):
+        raise DataError("the list of classes is empty or repeats a name", place=path)
+    return names
+
+
+def largest_label(shards: Sequence[Path]) -> int:
+    """The largest label in the shards, reading nothing but their small label members.
+
+    Raises DataError if a shard is no tar archive or there is no label.
+    """
+    label = max((label for path in shards for label in _labels(path)), default=-1)
+    if label < 0:
+        raise DataError(
+            "no sample has a label",
+            place=shards[0],
+            hint='give each sample a .cls member (an integer) or a .json member with "label"',
+        )
+    return label
+
+
+def require_tar(path: Path) -> None:
+    """Raises DataError, naming the shard, if its first header is not that of a tar archive."""
+    try:
+        with tarfile.open(path):
+            return
+    except (tarfile.TarError, OSError, EOFError) as error:
+        raise DataError(
+            f"cannot read the shard ({error})", place=path, hint="copy or make the shard anew"
+        ) from error
+
+
+def json_label(cell: Any, *, place: str | Path) -> int:
+    """The "label" of a decoded .json member. Raises DataError if it is not there or no integer."""
+    label = cell.get("label") if isinstance(cell, Mapping) else None
+    if not isinstance(label, int) or isinstance(label, bool):
+        raise DataError('a .json member has no integer "label"', place=place)
+    return label
+
+
+def _labels(path: Path) -> Iterator[int]:
+    try:
+        with tarfile.open(path) as archive:
+            for member in archive:
+                kind = Path(member.name).name.partition(".")[2]
+                if kind in ("cls", "json") and (file := archive.extractfile(member)) is not None:
+                    yield _label(file.read(), kind, f"{path} ({member.name})")
+    except (tarfile.TarError, OSError, EOFError) as error:
+        raise DataError(f"cannot read the shard ({error})", place=path) from error
+
+
+def _label(content: bytes, kind: str, place: str) -> int:
+    try:
+        if kind == "cls":
+            return int(content)
+        return json_label(json.loads(content), place=place)
+    except ValueError as error:
+        raise DataError("the label is not an integer", place=place) from error
+
+
+def _in_folder(root: Path) -> dict[str, list[Path]]:
+    found: dict[str, list[Path]] = {}
+    kinds = {"train": TRAIN_NAMES, "validation": VALIDATION_NAMES, "test": TEST_NAMES}
+    for kind, names in kinds.items():
+        shards = [p for n in names for p in (*root.glob(f"{n}-*.tar"), *root.glob(f"{n}/*.tar"))]
+        if shards:
+            found[kind] = sorted(shards)
+    if "test" not in found and "validation" in found:
+        found["test"] = found.pop("validation")
+    if "test" not in found:
+        inside = sorted(path.name for path in root.iterdir())[:5]
+        raise DataError(
+            f"no val-*.tar or val/*.tar; found {', '.join(inside) or 'nothing'}",
+            place=root,
+            hint=_HINT,
+        )
+    return found
+
+
+def _choices(inside: str) -> list[str]:
+    match = _RANGE.fullmatch(inside)
+    if match is None:
+        return inside.split(",")
+    first, last = match.groups()
+    width = max(len(first), len(last)) if first.startswith("0") or last.startswith("0") else 0
+    step = 1 if int(first) <= int(last) else -1
+    return [f"{n:0{width}d}" for n in range(int(first), int(last) + step, step)]

@@ -1,0 +1,223 @@
+"""From labelled images to data sets of tensors, and from tables to named splits.
+
+A source only says where image i is and what label it has (an `ImageTable`); everything after that
+(transform, augmentation, holdout, skipping of unreadable images) is the same for all of them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+from PIL import Image
+from torch.utils.data import Dataset
+
+from layershuffle.data.contract import (
+    ImageData,
+    Item,
+    SharedEpoch,
+    SourceRequest,
+    Split,
+    check_labels,
+    derived_seed,
+    limited_test,
+    shortened,
+    stratified_holdout,
+)
+from layershuffle.data.transforms import (
+    PlainTransform,
+    Transform,
+    augment_transform,
+    seeded_globals,
+)
+from layershuffle.errors import DataError
+
+
+class ImageTable(Protocol):
+    """Labelled images of one split, read one at a time."""
+
+    @property
+    def labels(self) -> Sequence[int]:
+        """Class index of every image."""
+
+    def image(self, index: int) -> Image.Image:
+        """Image `index` as "RGB" or "L". Raises DataError, naming it, if it cannot be read."""
+
+    def name(self, index: int) -> str:
+        """What to call image `index` in a message."""
+
+
+class TransformedImages(Dataset[Item]):
+    """The images `indices` of a table, each through one deterministic transform."""
+
+    def __init__(self, table: ImageTable, indices: Sequence[int], transform: Transform) -> None:
+        self.table, self.indices, self.transform = table, indices, transform
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> Item:
+        row = self.indices[index]
+        return self.transform(self.table.image(row)), int(self.table.labels[row])
+
+
+class AugmentedImages(Dataset[Item]):
+    """The images `indices` of a table, augmented anew in every epoch, without hidden state.
+
+    What row i looks like in epoch e is a pure function of (seed, e, i): SHA-256 gives the seed
+    of each single transform call. So a resumed run sees what the undisturbed run saw.
+
+    `set_epoch` must be called before each epoch. accelerate's DataLoaderShard does so, except
+    where its batch sampler wraps a seedable sampler (several processes): call it there yourself.
+    """
+
+    def __init__(
+        self, table: ImageTable, indices: Sequence[int], transform: Transform, *, seed: int
+    ) -> None:
+        self.table, self.indices, self.transform, self.seed = table, indices, transform, seed
+        self._epoch = SharedEpoch()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Show the augmentation of `epoch` from now on, in every worker."""
+        self._epoch.set(epoch)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> Item:
+        row = self.indices[index]
+        image = self.table.image(row)
+        with seeded_globals(derived_seed("augment", self.seed, self._epoch.get(), row)):
+            return self.transform(image), int(self.table.labels[row])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tables:
+    """What a source found. `holdout` are rows of `train`; without it a stratified share is cut.
+
+    `validation` is a split of its own that picks the checkpoint instead of a cut.
+    """
+
+    classes: tuple[str, ...]
+    test: ImageTable
+    train: ImageTable | None = None
+    validation: ImageTable | None = None
+    holdout: tuple[Sequence[int], Sequence[int]] | None = None
+    notes: tuple[str, ...] = ()
+
+
+def assemble(request: SourceRequest, tables: Tables) -> ImageData:
+    """The named splits of the tables, as the request's options want them.
+
+    Raises DataError for labels out of range, for empty splits, and with `skip_corrupt` if a split
+    has no readable image left. Without `skip_corrupt` a bad image raises when it is read.
+    """
+    options, notes, skipped = request.options, list(tables.notes), 0
+    rows: dict[str, list[int]] = {}
+    named = {"train": tables.train, "validation": tables.validation, "test": tables.test}
+    for name, table in named.items():
+        if table is None:
+            continue
+        check_labels(table.labels, len(tables.classes), place=f"{request.spec} ({name})")
+        good, bad = readable_rows(table, check=options.skip_corrupt)
+        if not good:
+            raise DataError("no image could be read", place=f"{request.spec} ({name})")
+        if bad:
+            skipped += len(bad)
+            notes.append(_skip_note(name, table, bad))
+        rows[name] = good
+    plain = PlainTransform(request.view, options.resize)
+    test = TransformedImages(tables.test, rows["test"], plain)
+    splits = {"test": limited_test(test, len(test), options.max_test)}
+    if options.train and tables.train is not None:
+        splits |= _training_splits(request, tables, rows, notes)
+    return ImageData(
+        spec=request.spec,
+        classes=tables.classes,
+        splits=splits,
+        notes=tuple(notes),
+        skipped=skipped,
+    )
+
+
+def readable_rows(table: ImageTable, *, check: bool) -> tuple[list[int], list[int]]:
+    """(readable, unreadable) rows. With `check` every image is decoded once, on all cores.
+
+    Without it all rows count as readable: looking at a million files is not for free.
+    """
+    rows = range(len(table.labels))
+    if not check:
+        return list(rows), []
+
+    def fails(row: int) -> bool:
+        try:
+            table.image(row)
+        except DataError:
+            return True
+        return False
+
+    with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
+        failed = list(pool.map(fails, rows))
+    return [r for r in rows if not failed[r]], [r for r in rows if failed[r]]
+
+
+def _skip_note(split: str, table: ImageTable, bad: Sequence[int]) -> str:
+    names = shortened([table.name(row) for row in bad])
+    return f"skipped {len(bad)} of {len(table.labels)} unreadable images in {split}: {names}"
+
+
+def _training_splits(
+    request: SourceRequest, tables: Tables, rows: dict[str, list[int]], notes: list[str]
+) -> dict[str, Split]:
+    assert tables.train is not None
+    options, plain = request.options, PlainTransform(request.view, request.options.resize)
+    held: Dataset[Item]
+    if tables.validation is not None:
+        kept = rows["train"]
+        held = TransformedImages(tables.validation, rows["validation"], plain)
+        size = len(rows["validation"])
+        notes.append("the holdout is the validation split of the data")
+    else:
+        kept, cut = _cut(request, tables, rows["train"], notes)
+        held, size = TransformedImages(tables.train, cut, plain), len(cut)
+    _require_images(kept, size, request)
+    fitted: Dataset[Item]
+    if options.augment:
+        transform = augment_transform(request.view)
+        fitted = AugmentedImages(tables.train, kept, transform, seed=options.seed)
+    else:
+        fitted = TransformedImages(tables.train, kept, plain)
+    return {
+        "train": Split(dataset=fitted, size=len(kept)),
+        "holdout": Split(dataset=held, size=size),
+    }
+
+
+def _cut(
+    request: SourceRequest, tables: Tables, good: list[int], notes: list[str]
+) -> tuple[list[int], list[int]]:
+    assert tables.train is not None
+    if tables.holdout is not None:
+        readable = set(good)
+        kept, cut = ([row for row in part if row in readable] for part in tables.holdout)
+        return kept, cut
+    options = request.options
+    labels = [tables.train.labels[row] for row in good]
+    kept, cut = stratified_holdout(labels, options.holdout, seed=options.seed)
+    notes.append(
+        f"the holdout is {len(cut)} of {len(good)} training images, "
+        f"a share of {options.holdout:g} per class, seed {options.seed}"
+    )
+    return [good[i] for i in kept], [good[i] for i in cut]
+
+
+def _require_images(kept: Sequence[int], held: int, request: SourceRequest) -> None:
+    if not kept or not held:
+        raise DataError(
+            f"{len(kept)} images to train on and {held} held out: both must be above 0",
+            place=request.spec,
+            hint="give more training images, or another holdout share",
+        )

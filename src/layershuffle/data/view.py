@@ -1,0 +1,117 @@
+"""How a host model wants its images, and pure helpers that fit image tensors to it.
+
+Every source of this package hands out images that went through an `ImageView`: the channels,
+size and normalisation the weights were trained with. The mismatch of a view is silent (the
+accuracy just drops), so the view is one validated value that travels from the model to the data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from layershuffle.errors import DataError, UsageError
+
+INTERPOLATIONS = ("bilinear", "bicubic", "nearest")
+
+# ITU-R 601 luma, the weights Pillow uses for RGB -> L: both routes to grey agree.
+_LUMA = (0.299, 0.587, 0.114)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageView:
+    """The input a host model expects.
+
+    `mean` and `std` have one number per channel and apply to images in [0, 1]. `crop_pct` is the
+    share of the resized shorter side that the central crop keeps at evaluation.
+    Raises UsageError if the numbers do not fit together.
+    """
+
+    channels: int
+    height: int
+    width: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    interpolation: str = "bicubic"
+    crop_pct: float = 1.0
+
+    def __post_init__(self) -> None:
+        sizes = {"channels": self.channels, "height": self.height, "width": self.width}
+        for name, value in sizes.items():
+            if value < 1:
+                raise UsageError(f"{name} is {value}, must be at least 1", place="ImageView")
+        for name, values in (("mean", self.mean), ("std", self.std)):
+            if len(values) != self.channels:
+                raise UsageError(
+                    f"{name} has {len(values)} numbers for {self.channels} channels",
+                    place="ImageView",
+                    hint=f"give one {name} per channel",
+                )
+        if min(self.std) <= 0:
+            raise UsageError(f"std {self.std} must be above 0", place="ImageView")
+        if self.interpolation not in INTERPOLATIONS:
+            raise UsageError(
+                f"interpolation {self.interpolation!r} is unknown",
+                place="ImageView",
+                hint=f"use one of {', '.join(INTERPOLATIONS)}",
+            )
+        if not 0 < self.crop_pct <= 1:
+            raise UsageError(
+                f"crop_pct is {self.crop_pct}, must be above 0 and at most 1", place="ImageView"
+            )
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(height, width) in pixels."""
+        return self.height, self.width
+
+
+def normalise(images: Tensor, view: ImageView) -> Tensor:
+    """(images - mean) / std, per channel, a new tensor; images [..., C, H, W] in [0, 1]."""
+    mean = torch.tensor(view.mean, dtype=images.dtype).view(-1, 1, 1)
+    std = torch.tensor(view.std, dtype=images.dtype).view(-1, 1, 1)
+    return (images - mean) / std
+
+
+def match_channels(images: Tensor, channels: int) -> Tensor:
+    """Images [..., C, H, W] with `channels` channels: grey is repeated, RGB becomes luma.
+
+    Raises DataError for every other pair of counts: there is no meaning to guess.
+    """
+    have = images.shape[-3]
+    if have == channels:
+        return images
+    if have == 1:
+        return images.expand(*images.shape[:-3], channels, *images.shape[-2:])
+    if have == 3 and channels == 1:
+        luma = torch.tensor(_LUMA, dtype=images.dtype).view(3, 1, 1)
+        return (images * luma).sum(dim=-3, keepdim=True)
+    raise DataError(
+        f"images have {have} channels, the model takes {channels}",
+        hint="use grey or RGB images, or a model with 1 or 3 input channels",
+    )
+
+
+def resize_images(images: Tensor, size: tuple[int, int], *, mode: str = "bilinear") -> Tensor:
+    """Images [N, C, H, W] at `size` (height, width), antialiased, clamped to [0, 1].
+
+    Returned untouched, bit for bit, when they already have that size.
+    """
+    if tuple(images.shape[-2:]) == size:
+        return images
+    if mode == "nearest":
+        return F.interpolate(images, size=size, mode="nearest-exact")
+    out = F.interpolate(images, size=size, mode=mode, align_corners=False, antialias=True)
+    return out.clamp(0, 1)  # bicubic overshoots
+
+
+def fit_images(images: Tensor, view: ImageView, *, mode: str = "bilinear") -> Tensor:
+    """Images [N, C, H, W] in [0, 1] as float32 [N, *view] with the view's normalisation.
+
+    The whole image is kept: the aspect ratio gives way ("squash"), nothing is cropped.
+    """
+    resized = resize_images(images.float(), view.size, mode=mode)
+    return normalise(match_channels(resized, view.channels), view)

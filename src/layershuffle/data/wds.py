@@ -1,0 +1,173 @@
+"""`wds:SHARDS`: tar shards in webdataset form, read by the `datasets` library.
+
+A sample is the members of one tar that share a name: an image, and a `.cls` (an integer) or a
+`.json` with "label". Classes are numbered, or named by a classes.txt beside the training shards.
+Without `streaming` the library copies the samples into its cache and gives random access.
+"""
+
+from __future__ import annotations
+
+import tarfile
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+
+from layershuffle.data.columns import (
+    Columns,
+    HubTable,
+    as_index,
+    image_column,
+    numbered,
+    record_reader,
+)
+from layershuffle.data.contract import ImageData, SourceRequest, generator_for, shortened
+from layershuffle.data.hub import LOAD_ERRORS
+from layershuffle.data.images import mode_for
+from layershuffle.data.shards import (
+    find_shards,
+    json_label,
+    largest_label,
+    read_classes,
+    require_tar,
+)
+from layershuffle.data.streams import IdentityCut, Streams, assemble_streams, identity
+from layershuffle.data.tables import Tables, assemble
+from layershuffle.errors import DataError
+
+Shards = dict[str, list[Path]]
+
+_IMAGE, _KEY, _SHARD = "image", "__key__", "__url__"
+
+
+def open_source(request: SourceRequest) -> ImageData:
+    """Shards as ImageData. Raises DataError for missing or unreadable shards, images, labels."""
+    mode_for(request.view.channels)
+    shards = find_shards(request.place)
+    if "train" not in shards and request.options.train:
+        raise DataError("there are no training shards", place=request.spec)
+    counted = shards.get("train", shards["test"])
+    classes = read_classes(counted) or numbered(largest_label(counted) + 1)
+    if not request.options.train:
+        shards = {"test": shards["test"]}
+    if request.options.streaming:
+        return _streamed(request, shards, classes)
+    return _tabled(request, shards, classes)
+
+
+def held_out_shards(count: int, share: float, *, seed: int) -> list[int] | None:
+    """Which of `count` shards are held out; None if the share is less than half a shard."""
+    number = min(round(share * count), count - 1)
+    if number == 0:
+        return None
+    order: list[int] = torch.randperm(count, generator=generator_for("shards", seed)).tolist()
+    return sorted(order[:number])
+
+
+def _tabled(request: SourceRequest, shards: Shards, classes: tuple[str, ...]) -> ImageData:
+    loaded = {name: _load(request, paths, classes) for name, paths in shards.items()}
+    channels = request.view.channels
+    tables = {
+        name: HubTable(data, columns, channels=channels, place=request.spec)
+        for name, (data, columns) in loaded.items()
+    }
+    cut, notes = None, ""
+    if "train" in loaded and "validation" not in loaded:
+        cut, notes = _cut(request, loaded["train"][0], shards["train"])
+    found = Tables(
+        classes=classes,
+        test=tables["test"],
+        train=tables.get("train"),
+        validation=tables.get("validation"),
+        holdout=cut,
+        notes=(notes,) * bool(notes),
+    )
+    return assemble(request, found)
+
+
+def _cut(
+    request: SourceRequest, train: Any, shards: Sequence[Path]
+) -> tuple[tuple[list[int], list[int]], str]:
+    """((rows kept, rows held out), note): whole shards if the share has one, else keys."""
+    share, seed = request.options.holdout, request.options.seed
+    held = held_out_shards(len(shards), share, seed=seed)
+    if held is not None:
+        names = {str(shards[index]) for index in held}
+        out = [shard in names for shard in train[_SHARD]]
+        note = _shard_note(held, shards, seed)
+    else:
+        rule = IdentityCut(seed=seed, share=share, held_out=True)
+        out = [rule.keeps(identity(key.encode("utf-8"))) for key in train[_KEY]]
+        note = (
+            f"the holdout is {sum(out)} of {len(out)} training images, "
+            f"about {share:g}, chosen by the hash of their key, seed {seed}"
+        )
+    kept = [row for row, held_out in enumerate(out) if not held_out]
+    return (kept, [row for row, held_out in enumerate(out) if held_out]), note
+
+
+def _streamed(request: SourceRequest, shards: Shards, classes: tuple[str, ...]) -> ImageData:
+    note = ""
+    if "train" in shards and "validation" not in shards:
+        train, options = shards["train"], request.options
+        held = held_out_shards(len(train), options.holdout, seed=options.seed)
+        if held is not None:
+            note = _shard_note(held, train, options.seed)
+            kept = [path for index, path in enumerate(train) if index not in held]
+            shards = shards | {"train": kept, "validation": [train[index] for index in held]}
+    loaded = {name: _load(request, paths, classes) for name, paths in shards.items()}
+    raw = datasets.Image(decode=False)
+    readers, streams = {}, {}
+    for name, (data, columns) in loaded.items():
+        streams[name] = data.cast_column(_IMAGE, raw)
+        readers[name] = record_reader(
+            columns, channels=request.view.channels, place=request.spec, key=_KEY
+        )
+    found = Streams(
+        classes=classes,
+        readers=readers,
+        test=streams["test"],
+        train=streams.get("train"),
+        validation=streams.get("validation"),
+        notes=(note,) * bool(note),
+    )
+    return assemble_streams(request, found)
+
+
+def _load(
+    request: SourceRequest, shards: Sequence[Path], classes: tuple[str, ...]
+) -> tuple[Any, Columns]:
+    """One split with its image column called "image". Raises DataError."""
+    for path in shards:
+        require_tar(path)
+    files = {"train": [str(path) for path in shards]}  # the library's name for "the only split"
+    try:
+        data = datasets.load_dataset(
+            "webdataset", data_files=files, split="train", streaming=request.options.streaming
+        )
+    except (*LOAD_ERRORS, tarfile.TarError) as error:
+        reason = " ".join(str(error.__cause__ or error).split())[:300]
+        raise DataError(
+            f"cannot read the shards ({reason})",
+            place=shortened([str(path) for path in shards]),
+            hint=f"try tar -tf {shards[0]} and the like; samples need an image and a .cls or .json",
+        ) from error
+    image = image_column(data.features, wanted=None, place=str(shards[0]))
+    label = next((name for name in ("cls", "json") if name in data.features), None)
+    if label is None:
+        raise DataError(
+            f"samples have no label among: {', '.join(data.features)}",
+            place=shards[0],
+            hint='give each sample a .cls member (an integer) or a .json member with "label"',
+        )
+    index = as_index if label == "cls" else partial(json_label, place=request.spec)
+    renamed = data if image == _IMAGE else data.rename_column(image, _IMAGE)
+    return renamed, Columns(image=_IMAGE, label=label, classes=classes, index=index)
+
+
+def _shard_note(held: Sequence[int], shards: Sequence[Path], seed: int) -> str:
+    names = ", ".join(shards[index].name for index in held[:5])
+    return f"the holdout is {len(held)} of {len(shards)} training shards, seed {seed}: {names}"

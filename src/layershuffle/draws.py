@@ -1,0 +1,57 @@
+"""Stateless random draws: the same numbers on every machine, in every version, for ever.
+
+The generator, written down once. A *stream* is named by (seed, step, micro_batch, rank):
+
+    key        = SHA-256(b"layershuffle.draws.v1:" + "seed,step,micro_batch,rank" in decimal ASCII)
+    block i    = SHA-256(key + i as 8 big-endian bytes), i = 0, 1, 2, ...
+    words      = the four big-endian unsigned 64-bit integers of block 0, of block 1, ...
+    below(n)   = the first word w with w < 2^64 - (2^64 mod n), taken mod n   (unbiased)
+    chance(p)  = word < floor(p * 2^64)
+    shuffle    = Fisher-Yates from the last place down, each partner drawn with below(i + 1)
+
+Nothing is stored between draws, so a resumed run needs no saved state and ranks that share a seed
+share their orders. SHA-256 rather than a library generator because neither torch nor numpy promises
+that a permutation stays the same from version to version. A draw for 12 blocks takes about 10 us.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+
+_WORDS_PER_BLOCK = 4
+_WORD_RANGE = 1 << 64
+
+
+class Stream:
+    """The random words of one (seed, step, micro_batch, rank); see the module docstring."""
+
+    def __init__(self, seed: int, step: int, *, micro_batch: int = 0, rank: int = 0) -> None:
+        name = f"{seed},{step},{micro_batch},{rank}".encode("ascii")
+        self._words = _words(hashlib.sha256(b"layershuffle.draws.v1:" + name).digest())
+
+    def below(self, n: int) -> int:
+        """A uniform integer in [0, n)."""
+        limit = _WORD_RANGE - _WORD_RANGE % n
+        return next(word for word in self._words if word < limit) % n
+
+    def chance(self, p: float) -> bool:
+        """True with probability `p` (to within 2^-64)."""
+        return next(self._words) < int(p * _WORD_RANGE)
+
+    def shuffled(self, items: Sequence[int]) -> tuple[int, ...]:
+        """A uniform permutation of `items`."""
+        out = list(items)
+        for i in range(len(out) - 1, 0, -1):
+            j = self.below(i + 1)
+            out[i], out[j] = out[j], out[i]
+        return tuple(out)
+
+
+def _words(key: bytes) -> Iterator[int]:
+    counter = 0
+    while True:
+        block = hashlib.sha256(key + counter.to_bytes(8, "big")).digest()
+        for k in range(_WORDS_PER_BLOCK):
+            yield int.from_bytes(block[8 * k : 8 * k + 8], "big")
+        counter += 1

@@ -1,0 +1,66 @@
+"""The exceptions of this package: one paragraph with cause, place and next step.
+
+The library raises them; `layershuffle.cli` alone turns them into exit codes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+class LayerShuffleError(Exception):
+    """A failure with a known cause. Exit code 1.
+
+    `cause` says what is wrong, `place` where (a file, a flag, a module path), `hint` what to
+    type or change next. `str()` joins them into one paragraph.
+    """
+
+    exit_code = 1
+
+    def __init__(
+        self, cause: str, *, place: str | Path | None = None, hint: str | None = None
+    ) -> None:
+        self.cause, self.place, self.hint = cause, place, hint
+        parts = [cause.rstrip(".") + "."]
+        if place is not None:
+            parts.append(f"Where: {place}.")
+        if hint is not None:
+            parts.append(f"Next: {hint}" if hint.endswith("?") else f"Next: {hint.rstrip('.')}.")
+        super().__init__(" ".join(parts))
+
+
+class UsageError(LayerShuffleError, ValueError):
+    """The request is wrong: an unknown name, an impossible order, a bad setting. Exit code 2."""
+
+    exit_code = 2
+
+
+class SettingsError(LayerShuffleError):
+    """A setting is unknown or has an impossible value. Exit code 2.
+
+    Not a `ValueError`: pydantic and tyro would wrap it in reports of their own.
+    """
+
+    exit_code = 2
+
+
+class StackError(LayerShuffleError, TypeError):
+    """The model's blocks cannot run in any order (or cannot be found)."""
+
+
+class DataError(LayerShuffleError):
+    """Images or labels are missing, corrupt or do not fit the model."""
+
+
+class ModelFileError(LayerShuffleError):
+    """A saved model is missing, truncated, of another shape, or in a format that is refused."""
+
+
+class TrainingError(LayerShuffleError):
+    """Training cannot go on; the last good checkpoint stays on disk."""
+
+
+class Interrupted(LayerShuffleError):
+    """Stopped by SIGTERM or Ctrl-C after a checkpoint was saved. Exit code 143."""
+
+    exit_code = 143

@@ -1,0 +1,132 @@
+"""Score a model under many execution orders in one pass over the data.
+
+A *mode* says which orders are meant (`layershuffle.modes`); `evaluate` draws them, and every score
+carries its order, so that it can be replayed. Two draws: one order per pass over the data, and one
+per batch, as the paper's section 4.2 has it ("randomly for every forward path").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from layershuffle.errors import DataError
+from layershuffle.models import logits_of
+from layershuffle.modes import Mode
+from layershuffle.orders import ExecutionOrder
+from layershuffle.stack import depth_of
+from layershuffle.trie import build_trie, forward_trie
+
+Draw = Literal["pass", "batch"]
+Batches = Iterable[tuple[Tensor, Tensor]]
+_TOP = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """One mode under one drawn order; drawn per batch, one pass with a new order for every batch.
+
+    `top1` and `top5` in percent, `cross_entropy` in nats, over `images` images. `index` numbers the
+    draws of the mode. `order` is `None` when drawn per batch.
+    """
+
+    mode: Mode
+    index: int
+    order: ExecutionOrder | None
+    images: int
+    top1: float
+    top5: float
+    cross_entropy: float
+
+
+@dataclass
+class _Column:
+    """A score in the making. Sums are kept in float64 on the host."""
+
+    mode: Mode
+    index: int
+    order_at: Callable[[int], ExecutionOrder]
+    order: ExecutionOrder | None = None
+    images: int = 0
+    top1: int = 0
+    top5: int = 0
+    loss: float = 0.0
+
+    def add(self, logits: Tensor, labels: Tensor) -> None:
+        ranks = logits.topk(min(_TOP, logits.shape[-1])).indices == labels[:, None]
+        self.images += len(labels)
+        self.top1 += int(ranks[:, 0].sum())
+        self.top5 += int(ranks.sum())
+        self.loss += float(F.cross_entropy(logits.float(), labels, reduction="sum"))
+
+    def score(self) -> Score:
+        return Score(
+            mode=self.mode,
+            index=self.index,
+            order=self.order,
+            images=self.images,
+            top1=100.0 * self.top1 / self.images,
+            top5=100.0 * self.top5 / self.images,
+            cross_entropy=self.loss / self.images,
+        )
+
+
+def evaluate(
+    model: nn.Module,
+    batches: Batches,
+    modes: Sequence[Mode],
+    *,
+    num_orders: int = 20,
+    seed: int = 0,
+    draw: Draw = "pass",
+) -> list[Score]:
+    """The scores of every mode and draw, from one pass over `batches`.
+
+    `batches` yields (images `[n, channels, height, width]`, labels `[n]`). A mode with a single
+    order gets one score, the others `num_orders`. Orders with common beginnings share their work
+    (`layershuffle.trie`). The model comes back in the train or eval mode it was in. Raises
+    `UsageError` for a mode that does not fit the depth, `DataError` if there is no image.
+    """
+    columns = [
+        _column(mode, index, depth_of(model), seed=seed, draw=draw)
+        for mode in modes
+        for index in range(num_orders if mode.is_drawn else 1)
+    ]
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.inference_mode():
+            for number, (images, labels) in enumerate(batches):
+                _score_batch(model, images, labels, columns, number)
+    finally:
+        model.train(was_training)
+    if not columns or not columns[0].images:
+        raise DataError("There is nothing to evaluate: no image or no mode was given")
+    return [column.score() for column in columns]
+
+
+def _column(mode: Mode, index: int, depth: int, *, seed: int, draw: Draw) -> _Column:
+    policy = mode.policy()
+    order = policy.draw(depth, seed=seed, step=index)  # also refuses a mode that does not fit
+    if draw == "pass" or not mode.is_drawn:
+        return _Column(mode, index, lambda _: order, order)
+    return _Column(
+        mode, index, lambda batch: policy.draw(depth, seed=seed, step=batch, micro_batch=index)
+    )
+
+
+def _score_batch(
+    model: nn.Module, images: Tensor, labels: Tensor, columns: Sequence[_Column], number: int
+) -> None:
+    device = next(model.parameters()).device
+    images, labels = images.to(device), labels.to(device)
+    trie = build_trie([column.order_at(number) for column in columns])
+    results = forward_trie(model, images, trie, forward=lambda x: logits_of(model(x)))
+    for indices, logits in results:
+        for index in indices:
+            columns[index].add(logits, labels)

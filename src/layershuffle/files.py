@@ -1,0 +1,181 @@
+"""Files that are either whole or absent: written under a temporary name, flushed, then renamed.
+
+A process killed at any moment leaves the old file or the new one, never half of one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+from safetensors import SafetensorError
+
+from layershuffle.errors import LayerShuffleError
+
+_STAGE_PREFIX = ".staged-"
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # fcntl.h and linux/fs.h
+_NEARLY_FULL_BYTES = 1 << 20
+_CAUSES = {
+    errno.ENOSPC: ("The disk is full", "free some space and run the same command again"),
+    errno.EDQUOT: ("The disk quota is used up", "free some space and run the same command again"),
+    errno.EROFS: ("The file system is read-only", "choose another --out"),
+    errno.EACCES: ("This user may not write here", "choose another --out"),
+    errno.EPERM: ("This user may not write here", "choose another --out"),
+    errno.ENOTDIR: ("A file stands where a directory is needed", "choose another --out"),
+    errno.EEXIST: ("A file stands where a directory is needed", "choose another --out"),
+}
+_NEARLY_FULL_BYTES = 1 << 20
+_CAUSES = {
+    errno.ENOSPC: ("The disk is full", "free some space and run the same command again"),
+    errno.EDQUOT: ("The disk quota is used up", "free some space and run the same command again"),
+    errno.EROFS: ("The file system is read-only", "choose another --out"),
+    errno.EACCES: ("This user may not write here", "choose another --out"),
+    errno.EPERM: ("This user may not write here", "choose another --out"),
+    errno.ENOTDIR: ("A file stands where a directory is needed", "choose another --out"),
+    errno.EEXIST: ("A file stands where a directory is needed", "choose another --out"),
+}
+_LOCK_SECONDS = 30.0
+_LOCK_POLL_SECONDS = 0.2
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace `path` by `text` in UTF-8; see `write_bytes`."""
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Replace `path` in one step. Raises `LayerShuffleError` if it cannot be written."""
+    stage = path.with_name(f"{_STAGE_PREFIX}{os.getpid()}-{path.name}")
+    with explained(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with stage.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(stage, path)
+
+
+@contextmanager
+def staged_directory(final: Path) -> Iterator[Path]:
+    """A new directory to fill; on leaving it is flushed and takes the place of `final`.
+
+    If the block raises, nothing of it stays and `final` is as it was. Raises `LayerShuffleError`
+    for a full disk or a read-only place.
+    """
+    with explained(final):
+        final.parent.mkdir(parents=True, exist_ok=True)
+        stage = Path(tempfile.mkdtemp(prefix=_STAGE_PREFIX, dir=final.parent))
+        os.chmod(stage, 0o755)
+    try:
+        with explained(final):
+            yield stage
+            _flush(stage)
+            _replace_directory(stage, final)
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)
+
+
+def remove_stale_stages(directory: Path) -> None:
+    """Delete what a killed process left half-written in `directory`."""
+    for stage in sorted(directory.glob(f"{_STAGE_PREFIX}*")):
+        if stage.is_dir():
+            shutil.rmtree(stage)
+        else:
+            stage.unlink()
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Keep other processes of ours out of `directory`; the lock goes with the process.
+
+    Waits a while for a process that is on its way out (it saves a checkpoint first), then raises
+    `LayerShuffleError`.
+    """
+    with explained(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        file = (directory / ".lock").open("w", encoding="utf-8")
+    with file:
+        deadline = time.monotonic() + _LOCK_SECONDS
+        while not _try_lock(file):
+            if time.monotonic() > deadline:
+                raise LayerShuffleError(
+                    "Another process is working in this directory",
+                    place=directory,
+                    hint="wait for it or end it, or choose another --out",
+                )
+            time.sleep(_LOCK_POLL_SECONDS)
+        yield
+
+
+def _try_lock(file: TextIO) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+@contextmanager
+def explained(place: Path) -> Iterator[None]:
+    """Turn a full disk, a read-only place or a missing permission into one paragraph."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _CAUSES:
+            raise
+        cause, hint = _CAUSES[error.errno]
+        raise LayerShuffleError(cause, place=error.filename or place, hint=hint) from error
+    except (SafetensorError, RuntimeError) as error:
+        # The savers of safetensors and torch hide the system's error number behind their own.
+        if shutil.disk_usage(_existing(place)).free > _NEARLY_FULL_BYTES:
+            raise
+        cause, hint = _CAUSES[errno.ENOSPC]
+        raise LayerShuffleError(cause, place=place, hint=hint) from error
+
+
+def _existing(path: Path) -> Path:
+    return path if path.exists() else _existing(path.parent)
+
+
+def _replace_directory(stage: Path, final: Path) -> None:
+    if not final.exists():
+        os.replace(stage, final)
+        return
+    if _exchange(stage, final):
+        return  # the old one stands where the stage was, and goes with it
+    # Without that system call the old one steps aside first, and is absent for a moment.
+    old = Path(tempfile.mkdtemp(prefix=_STAGE_PREFIX, dir=final.parent)) / "old"
+    os.replace(final, old)
+    os.replace(stage, final)
+    shutil.rmtree(old.parent)
+
+
+def _exchange(one: Path, two: Path) -> bool:
+    """Swap two directories in one step, where Linux and the file system can."""
+    if sys.platform != "linux":
+        return False
+    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
+    if renameat2 is None:
+        return False
+    arguments = (_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(two), _RENAME_EXCHANGE)
+    return bool(renameat2(*arguments) == 0)
+
+
+def _flush(directory: Path) -> None:
+    for path in sorted(directory.rglob("*")):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)

@@ -1,0 +1,54 @@
+"""What a result was measured on: versions and hardware."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+_PACKAGES = ("layershuffle", "torch", "torchvision", "timm", "transformers", "accelerate", "numpy")
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of this package and of those that its numbers depend on."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def hardware(precision: str) -> dict[str, Any]:
+    """Processor, cores and threads in use, GPU, and the precision of the computation."""
+    import torch
+
+    return {
+        "processor": processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "precision": precision,
+    }
+
+
+def processor() -> str:
+    """The processor's name, as the system tells it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def cpu_has_bf16() -> bool:
+    """The processor multiplies bf16 in hardware (AVX512-BF16 or AMX); Linux only, else False."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.is_file():
+        return False
+    words = set(cpuinfo.read_text(encoding="utf-8").split())
+    return bool(words & {"avx512_bf16", "amx_bf16", "bf16"})

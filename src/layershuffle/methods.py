@@ -1,0 +1,116 @@
+"""The training methods in one visible table. They differ by data alone; one trainer serves all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+
+from layershuffle.errors import UsageError
+from layershuffle.policies import LayerDrop, OrderMode, OrderPolicy, Sequential, Shuffled
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """One way of training.
+
+    `policy` draws the order of every forward. `selects_by` is the order mode in which held-out data
+    picks the checkpoint. `encoding` and `prediction` say which position parts are added.
+    """
+
+    name: str
+    summary: str
+    source: str
+    policy: OrderPolicy
+    selects_by: OrderMode
+    encoding: bool = False
+    prediction: bool = False
+
+
+_TABLE = (
+    Method(
+        name="baseline",
+        summary="sequential, ordinary refinement",
+        source="paper, section 4",
+        policy=Sequential(),
+        selects_by="sequential",
+    ),
+    Method(
+        name="layershuffle",
+        summary="a uniform permutation of the blocks per forward",
+        source="paper, section 3.2",
+        policy=Shuffled(),
+        selects_by="arbitrary",
+    ),
+    Method(
+        name="layershuffle-position",
+        summary="shuffled, every block is told its position",
+        source="paper, section 3.3",
+        policy=Shuffled(),
+        selects_by="arbitrary",
+        encoding=True,
+    ),
+    Method(
+        name="layershuffle-predict",
+        summary="shuffled, every block's output must tell its position",
+        source="paper, section 3.4",
+        policy=Shuffled(),
+        selects_by="arbitrary",
+        prediction=True,
+    ),
+    Method(
+        name="layerdrop",
+        summary="sequential, each block left out with probability p",
+        source="arXiv 1909.11556, as the paper's section 4.2 uses it",
+        policy=LayerDrop(0.2),
+        selects_by="sequential",
+    ),
+    Method(
+        name="layershuffle-depth",
+        summary="shuffled, a uniform number of blocks kept",
+        source="this project",
+        policy=Shuffled(depth=(3, None)),
+        selects_by="arbitrary",
+    ),
+)
+METHODS: dict[str, Method] = {method.name: method for method in _TABLE}
+
+
+def find_method(name: str, *, drop: float | None = None, min_blocks: int | None = None) -> Method:
+    """The method of that name with its options set.
+
+    `drop`: p of `layerdrop`, or blocks left out at random in `layershuffle`. `min_blocks`: the
+    fewest blocks `layershuffle-depth` keeps. Raises `UsageError` for unknown names (with the
+    nearest) and for an option that the method does not have.
+    """
+    if name not in METHODS:
+        near = get_close_matches(name, METHODS, n=1)
+        raise UsageError(
+            f"There is no method {name!r}",
+            hint=f"did you mean {near[0]!r}?" if near else f"one of {', '.join(METHODS)}",
+        )
+    method = METHODS[name]
+    if drop is not None:
+        method = replace(method, policy=_with_drop(method, drop))
+    if min_blocks is not None:
+        method = replace(method, policy=_with_min_blocks(method, min_blocks))
+    return method
+
+
+def _with_drop(method: Method, drop: float) -> OrderPolicy:
+    if method.name == "layerdrop":
+        return LayerDrop(drop)
+    if method.policy == Shuffled():
+        return Shuffled(drop=drop)
+    raise UsageError(
+        f"The method {method.name!r} has no drop probability",
+        hint="use layerdrop, or a shuffled method that keeps all blocks",
+    )
+
+
+def _with_min_blocks(method: Method, min_blocks: int) -> OrderPolicy:
+    if method.name != "layershuffle-depth":
+        raise UsageError(
+            f"The method {method.name!r} has no smallest number of blocks",
+            hint="only layershuffle-depth keeps a random number of blocks",
+        )
+    return Shuffled(depth=(min_blocks, None))

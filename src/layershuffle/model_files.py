@@ -1,0 +1,266 @@
+"""Read and check the files of a saved model: JSON, safetensors, and the facts beside the weights.
+
+A model directory may come from anyone. So nothing is ever unpickled, JSON is capped and checked
+before it is used, and the tensors that are announced are compared with the model that is built
+before a byte of them is read. Whatever is wrong becomes one `ModelFileError`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from layershuffle.errors import ModelFileError
+
+WEIGHTS = "model.safetensors"
+WEIGHTS_INDEX = "model.safetensors.index.json"
+CONFIG = "config.json"
+PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"})
+
+MAX_JSON_BYTES = 1 << 20
+_MAX_NESTING = 64
+MAX_INDEX_BYTES = 1 << 24  # a shard index lists every tensor of a model
+# Far beyond any vision transformer. A configuration is built before its weights are compared, and
+# these three kinds of numbers decide how long that takes.
+_MAX_NUMBER = 1 << 24
+_MAX_BLOCKS = 1024
+_MAX_CLASSES = 1 << 20
+
+Shape = tuple[int, ...]
+
+
+def read_json(path: Path, *, limit: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    """The JSON object in `path`; raises `ModelFileError` for anything else, or beyond `limit`."""
+    try:
+        with path.open("rb") as file:
+            raw = file.read(limit + 1)
+    except OSError as error:
+        raise ModelFileError(
+            f"The file cannot be read ({error.strerror or error})",
+            place=path,
+            hint="check the path; a saved model is a directory with this file in it",
+        ) from error
+    if len(raw) > limit:
+        raise ModelFileError(
+            f"The file is larger than {limit // 1024} KiB, more than such a file ever needs",
+            place=path,
+            hint="take the model from its source again",
+        )
+    try:
+        data = json.loads(raw.decode("utf-8"))
+    # Deep nesting ends in a RecursionError; undecodable text and bad JSON are both ValueErrors.
+    except (ValueError, RecursionError) as error:
+        raise ModelFileError(
+            f"This is not JSON ({type(error).__name__})",
+            place=path,
+            hint="the file is damaged: take the model from its source again",
+        ) from error
+    if not isinstance(data, dict):
+        raise ModelFileError(
+            f"A JSON object is expected here, not a {type(data).__name__}",
+            place=path,
+            hint="take the model from its source again",
+        )
+    _check_nesting(data, path)
+    return data
+
+
+def _check_nesting(data: object, path: Path) -> None:
+    # What walks over the data later does so by recursion.
+    level: list[Any] = [data]
+    for _ in range(_MAX_NESTING):
+        inside = [one.values() if isinstance(one, dict) else one for one in level]
+        level = [x for values in inside for x in values if isinstance(x, dict | list)]
+        if not level:
+            return
+    raise ModelFileError(
+        f"The JSON is nested deeper than {_MAX_NESTING} levels",
+        place=path,
+        hint="take the model from its source again",
+    )
+
+
+def check_numbers(data: object, place: Path, *, key: str = "") -> None:
+    """Raises `ModelFileError` for numbers beyond any vision transformer: they fill the memory."""
+    if isinstance(data, Mapping):
+        for name, value in data.items():
+            check_numbers(value, place, key=str(name))
+    elif isinstance(data, list | tuple):
+        for value in data:
+            check_numbers(value, place, key=key)
+    elif isinstance(data, int | float) and abs(data) > _limit_of(key):
+        raise ModelFileError(
+            f"{key} = {str(data)[:20]} is beyond any vision transformer (at most {_limit_of(key)})",
+            place=place,
+            hint="take the model from its source again",
+        )
+
+
+def _limit_of(key: str) -> int:
+    if re.search(r"depth|layers|blocks", key):
+        return _MAX_BLOCKS
+    return _MAX_CLASSES if re.search(r"labels|classes", key) else _MAX_NUMBER
+
+
+def weight_files(directory: Path) -> tuple[Path, ...]:
+    """The safetensors files of a model directory: one, or the shards that an index names.
+
+    Raises `ModelFileError` if there are none, saying so when there is only a pickle.
+    """
+    index = directory / WEIGHTS_INDEX
+    if (directory / WEIGHTS).is_file():
+        return (directory / WEIGHTS,)
+    if index.is_file():
+        return _shards(directory, index)
+    refuse_pickle(directory)
+    raise ModelFileError(
+        f"There is no {WEIGHTS} here",
+        place=directory,
+        hint="name the directory that layershuffle.save, or transformers' save_pretrained, wrote",
+    )
+
+
+def refuse_pickle(path: Path) -> None:
+    """Raises `ModelFileError` if `path` is a pickle, or a directory with one."""
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    pickles = [file for file in files if file.suffix.lower() in PICKLE_SUFFIXES]
+    if pickles:
+        name = pickles[0].name
+        raise ModelFileError(
+            f"The weights are in {name}, a pickle, and reading a pickle can run any program inside "
+            "it, so it is refused",
+            place=pickles[0],
+            hint='convert it once, where you trust it: python -c "import torch; '
+            "from safetensors.torch import save_file; "
+            f"save_file(torch.load('{name}', weights_only=True), '{WEIGHTS}')\"",
+        )
+
+
+def tensor_shapes(path: Path) -> dict[str, Shape]:
+    """Shapes by tensor name, from the file's header alone; raises `ModelFileError` if damaged."""
+    # A directory or an unreadable file raises OSError, a bad header SafetensorError.
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 -- not a mapping
+    except (SafetensorError, OSError, ValueError) as error:
+        raise _damaged(path, error) from error
+
+
+def read_tensors(path: Path, expected: Mapping[str, Shape]) -> dict[str, Tensor]:
+    """The tensors of `path`, after `check_tensors` has compared its header with `expected`."""
+    check_tensors(tensor_shapes(path), expected, place=path)
+    try:
+        tensors: dict[str, Tensor] = load_file(path)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise _damaged(path, error) from error
+    return tensors
+
+
+def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write `tensors` as safetensors, bit for bit, from any device and memory layout."""
+    # Copies: tensors that share memory are refused by the format, and so are strided ones.
+    plain = {name: t.detach().to("cpu", copy=True).contiguous() for name, t in tensors.items()}
+    with disk_errors(path):
+        save_file(plain, path, metadata={"format": "pt"})
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Raise what safetensors says of a full or read-only disk as the `OSError` it is."""
+    try:
+        yield
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
+
+
+def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
+    """Shapes by tensor name."""
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def check_tensors(
+    found: Mapping[str, Shape], expected: Mapping[str, Shape], *, place: Path
+) -> None:
+    """Raises `ModelFileError` unless names and shapes agree; another depth is named first."""
+    missing, unexpected = expected.keys() - found.keys(), found.keys() - expected.keys()
+    if missing or unexpected:
+        check_depth(stack_depth(found), stack_depth(expected), place=place)
+        raise ModelFileError(
+            "The tensors in the file are not those of the model: "
+            f"missing {listed(missing)}; unexpected {listed(unexpected)}",
+            place=place,
+            hint="weights and configuration come from different models: save the model again",
+        )
+    for name, shape in expected.items():
+        if found[name] != shape:
+            raise ModelFileError(
+                f"The tensor {name} has shape {found[name]}, the model needs {shape}",
+                place=place,
+                hint="weights and configuration come from different models: save the model again",
+            )
+
+
+def check_depth(found: int, expected: int, *, place: Path) -> None:
+    """Raises `ModelFileError` naming both numbers of blocks if they differ."""
+    if found != expected:
+        raise ModelFileError(
+            f"This is a checkpoint of another depth: it holds {found} blocks, {expected} are "
+            "expected",
+            place=place,
+            hint="weights and configuration come from different models: save the model again",
+        )
+
+
+def stack_depth(names: Iterable[str]) -> int:
+    """Number of blocks that tensor names speak of: `blocks.0.`, `layer.0.`, `encoder_layer_0.`."""
+    stacks: dict[str, set[str]] = defaultdict(set)
+    for name in names:
+        for match in re.finditer(r"(?:(?<=[._])|^)(\d+)(?=\.)", name):
+            stacks[name[: match.start()]].add(match[1])
+    return max((len(numbers) for numbers in stacks.values()), default=0)
+
+
+def listed(names: Iterable[str], *, limit: int = 3) -> str:
+    """ "a, b, c and 7 more", or "none"."""
+    ordered = sorted(names)
+    more = f" and {len(ordered) - limit} more" if len(ordered) > limit else ""
+    return ", ".join(ordered[:limit]) + more if ordered else "none"
+
+
+def _shards(directory: Path, index: Path) -> tuple[Path, ...]:
+    weight_map = read_json(index, limit=MAX_INDEX_BYTES).get("weight_map")
+    names = set(weight_map.values()) if isinstance(weight_map, dict) else set()
+    for name in names:
+        # A name with a path in it would make us read outside the directory.
+        if (
+            not isinstance(name, str)
+            or Path(name).name != name
+            or Path(name).suffix != ".safetensors"
+        ):
+            raise ModelFileError(f"The shard {name!r} is not a safetensors file here", place=index)
+        if not (directory / name).is_file():
+            raise ModelFileError(f"The shard {name} is missing", place=directory)
+    if not names:
+        raise ModelFileError("The index names no shard", place=index)
+    return tuple(directory / name for name in sorted(names))
+
+
+def _damaged(path: Path, error: Exception) -> ModelFileError:
+    return ModelFileError(
+        f"This is not a whole safetensors file ({error})",
+        place=path,
+        hint="it is truncated or damaged: copy or save the model again",
+    )

@@ -1,0 +1,341 @@
+"""transformers models: read from the hub or a directory, saved so that stock transformers reads it.
+
+Hub models are fetched as files and then read like any directory, so that one set of checks serves
+both. Code from a repository is never run, and nothing but safetensors is read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    StrictDataclassError,
+)
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoConfig, AutoModelForImageClassification, PreTrainedModel
+from transformers.utils import logging as hf_logging
+
+from layershuffle.data.view import ImageView
+from layershuffle.errors import ModelFileError, UsageError
+from layershuffle.model_files import (
+    CONFIG,
+    WEIGHTS,
+    WEIGHTS_INDEX,
+    check_depth,
+    check_numbers,
+    disk_errors,
+    listed,
+    read_json,
+    stack_depth,
+    tensor_shapes,
+    weight_files,
+)
+from layershuffle.model_hf_view import PROCESSOR, view_of
+from layershuffle.model_origin import (
+    LOG,
+    Host,
+    Origin,
+    hub_silence,
+    new_linear,
+    origin_of,
+    remember,
+    seeded,
+    warn_new_head,
+    weights_missing,
+)
+
+NAME = "transformers"
+_FILES = (
+    CONFIG, PROCESSOR, WEIGHTS, WEIGHTS_INDEX, "model-*-of-*.safetensors",
+)  # fmt: skip
+# Attention written in transformers or torch; any other name is a repository with code to download.
+_ATTENTION = frozenset(
+    {"eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"}
+)
+_INSIDE_TIMM = frozenset(
+    {"checkpoint_path", "cache_dir", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay"}
+)
+# What a configuration that is not one makes transformers raise.
+_REFUSED = (
+    OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, ImportError, IndexError,
+    ZeroDivisionError, AssertionError, StrictDataclassError, SafetensorError,
+)  # fmt: skip
+
+
+def owns(model: nn.Module) -> bool:
+    """Whether transformers made the model."""
+    return isinstance(model, PreTrainedModel)
+
+
+def build(name: str, settings: Mapping[str, Any], *, seed: int) -> nn.Module:
+    """The image classifier `name`: a directory, or a model of the hub (`revision` chooses which).
+
+    `pretrained=False` takes the configuration alone, with random weights. Raises `UsageError` for
+    other settings, `ModelFileError` if the files cannot be had or read. Missing heads are new and
+    said to be so.
+    """
+    unknown = sorted(settings.keys() - {"pretrained", "revision"})
+    if unknown:
+        raise UsageError(
+            f"hf: has no setting {unknown[0]!r}", hint="pretrained=true|false and revision=NAME"
+        )
+    local = Path(name).expanduser().is_dir()
+    revision = settings.get("revision")
+    directory = Path(name).expanduser() if local else _fetched(name, revision)
+    processor = _processor(directory)
+    if settings.get("pretrained", True) is False:
+        host = _random(directory, seed=seed)
+        return remember(host, Origin(processor=processor))
+    host = _stored(directory, seed=seed, lenient=True)
+    return remember(host, Origin(processor=processor, base_model=None if local else name))
+
+
+def num_classes(host: Host) -> int:
+    """Number of classes of the head."""
+    return int(host.config.num_labels)
+
+
+def resize_head(host: Host, classes: int, *, seed: int) -> None:
+    """Give `host` fresh heads (all of them, where it has several), and say so."""
+    old, config = num_classes(host), host.config
+    heads = _heads(host)
+    if not heads:
+        raise UsageError(
+            f"The head of {type(host).__name__} is not a linear layer with {old} outputs",
+            hint="use a model for image classification",
+        )
+    std = float(getattr(config, "initializer_range", 0.02))  # the library's own law for new heads
+    for number, (path, head) in enumerate(heads.items()):
+        owner, _, attribute = path.rpartition(".")
+        new = new_linear(head, classes, std=std, seed=seed + number)
+        setattr(host.get_submodule(owner), attribute, new)
+    config.num_labels = classes  # sets id2label and label2id too
+    host.num_labels = classes
+    timm_model = getattr(host, "timm_model", None)
+    if timm_model is not None:
+        timm_model.num_classes = classes
+    warn_new_head(old, classes, seed=seed)
+
+
+def image_view(host: Host) -> ImageView:
+    """The view of the image processor that came with the model, else of its kind of model."""
+    return view_of(host, origin_of(host).processor)
+
+
+def write(
+    host: Host, directory: Path, *, view: ImageView, model_args: Mapping[str, Any] | None
+) -> tuple[str, dict[str, Any]]:
+    """`save_pretrained` into `directory`, with the image processor that came; (class name, {})."""
+    del view
+    if not isinstance(host, PreTrainedModel) or model_args:
+        raise UsageError("A transformers model takes no model_args: its config has them all")
+    if not type(host).__module__.startswith("transformers."):
+        raise UsageError(
+            f"{type(host).__name__} is not a class of transformers, which could not load it",
+            hint="save a model of transformers itself",
+        )
+    before = dict(vars(host.config))  # save_pretrained notes architecture and dtype in it
+    try:
+        with _quiet(), disk_errors(directory):
+            host.save_pretrained(directory)
+    finally:
+        vars(host.config).clear()
+        vars(host.config).update(before)
+    processor = origin_of(host).processor
+    if processor:
+        text = json.dumps(dict(processor), indent=2)
+        (directory / PROCESSOR).write_text(text + "\n", encoding="utf-8")
+    return type(host).__name__, {}
+
+
+def read(directory: Path, *, seed: int) -> tuple[nn.Module, str]:
+    """The model that `write` left in `directory`, and its class; every tensor must be there."""
+    host = _stored(directory, seed=seed, lenient=False)
+    return remember(host, Origin(processor=_processor(directory))), type(host).__name__
+
+
+def _fetched(name: str, revision: str | None) -> Path:
+    """Directory of the hub model's files in the cache, after a download where one is needed."""
+    what = f"hf:{name}"
+    try:
+        path = snapshot_download(name, revision=revision, allow_patterns=list(_FILES))
+    except HFValidationError as error:
+        raise ModelFileError(
+            f"{name!r} is neither a directory here nor a model name of the hub",
+            hint="write hf:DIR for a directory with config.json, or hf:OWNER/NAME",
+        ) from error
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+        raise weights_missing(
+            what,
+            hub_silence(),
+            download=f"hf download {name}",
+            random="hf:DIR?pretrained=false with its config.json in DIR",
+        ) from error
+    except HfHubHTTPError as error:
+        raise ModelFileError(
+            f"The hub does not give us {name} ({type(error).__name__})",
+            hint=f"check the name at huggingface.co/{name}; private models need `hf auth login`",
+        ) from error
+    return Path(path)
+
+
+def _checked_config(directory: Path) -> Any:
+    """transformers' configuration, after everything in it that could do harm was refused."""
+    place = directory / CONFIG
+    data = read_json(place)
+    check_numbers(data, place)
+    _refuse_code(data, place)
+    if (directory / "adapter_config.json").exists():
+        raise ModelFileError(
+            "This is an adapter, not a model", place=directory, hint="merge it into its base first"
+        )
+    with _explained(place), _quiet():
+        return AutoConfig.from_pretrained(directory, trust_remote_code=False)
+
+
+def _refuse_code(data: Mapping[str, Any], place: Path) -> None:
+    for key, value in data.items():
+        where = f"{key} = {str(value)[:80]!r}"
+        if key.endswith("attn_implementation") and value is not None and value not in _ATTENTION:
+            raise ModelFileError(
+                f"The configuration asks for code from elsewhere ({where})",
+                place=place,
+                hint=f"remove {key} from the file",
+            )
+        if key in ("quantization_config", "use_kernels") and value:
+            raise ModelFileError(
+                f"Models with {key} are not read", place=place, hint="use the unquantised weights"
+            )
+        if key == "model_args" and isinstance(value, dict) and _INSIDE_TIMM & value.keys():
+            raise ModelFileError(
+                f"The configuration makes timm read other files ({where})",
+                place=place,
+                hint=f"remove {', '.join(sorted(_INSIDE_TIMM & value.keys()))} from model_args",
+            )
+        if isinstance(value, dict):
+            _refuse_code(value, place)
+
+
+def _random(directory: Path, *, seed: int) -> Host:
+    config = _checked_config(directory)
+    with _explained(directory / CONFIG), _quiet(), seeded(seed):
+        host: Host = AutoModelForImageClassification.from_config(config)
+    return host.eval()
+
+
+def _stored(directory: Path, *, seed: int, lenient: bool) -> Host:
+    """The model of `directory`; `lenient`: heads may be missing, other tasks' tensors be there."""
+    files = weight_files(directory)
+    config = _checked_config(directory)
+    names = {name for file in files for name in tensor_shapes(file)}
+    # The seed is for a head that is missing in the file.
+    with _explained(directory), _quiet(), seeded(seed):
+        host, info = AutoModelForImageClassification.from_pretrained(
+            directory,
+            config=config,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    _check_loaded(host, info, names, directory, lenient=lenient)
+    loaded: nn.Module = host
+    return loaded
+
+
+def _check_stored_depth(config: Any, names: set[str], place: Path) -> None:
+    depth = getattr(getattr(config, "vision_config", config), "num_hidden_layers", None)
+    prefixed = {name for name in names if not name.startswith("text_model.")}
+    if isinstance(depth, int):
+        check_depth(stack_depth(prefixed), depth, place=place)
+
+
+def _check_loaded(
+    host: Host,
+    info: Mapping[str, Any],
+    names: set[str],
+    directory: Path,
+    *,
+    lenient: bool,
+) -> None:
+    missing, unexpected = set(info["missing_keys"]), set(info["unexpected_keys"])
+    if missing or unexpected:
+        _check_stored_depth(host.config, names, directory)
+    if lenient:
+        heads = {f"{path}.{name}" for path in _heads(host) for name in ("weight", "bias")}
+        if missing & heads:
+            LOG.warning(
+                "%s has no classification head: one with %d classes is freshly initialised, so "
+                "train before you score.",
+                directory,
+                num_classes(host),
+            )
+        if unexpected:
+            LOG.warning("%s: tensors that are not used: %s.", directory, listed(unexpected))
+        missing, unexpected = missing - heads, set()
+    if missing or unexpected:
+        raise ModelFileError(
+            "The tensors in the file are not those of the model: "
+            f"missing {listed(missing)}; unexpected {listed(unexpected)}",
+            place=directory,
+            hint="weights and configuration come from different models: save the model again",
+        )
+
+
+def _heads(host: Host) -> dict[str, nn.Linear]:
+    """Linear layers beside the backbone with as many outputs as there are classes, by path."""
+    classes = num_classes(host)
+    found = {name: child for name, child in host.named_children() if isinstance(child, nn.Linear)}
+    if not found and hasattr(host, "timm_model"):
+        head = host.timm_model.get_classifier()
+        found = {n: m for n, m in host.named_modules() if m is head and isinstance(m, nn.Linear)}
+    return {name: head for name, head in found.items() if head.out_features == classes}
+
+
+def _processor(directory: Path) -> dict[str, Any] | None:
+    path = directory / PROCESSOR
+    if not path.is_file():
+        return None
+    data = read_json(path)
+    check_numbers(data, path)
+    data.pop("auto_map", None)  # names code in the repository
+    return data
+
+
+@contextmanager
+def _explained(place: Path) -> Iterator[None]:
+    try:
+        yield
+    except _REFUSED as error:
+        shown = " ".join(str(error).split())[:300]
+        if "ignore_mismatched_sizes" in shown:  # its advice is not for our callers
+            shown = "tensors in the file have other shapes than the configuration gives the model"
+        raise ModelFileError(
+            f"transformers cannot build an image classifier from this ({type(error).__name__}: "
+            f"{shown})",
+            place=place,
+            hint="check config.json against the weights, or take the model from its source again",
+        ) from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars or load reports of transformers: what matters is raised or logged by us."""
+    verbosity, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(verbosity)
+        if bars:
+            hf_logging.enable_progress_bar()

@@ -1,0 +1,172 @@
+"""What a loaded model remembers of where it came from, and what all host libraries share here.
+
+`Origin` is a plain attribute of the host model, so that `save` can write a directory that the host
+library rebuilds without this package.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import constants
+from torch import Tensor, nn
+
+from layershuffle.data.view import ImageView
+from layershuffle.errors import ModelFileError, UsageError
+
+LOG = logging.getLogger("layershuffle")
+# An nn.Module. The host libraries give theirs attributes that nn.Module does not declare.
+Host = Any
+_ATTRIBUTE = "layershuffle_origin"
+_VIEW_KEYS = ("channels", "height", "width", "mean", "std", "interpolation", "crop_pct")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """How a host model was made.
+
+    `model_args`: what its constructor got. `base_model`: its name on the hub, if it was trained
+    there. `view`: how it wants its images, where that is known better than the model can tell.
+    `processor`: the image processor settings that came with it. `record`: see `layershuffle.save`.
+    """
+
+    model_args: Mapping[str, Any] = field(default_factory=dict)
+    base_model: str | None = None
+    view: ImageView | None = None
+    processor: Mapping[str, Any] | None = None
+    record: Mapping[str, Any] = field(default_factory=dict)
+
+
+def origin_of(host: nn.Module) -> Origin:
+    """What `host` remembers; empty for a model that was not made by `layershuffle.load`."""
+    origin = getattr(host, _ATTRIBUTE, None)
+    return origin if isinstance(origin, Origin) else Origin()
+
+
+def remember(host: nn.Module, origin: Origin) -> nn.Module:
+    """`host` itself, with its origin."""
+    setattr(host, _ATTRIBUTE, origin)
+    return host
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Make every draw inside a function of `seed`; the caller's random state is untouched.
+
+    The host libraries draw new weights from torch's global generator on the CPU and take no other,
+    so that generator is seeded here and put back afterwards.
+    """
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.default_generator.manual_seed(seed)
+        yield
+
+
+def warn_new_head(old: int, new: int, *, seed: int) -> None:
+    """Say that the classification head was replaced."""
+    LOG.warning(
+        "The head of the model was resized: %d -> %d classes. The new head is freshly initialised "
+        "(seed %d); what the old one knew is gone, so train before you score.",
+        old,
+        new,
+        seed,
+    )
+
+
+def new_linear(old: nn.Linear, outputs: int, *, std: float, seed: int) -> nn.Linear:
+    """A linear layer like `old` with `outputs` rows: truncated normal weights, bias zero."""
+    layer = nn.Linear(old.in_features, outputs, bias=old.bias is not None, device="meta")
+    layer = layer.to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(seed)
+    nn.init.trunc_normal_(layer.weight, std=std, generator=generator)
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)
+    return layer.to(old.weight.device, old.weight.dtype)
+
+
+def match_dtype(host: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Give `host` the floating type of its stored weights, if they have one in common."""
+    kinds = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
+    if len(kinds) == 1:
+        host.to(kinds.pop())
+
+
+def view_to_json(view: ImageView) -> dict[str, Any]:
+    """The fields of a view, JSON types only."""
+    fields = {name: getattr(view, name) for name in _VIEW_KEYS}
+    return fields | {"mean": list(view.mean), "std": list(view.std)}
+
+
+def view_from_json(data: Mapping[str, Any], place: Path) -> ImageView:
+    """The view that `view_to_json` wrote; raises `ModelFileError` if it does not hold together."""
+    try:
+        mean, std = (tuple(float(one) for one in data[name]) for name in ("mean", "std"))
+        return ImageView(**{**data, "mean": mean, "std": std})
+    except (TypeError, KeyError, ValueError) as error:
+        raise ModelFileError(
+            f"The image_view is not one ({error})",
+            place=place,
+            hint=f"its fields are {', '.join(_VIEW_KEYS)}",
+        ) from error
+
+
+def per_channel(values: object, channels: int) -> tuple[float, ...]:
+    """One number per channel; a mean or deviation given for other channels is averaged, as in timm.
+
+    (Weights for colour images keep a sensible scale on grey ones that way.)
+    """
+    numbers = (
+        [_number(v) for v in values] if isinstance(values, list | tuple) else [_number(values)]
+    )
+    if not numbers:
+        raise ValueError("a mean or deviation of the images has no numbers")
+    if len(numbers) != channels:
+        return (sum(numbers) / len(numbers),) * channels
+    return tuple(numbers)
+
+
+def _number(value: object) -> float:
+    if not isinstance(value, int | float):
+        raise ValueError(f"a mean or deviation of the images is a number, not {value!r}")
+    return float(value)
+
+
+def size_pair(size: object) -> tuple[int, int]:
+    """(height, width) of an int or a pair."""
+    if isinstance(size, int):
+        return size, size
+    if isinstance(size, list | tuple) and len(size) == 2 and all(isinstance(n, int) for n in size):
+        return size[0], size[1]
+    raise ValueError(f"an image size is a number or a pair of them, not {size!r}")
+
+
+def unknown_name(what: str, name: str, *, names: list[str], listing: str) -> UsageError:
+    """The error for a name that is not in `names`, with the nearest ones."""
+    near = get_close_matches(name, names, n=3)
+    hint = f"did you mean {' or '.join(near)}?" if near else listing
+    return UsageError(f"There is no {what} {name!r}", hint=hint)
+
+
+def hub_silence() -> str:
+    """Why the hub cannot be asked."""
+    if constants.HF_HUB_OFFLINE:
+        return "offline mode is set (HF_HUB_OFFLINE)"
+    return "the hub cannot be reached over the network"
+
+
+def weights_missing(
+    what: str, why: str, *, download: str, random: str, place: str = constants.HF_HUB_CACHE
+) -> ModelFileError:
+    """The error for weights that are neither in the cache `place` nor to be had from elsewhere."""
+    return ModelFileError(
+        f"The weights of {what} are not in the cache of this machine, and {why}",
+        place=place,
+        hint=f"with a network, type {download} (on another machine: then copy the cache here); "
+        f"or use {random} for random weights",
+    )

@@ -1,0 +1,77 @@
+"""The position parts of a saved model: layershuffle.safetensors, beside the stock weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from layershuffle.errors import ModelFileError
+from layershuffle.model_facts import FACTS, Facts, form_of
+from layershuffle.model_files import (
+    check_depth,
+    read_tensors,
+    shapes_of,
+    tensor_shapes,
+    write_tensors,
+)
+from layershuffle.position import PositionedModel, PositionEncoding, PositionPrediction, width_of
+from layershuffle.position_forms import EncodingForm, PredictionForm
+
+PARTS = "layershuffle.safetensors"
+
+
+def with_stored_parts(host: nn.Module, facts: Facts, *, directory: Path) -> nn.Module:
+    """`host`, or a `PositionedModel` with the stored parts around it."""
+    path = directory / PARTS
+    encoding, prediction = facts.position.encoding, facts.position.prediction
+    if encoding is None and prediction is None:
+        if path.exists():
+            raise ModelFileError(
+                f"{FACTS} knows nothing of this file", place=path, hint="save again"
+            )
+        return host
+    depth, width, place = facts.depth, width_of(host), directory / FACTS
+    model = PositionedModel(host)
+    # Without memory first: a form may ask for any size.
+    with torch.device("meta"):
+        if encoding is not None:
+            form = cast(EncodingForm, form_of(EncodingForm, encoding, path=place))
+            model.encoding = PositionEncoding(depth, width, form=form, seed=0)
+        if prediction is not None:
+            guess = cast(PredictionForm, form_of(PredictionForm, prediction, path=place))
+            model.prediction = PositionPrediction(depth, width, form=guess, seed=0)
+    parts = _parts_of(model)
+    _check_part_depth(path, depth)
+    tensors = read_tensors(path, shapes_of(parts.state_dict()))
+    parts.load_state_dict(tensors, strict=True, assign=True)
+    return model
+
+
+def _check_part_depth(path: Path, depth: int) -> None:
+    for name, shape in tensor_shapes(path).items():
+        if name in ("encoding.table", "prediction.classifiers.0.bias"):
+            check_depth(shape[-2] if name == "encoding.table" else shape[0], depth, place=path)
+
+
+def _parts_of(model: PositionedModel) -> nn.ModuleDict:
+    parts = {"encoding": model.encoding, "prediction": model.prediction}
+    return nn.ModuleDict({name: part for name, part in parts.items() if part is not None})
+
+
+def position_facts(model: nn.Module) -> dict[str, Any]:
+    """The forms of the model's position parts as layershuffle.json has them."""
+    if not isinstance(model, PositionedModel):
+        return {"encoding": None, "prediction": None}
+    return {
+        "encoding": vars(model.encoding.form).copy() if model.encoding else None,
+        "prediction": vars(model.prediction.form).copy() if model.prediction else None,
+    }
+
+
+def write_parts(model: nn.Module, directory: Path) -> None:
+    """Write the parameters of the model's position parts, if it has any."""
+    if isinstance(model, PositionedModel) and _parts_of(model):
+        write_tensors(_parts_of(model).state_dict(), directory / PARTS)

@@ -1,0 +1,89 @@
+"""Model specs: "scheme:place?key=value&key=value" taken apart. No host library is needed here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from layershuffle.errors import UsageError
+from layershuffle.model_origin import unknown_name
+
+# Scheme: the form shown to the user. A "?" in the form: settings may follow.
+FORMS = {
+    "bundled": "bundled:digits",
+    "timm": "timm:NAME[?pretrained=false&...]",
+    "hf": "hf:NAME_OR_DIR[?pretrained=false]",
+    "torchvision": "torchvision:NAME[?weights=none]",
+    "dir": "dir:PATH",
+}
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A spec taken apart."""
+
+    scheme: str
+    place: str
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+def parse_spec(spec: str) -> ModelSpec:
+    """The parts of `spec`; a path that exists is dir:PATH.
+
+    Values are YAML scalars or lists, "12,20" is (12, 20). Raises `UsageError` for unknown schemes,
+    with the nearest, and for settings that are not ones.
+    """
+    scheme, colon, rest = spec.partition(":")
+    if not colon or scheme not in FORMS:
+        if Path(spec).expanduser().exists():
+            return ModelSpec("dir", spec)
+        raise _unknown(spec, scheme if colon else "")
+    query = ""
+    if "?" in FORMS[scheme]:
+        rest, _, query = rest.partition("?")
+    if not rest:
+        raise UsageError(f"{spec!r} names no model", hint=f"write {FORMS[scheme]}")
+    return ModelSpec(scheme, rest, _settings(query, spec))
+
+
+def _unknown(spec: str, scheme: str) -> UsageError:
+    forms = f"The forms are {', '.join(FORMS.values())}"
+    if not scheme:
+        return UsageError(f"{spec!r} is neither a path that exists nor a model spec", hint=forms)
+    error = unknown_name("kind of model", scheme, names=list(FORMS), listing=forms)
+    return UsageError(
+        error.cause, hint=error.hint if error.hint == forms else f"{error.hint} {forms}"
+    )
+
+
+def _settings(query: str, spec: str) -> dict[str, Any]:
+    settings: dict[str, Any] = {}
+    for pair in query.split("&") if query else ():
+        key, equals, text = pair.partition("=")
+        if not key or not equals or key in settings:
+            raise UsageError(
+                f"{pair!r} in {spec!r} is not one setting",
+                hint="write each once, as in ?pretrained=false&img_size=224",
+            )
+        settings[key] = _value(text, spec)
+    return settings
+
+
+def _value(text: str, spec: str) -> Any:
+    """A YAML scalar or list; "12,20" is (12, 20)."""
+    if "," in text and not text.startswith(("[", "{")):
+        return tuple(_value(part, spec) for part in text.split(","))
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UsageError(f"{text!r} in {spec!r} is not a value", hint="quote it") from error
+    # YAML 1.1 takes 1e-5 for text.
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value

@@ -1,0 +1,377 @@
+"""timm models: built by name, saved in timm's own directory layout.
+
+What `write` leaves is read back by `timm.create_model("local-dir:DIR", pretrained=True)`, without
+this package: config.json holds architecture, model_args and pretrained_cfg as timm writes them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+)
+from timm.data import resolve_model_data_config
+from timm.models import get_pretrained_cfg
+from torch import nn
+
+from layershuffle.data.view import INTERPOLATIONS, ImageView
+from layershuffle.errors import ModelFileError, UsageError
+from layershuffle.model_files import (
+    CONFIG,
+    WEIGHTS,
+    check_numbers,
+    check_tensors,
+    read_json,
+    read_tensors,
+    shapes_of,
+    tensor_shapes,
+    weight_files,
+    write_tensors,
+)
+from layershuffle.model_origin import (
+    Host,
+    Origin,
+    hub_silence,
+    match_dtype,
+    origin_of,
+    per_channel,
+    remember,
+    seeded,
+    size_pair,
+    unknown_name,
+    warn_new_head,
+    weights_missing,
+)
+
+NAME = "timm"
+_VIEW_SETTINGS = frozenset({"mean", "std", "interpolation", "crop_pct"})
+# Arguments of timm.create_model that read files or change what is built; never from a spec or file.
+_RESERVED = frozenset(
+    {
+        "cache_dir", "checkpoint_path", "device", "dtype", "exportable", "features_only",
+        "model_name", "no_jit", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay",
+        "pretrained_model_args", "pruned", "scriptable",
+    }
+)  # fmt: skip
+# What timm reads of pretrained_cfg when it loads a directory or resolves transforms.
+_CFG_KEYS = (
+    "interpolation", "crop_pct", "crop_mode", "first_conv", "classifier", "fixed_input_size",
+    "pool_size",
+)  # fmt: skip
+# Settings that do not change what the model computes at evaluation.
+_IGNORED = frozenset({"training", "grad_checkpointing", "distilled_training", "p", "inplace"})
+
+
+def owns(model: nn.Module) -> bool:
+    """Whether timm made the model."""
+    return hasattr(model, "pretrained_cfg") or type(model).__module__.startswith("timm.")
+
+
+def build(name: str, settings: Mapping[str, Any], *, seed: int) -> nn.Module:
+    """The model `name`; `settings` are timm.create_model's keywords, `pretrained` true by default.
+
+    `mean`, `std`, `interpolation` and `crop_pct` say how it wants its images. Raises `UsageError`
+    for unknown names and keywords, `ModelFileError` if the weights cannot be had.
+    """
+    args = dict(settings)
+    pretrained = args.pop("pretrained", True)
+    if not isinstance(pretrained, bool):
+        raise UsageError(f"pretrained is true or false, not {pretrained!r}")
+    _check_name(name)
+    _check_reserved(args)
+    view = {key: args.pop(key) for key in _VIEW_SETTINGS & args.keys()}
+    classes = args.pop("num_classes", None) if pretrained else None
+    base, overlay = _trained(name) if pretrained else (None, {})
+    host = _create(name, args, seed=seed, pretrained=pretrained, overlay=overlay)
+    _set_view(host, view)
+    if classes is not None and classes != num_classes(host):
+        resize_head(host, classes, seed=seed)
+    return remember(host, Origin(model_args=args, base_model=base))
+
+
+def num_classes(host: Host) -> int:
+    """Number of classes of the head."""
+    return int(host.num_classes)
+
+
+def resize_head(host: Host, classes: int, *, seed: int) -> None:
+    """Give `host` a fresh head (both heads of a distilled model), and say so."""
+    old, reference = num_classes(host), next(host.parameters())
+    with seeded(seed):
+        host.reset_classifier(classes)
+    host.to(reference.device, reference.dtype)
+    host.pretrained_cfg = {**host.pretrained_cfg, "num_classes": classes}
+    warn_new_head(old, classes, seed=seed)
+
+
+def image_view(host: Host) -> ImageView:
+    """The view in the model's pretrained_cfg, at the size and channels the model has."""
+    config = resolve_model_data_config(host)
+    channels = int(getattr(host, "in_chans", None) or config["input_size"][0])
+    height, width = _image_size(host) or tuple(config["input_size"][1:])
+    known = config["interpolation"] in INTERPOLATIONS
+    return ImageView(
+        channels=channels,
+        height=height,
+        width=width,
+        mean=per_channel(config["mean"], channels),
+        std=per_channel(config["std"], channels),
+        interpolation=config["interpolation"] if known else "bicubic",
+        crop_pct=min(1.0, float(config["crop_pct"])),
+    )
+
+
+def write(
+    host: Host, directory: Path, *, view: ImageView, model_args: Mapping[str, Any] | None
+) -> tuple[str, dict[str, Any]]:
+    """Write config.json and model.safetensors; (architecture, arguments that rebuild the model).
+
+    Raises `UsageError` if the arguments are not known, or do not give this model.
+    """
+    given = dict(model_args or {})
+    cfg = getattr(host, "pretrained_cfg", None) or {}
+    name = given.pop("architecture", None) or cfg.get("architecture")
+    if not name:
+        raise UsageError(
+            f"It is not known how timm built this {type(host).__name__}",
+            hint="make it with timm.create_model, or name it: save(model, directory, "
+            "model_args={'architecture': 'vit_tiny_patch16_224', 'depth': 12, ...})",
+        )
+    _check_name(name)
+    args = _plain_json({**_known_args(host), **given, "num_classes": num_classes(host)})
+    _check_rebuilt(host, name, args)
+    config = {
+        "architecture": name,
+        "num_classes": num_classes(host),
+        "num_features": int(host.num_features),
+        "model_args": args,
+        "pretrained_cfg": _pretrained_cfg(host, view),
+    }
+    (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_tensors(host.state_dict(), directory / WEIGHTS)
+    return name, args
+
+
+def read(directory: Path, *, seed: int) -> tuple[nn.Module, str]:
+    """The model that `write` left in `directory`, and its architecture.
+
+    Raises `ModelFileError` if config.json and weights do not give one model.
+    """
+    place = directory / CONFIG
+    config = read_json(place)
+    check_numbers(config, place)
+    name, args, cfg = _config_parts(config, place)
+    weights = weight_files(directory)[0]
+    try:
+        _check_name(name)
+        _check_reserved(args)
+        # First without memory: whether the weights fit is known before anything is allocated.
+        check_tensors(
+            tensor_shapes(weights), shapes_of(_sketch(name, args).state_dict()), place=weights
+        )
+        host = _create(name, args, seed=seed)
+    except UsageError as error:
+        raise ModelFileError(error.cause, place=place, hint=error.hint) from error
+    tensors = read_tensors(weights, shapes_of(host.state_dict()))
+    match_dtype(host, tensors)
+    host.load_state_dict(tensors, strict=True)
+    host.pretrained_cfg = {**host.pretrained_cfg, **{k: cfg[k] for k in _CFG_KEYS if k in cfg}}
+    return remember(host, Origin(model_args=args)), name
+
+
+def _config_parts(
+    config: Mapping[str, Any], place: Path
+) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    name, args = config.get("architecture"), config.get("model_args", {})
+    cfg = config.get("pretrained_cfg", {})
+    if not isinstance(name, str) or not isinstance(args, dict) or not isinstance(cfg, dict):
+        raise ModelFileError(
+            "timm's configuration needs architecture (text), model_args and pretrained_cfg "
+            "(objects)",
+            place=place,
+            hint="save the model again",
+        )
+    return name, args, cfg
+
+
+def _check_name(name: str) -> None:
+    architecture, _, tag = name.partition(".")
+    if not timm.is_model(architecture) or ":" in name:
+        raise unknown_name(
+            "timm model",
+            name,
+            names=timm.list_models(),
+            listing="see timm.list_models('*vit*')",
+        )
+    tagged = timm.list_models(f"{architecture}.*", pretrained=True) if tag else [name]
+    if name not in tagged:
+        raise unknown_name(
+            "timm model", name, names=tagged, listing=f"weights are {', '.join(tagged) or 'none'}"
+        )
+
+
+def _check_reserved(args: Mapping[str, Any]) -> None:
+    refused = sorted(_RESERVED & args.keys())
+    if refused:
+        raise UsageError(f"{refused[0]!r} is not an argument of a model", hint="leave it out")
+
+
+def _trained(name: str) -> tuple[str, dict[str, Any]]:
+    """Hub name and the pretrained_cfg overlay that points timm at the downloaded safetensors.
+
+    timm itself would fall back to a pickle where there are no safetensors.
+    """
+    repository = getattr(get_pretrained_cfg(name), "hf_hub_id", None)
+    if not repository:
+        raise UsageError(
+            f"timm has no weights of {name!r} in safetensors",
+            hint=f"choose one of timm.list_models('{name.partition('.')[0]}*', pretrained=True), "
+            f"or timm:{name}?pretrained=false for random weights",
+        )
+    download = f"hf download {repository} {WEIGHTS}"
+    try:
+        path = hf_hub_download(repository, WEIGHTS)
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+        random = f"timm:{name}?pretrained=false"
+        raise weights_missing(
+            f"timm:{name}", hub_silence(), download=download, random=random
+        ) from error
+    except (EntryNotFoundError, HfHubHTTPError) as error:
+        raise ModelFileError(
+            f"The hub has no {WEIGHTS} of {repository} for us ({type(error).__name__})",
+            hint=f"use timm:{name}?pretrained=false for random weights, or another model",
+        ) from error
+    tensor_shapes(Path(path))  # a damaged download is named here
+    return repository, {"file": path, "custom_load": False}
+
+
+def _create(
+    name: str,
+    args: Mapping[str, Any],
+    *,
+    seed: int,
+    pretrained: bool = False,
+    overlay: Mapping[str, Any] | None = None,
+) -> Host:
+    try:
+        with seeded(seed):
+            host: Host = timm.create_model(
+                name, pretrained=pretrained, pretrained_cfg_overlay=dict(overlay or {}), **args
+            )
+    # What architectures raise for arguments they do not take, or that do not fit each other.
+    except (TypeError, ValueError, RuntimeError, AssertionError, KeyError, AttributeError) as error:
+        raise _not_built(name, args, error) from error
+    return host
+
+
+def _sketch(name: str, args: Mapping[str, Any]) -> Host:
+    """The model without memory for its tensors."""
+    try:
+        with seeded(0), torch.device("meta"):
+            host: Host = timm.create_model(name, pretrained=False, **args)
+    except (TypeError, ValueError, RuntimeError, AssertionError, KeyError, AttributeError) as error:
+        raise _not_built(name, args, error) from error
+    return host
+
+
+def _not_built(name: str, args: Mapping[str, Any], error: Exception) -> UsageError:
+    shown = " ".join(str(error).split())[:300]
+    given = ", ".join(f"{key}={value!r}" for key, value in args.items()) or "no arguments"
+    return UsageError(
+        f"timm cannot build {name!r} with {given[:300]} ({type(error).__name__}: {shown})",
+        hint=f"correct or leave out the argument; timm.create_model('{name}', ...) takes them",
+    )
+
+
+def _known_args(host: Host) -> dict[str, Any]:
+    """Arguments remembered by timm (from 1.0.31 on) or by `build`, else what the model shows."""
+    known = {**getattr(host, "_model_args", {}), **origin_of(host).model_args}
+    if not known:
+        known = {"in_chans": getattr(host, "in_chans", None), "img_size": _image_size(host)}
+    return {k: v for k, v in known.items() if v is not None and k not in _RESERVED}
+
+
+def _plain_json(args: dict[str, Any]) -> dict[str, Any]:
+    try:
+        plain: dict[str, Any] = json.loads(json.dumps(args))
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"The model was built with arguments that no file can hold ({error})",
+            hint="pass replacements by name: save(model, directory, model_args={...})",
+        ) from error
+    return plain
+
+
+def _check_rebuilt(host: Host, name: str, args: Mapping[str, Any]) -> None:
+    """Raises `UsageError` unless `name` and `args` give a model that computes the same."""
+    sketch = _sketch(name, args)
+    for what in (lambda m: shapes_of(m.state_dict()), _behaviour):
+        ours, theirs = what(host), what(sketch)
+        for key in sorted(ours.keys() | theirs.keys()):
+            if ours.get(key) != theirs.get(key):
+                raise UsageError(
+                    f"timm.create_model({name!r}) with {dict(args)} gives another model than this "
+                    f"one: {key} is {theirs.get(key)!r} there and {ours.get(key)!r} here",
+                    hint="name what the model was built with: save(model, directory, "
+                    "model_args={'depth': 12, ...})",
+                )
+
+
+def _behaviour(model: nn.Module) -> dict[str, Any]:
+    """Settings that decide what the model computes: numbers, words and tuples of every module."""
+    return {
+        f"{path}.{key}": list(value) if isinstance(value, tuple) else value
+        for path, module in model.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, bool | int | float | str | tuple)
+        and not key.startswith("_")
+        and key not in _IGNORED
+        and "drop" not in key
+    }
+
+
+def _pretrained_cfg(host: Host, view: ImageView) -> dict[str, Any]:
+    cfg = getattr(host, "pretrained_cfg", None) or {}
+    kept = {key: cfg[key] for key in _CFG_KEYS if cfg.get(key) is not None}
+    return _plain_json(kept) | {
+        "input_size": [view.channels, view.height, view.width],
+        "mean": list(view.mean),
+        "std": list(view.std),
+        "interpolation": view.interpolation,
+        "crop_pct": view.crop_pct,
+        "num_classes": num_classes(host),
+        "custom_load": False,
+    }
+
+
+def _set_view(host: Host, view: Mapping[str, Any]) -> None:
+    changes = {k: _tuple(value) if k in ("mean", "std") else value for k, value in view.items()}
+    host.pretrained_cfg = {**host.pretrained_cfg, **changes}
+    try:
+        if view.get("interpolation", "bicubic") not in INTERPOLATIONS:
+            raise ValueError(f"interpolation is one of {', '.join(INTERPOLATIONS)}")
+        image_view(host)
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"The images cannot be fitted with {dict(view)} ({error})",
+            hint="give mean and std one number per channel, as in mean=0.5,0.5,0.5",
+        ) from error
+
+
+def _tuple(value: object) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, list | tuple) else (value,)
+
+
+def _image_size(host: Host) -> tuple[int, int] | None:
+    size = getattr(getattr(host, "patch_embed", None), "img_size", None)
+    return size_pair(size) if size is not None else None

@@ -1,0 +1,313 @@
+"""Host models by one spec string: load, save, and what the rest of the package asks of them.
+
+    bundled:digits                                  the base checkpoint in this package
+    timm:NAME[?pretrained=false&img_size=12,20&...] timm, keywords of timm.create_model
+    hf:NAME_OR_DIR[?pretrained=false&revision=...]  transformers, hub or directory
+    torchvision:NAME[?weights=none&image_size=...]  torchvision
+    dir:PATH                                        what `save` or `layershuffle fit` wrote
+
+A saved directory belongs to the host library: its own layout, safetensors only. What it has no
+place for stands beside it (layershuffle.json, layershuffle.safetensors, README.md).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from layershuffle import model_hf, model_timm, model_torchvision
+from layershuffle.data.view import ImageView
+from layershuffle.discovery import find_blocks
+from layershuffle.errors import ModelFileError, StackError, UsageError
+from layershuffle.files import staged_directory
+from layershuffle.model_card import render
+from layershuffle.model_facts import (
+    FACTS,
+    RECORD_KEYS,
+    SCHEMA,
+    Facts,
+    checked_record,
+    read_facts,
+    read_record,
+)
+from layershuffle.model_files import (
+    CONFIG,
+    PICKLE_SUFFIXES,
+    check_depth,
+    read_json,
+    refuse_pickle,
+)
+from layershuffle.model_hf_view import PROCESSOR
+from layershuffle.model_origin import (
+    origin_of,
+    remember,
+    unknown_name,
+    view_from_json,
+    view_to_json,
+)
+from layershuffle.model_parts import PARTS, position_facts, with_stored_parts, write_parts
+from layershuffle.model_spec import ModelSpec, parse_spec
+from layershuffle.position import PositionedModel
+from layershuffle.stack import BlockStack, depth_of, wrap
+
+__all__ = [
+    "host_of", "image_view", "load", "logits_of", "num_classes_of", "read_record", "save",
+]  # fmt: skip
+
+CARD = "README.md"
+
+
+class HostLibrary(Protocol):
+    """What `model_timm`, `model_hf` and `model_torchvision` each offer."""
+
+    NAME: str
+
+    def owns(self, model: nn.Module) -> bool:
+        """Whether the library made the model."""
+
+    def build(self, name: str, settings: Mapping[str, Any], *, seed: int) -> nn.Module:
+        """A model by name."""
+
+    def num_classes(self, host: nn.Module) -> int:
+        """Number of classes."""
+
+    def resize_head(self, host: nn.Module, classes: int, *, seed: int) -> None:
+        """A fresh head."""
+
+    def image_view(self, host: nn.Module) -> ImageView:
+        """How it wants its images."""
+
+    def write(
+        self, host: nn.Module, directory: Path, *, view: ImageView,
+        model_args: Mapping[str, Any] | None,
+    ) -> tuple[str, dict[str, Any]]:  # fmt: skip
+        """Write the host in its own layout."""
+
+    def read(self, directory: Path, *, seed: int) -> tuple[nn.Module, str]:
+        """Read what `write` wrote."""
+
+
+LIBRARIES: dict[str, HostLibrary] = {
+    module.NAME: cast(HostLibrary, module) for module in (model_timm, model_hf, model_torchvision)
+}
+
+
+def load(spec: str, *, num_classes: int | None = None, seed: int = 0) -> nn.Module:
+    """The wrapped host model named by `spec`, in eval mode; with position parts if saved with them.
+
+    A path that exists may stand for dir:PATH. With `num_classes` other than the model's, the head
+    is replaced by a fresh one, which is logged as a warning. New weights are a function of `seed`
+    alone, and torch's global generator stays as it is. Raises `UsageError` for a bad spec,
+    `ModelFileError` for missing, damaged or refused files, `StackError` for models whose blocks are
+    not interchangeable.
+    """
+    if num_classes is not None and num_classes < 1:
+        raise UsageError(f"A head has at least one class, not {num_classes}")
+    model = _opened(parse_spec(spec), seed)
+    host = host_of(model)
+    if num_classes is not None and num_classes != num_classes_of(model):
+        _library_of(host).resize_head(host, num_classes, seed=seed)
+        # Method and scores were those of a model with another head.
+        remember(host, replace(origin_of(host), record={}))
+    return model.eval()
+
+
+def save(
+    model: nn.Module,
+    directory: str | Path,
+    *,
+    record: Mapping[str, Any] | None = None,
+    model_args: Mapping[str, Any] | None = None,
+) -> None:
+    """Write `model` to `directory`, which is whole or absent at any moment; nothing else changes.
+
+    `record`: JSON-able facts (method, policy, selected, settings, scores, provenance) kept in
+    layershuffle.json; `scores` by order mode, e.g. {"arbitrary": {"top1": 74.5}}. Without a record
+    that of the loaded model is kept, its scores excepted: the weights may have changed.
+    `model_args`: what a timm model was built with, where timm does not know it. Raises `UsageError`
+    if the host library could not rebuild the model, or if `directory` holds other files;
+    `LayerShuffleError` for a full disk and the like.
+    """
+    final, host = Path(directory), host_of(model)
+    _check_replaceable(final)
+    kept = {k: v for k, v in origin_of(host).record.items() if k != "scores"}
+    plain = checked_record(kept if record is None else record)
+    library, view = _library_of(host), image_view(host)
+    path, depth = _stack_place(host)
+    with staged_directory(final) as stage:
+        name, args = library.write(host, stage, view=view, model_args=model_args)
+        facts = {
+            "schema": SCHEMA,
+            "library": library.NAME,
+            "name": name,
+            "model_args": args,
+            "num_classes": library.num_classes(host),
+            "depth": depth,
+            "blocks": path,
+            "position": position_facts(model),
+            "image_view": view_to_json(view),
+            "base_model": origin_of(host).base_model,
+            **plain,
+        }
+        write_parts(model, stage)
+        (stage / FACTS).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        card = render(facts, place=final.absolute().name)
+        (stage / CARD).write_text(card, encoding="utf-8")
+
+
+def host_of(model: nn.Module) -> nn.Module:
+    """The host model inside a `PositionedModel`; any other model itself."""
+    return model.host if isinstance(model, PositionedModel) else model
+
+
+def image_view(model: nn.Module) -> ImageView:
+    """How the model wants its images."""
+    host = host_of(model)
+    return origin_of(host).view or _library_of(host).image_view(host)
+
+
+def num_classes_of(model: nn.Module) -> int:
+    """Number of classes of the model's head."""
+    host = host_of(model)
+    return _library_of(host).num_classes(host)
+
+
+def logits_of(output: Any) -> Tensor:
+    """Logits `[batch, classes]` of what a host model returned.
+
+    Of two heads (timm's distilled models in training) the mean, as they compute at evaluation.
+    """
+    logits = getattr(output, "logits", output)
+    if isinstance(logits, tuple) and all(isinstance(one, Tensor) for one in logits):
+        logits = torch.stack(logits).mean(dim=0)
+    if not isinstance(logits, Tensor):
+        raise UsageError(
+            f"The model returned a {type(output).__name__}, which has no logits",
+            hint="use a model for image classification",
+        )
+    return logits
+
+
+_BUILDERS = {"timm": "timm", "hf": "transformers", "torchvision": "torchvision"}
+
+
+def _opened(spec: ModelSpec, seed: int) -> nn.Module:
+    if spec.scheme == "bundled":
+        return _load_bundled(spec.place, seed=seed)
+    if spec.scheme == "dir":
+        return _load_directory(Path(spec.place), seed=seed)
+    library = LIBRARIES[_BUILDERS[spec.scheme]]
+    return wrap(library.build(spec.place, spec.settings, seed=seed))
+
+
+def _library_of(host: nn.Module) -> HostLibrary:
+    # transformers first: its wrapper around timm models has attributes of both.
+    for library in (LIBRARIES["transformers"], LIBRARIES["torchvision"], LIBRARIES["timm"]):
+        if library.owns(host):
+            return library
+    raise UsageError(
+        f"{type(host).__name__} is not a model of timm, transformers or torchvision",
+        hint="wrap and run it as you like; loading and saving need one of these libraries",
+    )
+
+
+def _load_bundled(name: str, *, seed: int) -> nn.Module:
+    assets = resources.files("layershuffle").joinpath("assets")
+    root = assets.joinpath(name)
+    if Path(name).name != name or not root.joinpath(FACTS).is_file():
+        # "digits" is known even where its files are missing, as in a source tree without them.
+        if name != "digits":
+            there = [one.name for one in assets.iterdir() if one.joinpath(FACTS).is_file()]
+            raise unknown_name("bundled model", name, names=there, listing="write bundled:digits")
+        raise ModelFileError(
+            "The bundled model 'digits' is missing in this installation",
+            place=str(root),
+            hint="install layershuffle again, or train it: "
+            "layershuffle pretrain recipes/digits-base.yaml",
+        )
+    with resources.as_file(root) as directory:
+        return _load_directory(directory, seed=seed)
+
+
+def _load_directory(place: Path, *, seed: int) -> nn.Module:
+    directory = _model_directory(place.expanduser())
+    path = directory / FACTS
+    facts = read_facts(read_json(path), path)
+    view = view_from_json(facts.image_view, path)
+    library = LIBRARIES[facts.library]
+    host, name = library.read(directory, seed=seed)
+    record = facts.model_dump(include=set(RECORD_KEYS), exclude_none=True)
+    origin = replace(origin_of(host), view=view, base_model=facts.base_model, record=record)
+    _wrap_as(remember(host, origin), facts, path)
+    _check_said(facts.name, name, key="name", path=path)
+    _check_said(facts.num_classes, library.num_classes(host), key="num_classes", path=path)
+    return with_stored_parts(host, facts, directory=directory)
+
+
+def _wrap_as(host: nn.Module, facts: Facts, path: Path) -> None:
+    try:
+        wrap(host, facts.blocks)
+    except StackError as error:
+        raise ModelFileError(error.cause, place=path, hint=error.hint) from error
+    check_depth(depth_of(host), facts.depth, place=path)
+
+
+def _check_said(said: str | int, found: str | int, *, key: str, path: Path) -> None:
+    if said != found:
+        raise ModelFileError(
+            f"The key {key!r} says {said!r}, the model beside it has {found!r}",
+            place=path,
+            hint="the files come from different models: save the model again",
+        )
+
+
+def _model_directory(place: Path) -> Path:
+    """`place` itself, or PLACE/model where `place` is the output of a training run."""
+    for directory in (place, place / "model"):
+        if (directory / FACTS).is_file():
+            return directory
+    if place.suffix.lower() in PICKLE_SUFFIXES or (
+        place.is_dir() and not (place / CONFIG).exists()
+    ):
+        refuse_pickle(place)
+    if not place.exists():
+        raise ModelFileError("There is no such directory", place=place, hint="check the path")
+    hint = "name a directory that layershuffle.save or layershuffle fit wrote"
+    if (place / CONFIG).is_file():
+        refuse_pickle(place)
+        hint = f"a model that transformers saved is read with hf:{place}"
+    raise ModelFileError(f"There is no {FACTS} here", place=place, hint=hint)
+
+
+def _stack_place(host: nn.Module) -> tuple[str, int]:
+    for path, module in host.named_modules():
+        if isinstance(module, BlockStack):
+            return path, module.depth
+    path, container = find_blocks(host)
+    return path, sum(1 for _ in container.children())
+
+
+def _check_replaceable(final: Path) -> None:
+    """Raises `UsageError` if `final` holds files that are not a saved model: saving replaces it."""
+    if not final.exists():
+        return
+    if not final.is_dir():
+        raise UsageError("A file stands where the model is to go", place=final, hint="name another")
+    ours = {FACTS, PARTS, CARD, CONFIG, PROCESSOR, "model.safetensors.index.json"}
+    others = sorted(
+        one.name for one in final.iterdir()
+        if one.name not in ours and not one.match("model*.safetensors")
+    )  # fmt: skip
+    if others:
+        raise UsageError(
+            f"The directory holds other files ({', '.join(others[:3])}), which saving would delete",
+            place=final,
+            hint="name a new directory, or an older saved model to replace",
+        )

@@ -1,0 +1,69 @@
+"""Evaluation modes: which orders a score is about. Plain data, no torch.
+
+Written `sequential`, `arbitrary`, `kept:9` (9 blocks, ascending), `kept:9:arbitrary`,
+`kept:9:sequential:spaced` (choices: random, spaced, first, last), or `order:3,0,2`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+from layershuffle.errors import UsageError
+from layershuffle.orders import ExecutionOrder
+from layershuffle.policies import Choice, Fixed, Kept, OrderMode, OrderPolicy, Sequential, Shuffled
+
+_FORMS = "sequential, arbitrary, kept:9, kept:9:arbitrary, kept:9:sequential:spaced"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mode:
+    """`order` as in the paper's tables; `kept=None` keeps all; `fixed` is one given order."""
+
+    order: OrderMode
+    kept: int | None = None
+    choose: Choice = "random"
+    fixed: ExecutionOrder | None = None
+
+    def policy(self) -> OrderPolicy:
+        """What draws this mode's orders."""
+        if self.fixed is not None:
+            return Fixed(self.fixed)
+        if self.kept is not None:
+            return Kept(self.kept, order=self.order, choose=self.choose)
+        return Sequential() if self.order == "sequential" else Shuffled()
+
+    @property
+    def is_drawn(self) -> bool:
+        """More than one order belongs to the mode."""
+        if self.fixed is not None:
+            return False
+        return self.order == "arbitrary" or (self.kept is not None and self.choose == "random")
+
+    def __str__(self) -> str:
+        if self.fixed is not None:
+            return f"order:{self.fixed}"
+        if self.kept is None:
+            return self.order
+        tail = "" if self.choose == "random" else f":{self.choose}"
+        return f"kept:{self.kept}:{self.order}{tail}"
+
+
+def parse_modes(text: str) -> tuple[Mode, ...]:
+    """The modes of a comma-separated list. Raises `UsageError` naming the word that is wrong."""
+    modes = tuple(_parse_mode(word.strip()) for word in text.split(","))
+    if len(set(modes)) < len(modes):
+        raise UsageError(f"A mode is named twice in {text!r}")
+    return modes
+
+
+def _parse_mode(word: str) -> Mode:
+    if word in ("sequential", "arbitrary"):
+        return Mode(order=cast(OrderMode, word))
+    name, *options = word.split(":")
+    if name != "kept" or not 1 <= len(options) <= 3 or not options[0].isdecimal():
+        raise UsageError(f"{word!r} is not an evaluation mode", hint=f"modes are {_FORMS}")
+    order, choose = [*options[1:], *("sequential", "random")[len(options) - 1 :]]
+    # Kept itself checks the words, so that there is one list of them.
+    kept = Kept(int(options[0]), order=cast(OrderMode, order), choose=cast(Choice, choose))
+    return Mode(order=kept.order, kept=kept.k, choose=kept.choose)

@@ -1,0 +1,85 @@
+"""What can run around every block of a stack: the `Part` protocol, and the tap that records.
+
+Position encoding and prediction (`layershuffle.position`) are parts too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One block's turn: `block` runs at `position`.
+
+    `rows` are the samples of the batch it runs on, `None` meaning all of them (per-sample orders
+    run a block on some). `replay` is true when gradient checkpointing runs the block a second time.
+    """
+
+    position: int
+    block: int
+    rows: tuple[int, ...] | None = None
+    replay: bool = False
+
+
+class Part(Protocol):
+    """Something that runs around every block.
+
+    Both methods must be pure functions of their arguments, up to keeping results under the step:
+    gradient checkpointing calls them again in the backward pass.
+    """
+
+    def before(self, state: Tensor, step: Step) -> Tensor:
+        """The block's input, `[batch, tokens, width]`, possibly changed."""
+
+    def after(self, state: Tensor, step: Step) -> None:
+        """Sees the block's output, `[batch, tokens, width]`."""
+
+
+@dataclass(frozen=True)
+class TapRecord:
+    """One block's output: `tensor` is `[rows, tokens, width]`, attached to the graph.
+
+    `rows` as in `Step`: `None` unless the samples of the batch ran in orders of their own.
+    """
+
+    position: int
+    block: int
+    tensor: Tensor
+    rows: tuple[int, ...] | None = None
+
+
+@dataclass
+class Tap:
+    """What `layershuffle.tap` yields: the records of the last forward."""
+
+    _records: list[TapRecord] = field(default_factory=list)
+
+    def before(self, state: Tensor, step: Step) -> Tensor:
+        """Leaves the input alone; a sample that comes to position 0 again begins a new forward."""
+        if step.position == 0 and not step.replay and self._ran_before(step.rows):
+            self._records = []
+        return state
+
+    def _ran_before(self, rows: tuple[int, ...] | None) -> bool:
+        # Records of this forward can only be those of other samples, at position 0.
+        return any(
+            record.position > 0
+            or rows is None
+            or record.rows is None
+            or not set(rows).isdisjoint(record.rows)
+            for record in self._records
+        )
+
+    def after(self, state: Tensor, step: Step) -> None:
+        """Keeps the output, once."""
+        if not step.replay:
+            self._records.append(TapRecord(step.position, step.block, state, step.rows))
+
+    @property
+    def records(self) -> tuple[TapRecord, ...]:
+        """In execution order: one record per position, or per position and group of samples."""
+        return tuple(self._records)

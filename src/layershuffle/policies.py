@@ -1,0 +1,238 @@
+"""Order policies: rules that draw execution orders.
+
+Every policy is a frozen value with one method, `draw(depth, seed=, step=, micro_batch=0, rank=0)`,
+a pure function of its arguments (generator: `layershuffle.draws`). `rank` is for independent orders
+under data-parallel training only; leave it at 0 where all ranks must share their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from layershuffle.draws import Stream
+from layershuffle.errors import UsageError
+from layershuffle.orders import ExecutionOrder, order_of
+
+OrderMode = Literal["sequential", "arbitrary"]
+Choice = Literal["random", "spaced", "first", "last"]
+
+
+@runtime_checkable
+class OrderPolicy(Protocol):
+    """What every policy below offers."""
+
+    def draw(
+        self, depth: int, *, seed: int, step: int, micro_batch: int = 0, rank: int = 0
+    ) -> ExecutionOrder:
+        """The order of this policy at (seed, step, micro_batch, rank)."""
+
+
+@dataclass(frozen=True)
+class Sequential:
+    """Always 0..depth-1: ordinary training."""
+
+    def draw(
+        self, depth: int, *, seed: int, step: int, micro_batch: int = 0, rank: int = 0
+    ) -> ExecutionOrder:
+        """The sequential order; the other arguments change nothing."""
+        del seed, step, micro_batch, rank
+        return ExecutionOrder.sequential(depth)
+
+
+@dataclass(frozen=True)
+class Shuffled:
+    """A uniform permutation (paper, section 3.2); optionally of a random part of the blocks.
+
+    `drop`: each block is left out with this probability (at least one stays).
+    `depth=(low, high)`: the number of blocks kept is uniform in [low, high], `high=None` meaning
+    all of them; which blocks is uniform too. The two options exclude each other.
+    """
+
+    drop: float | None = None
+    depth: tuple[int, int | None] | None = None
+
+    def __post_init__(self) -> None:
+        if self.drop is not None and self.depth is not None:
+            raise UsageError("Shuffled takes drop= or depth=, not both")
+        if self.drop is not None:
+            _check_probability(self.drop)
+        if self.depth is not None:
+            object.__setattr__(self, "depth", _checked_range(self.depth))
+
+    def draw(
+        self, depth: int, *, seed: int, step: int, micro_batch: int = 0, rank: int = 0
+    ) -> ExecutionOrder:
+        """A uniform permutation of the kept blocks; `UsageError` if `depth=` does not fit."""
+        stream = Stream(seed, step, micro_batch=micro_batch, rank=rank)
+        blocks = stream.shuffled(range(depth))
+        if self.drop is not None:
+            blocks = _survivors(blocks, self.drop, stream)
+        if self.depth is not None:
+            low, high = _kept_range(self.depth, depth)
+            blocks = blocks[: low + stream.below(high - low + 1)]
+        return ExecutionOrder(blocks, depth)
+
+
+@dataclass(frozen=True)
+class LayerDrop:
+    """Sequential, each block left out with probability `p` (arXiv 1909.11556); at least one stays.
+
+    If every block would be dropped, one block chosen uniformly runs.
+    """
+
+    p: float = 0.2
+
+    def __post_init__(self) -> None:
+        _check_probability(self.p)
+
+    def draw(
+        self, depth: int, *, seed: int, step: int, micro_batch: int = 0, rank: int = 0
+    ) -> ExecutionOrder:
+        """The surviving blocks, ascending."""
+        stream = Stream(seed, step, micro_batch=micro_batch, rank=rank)
+        return ExecutionOrder(_survivors(range(depth), self.p, stream), depth)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """`k` blocks of the model: which ones by `choose`, run ascending or in a uniform order.
+
+    `choose`: "random" (a uniform subset), "spaced" (evenly from the first block to the last),
+    "first", "last". The paper prunes at test time without saying how it chooses (section 4.2).
+    """
+
+    k: int
+    order: OrderMode = "sequential"
+    choose: Choice = "random"
+
+    def __post_init__(self) -> None:
+        if not _is_integer(self.k):
+            raise UsageError(f"Kept takes a number of blocks, not {self.k!r}", hint="Kept(9)")
+        _check_word("order", self.order, ("sequential", "arbitrary"))
+        _check_word("choose", self.choose, ("random", "spaced", "first", "last"))
+
+    def draw(
+        self, depth: int, *, seed: int, step: int, micro_batch: int = 0, rank: int = 0
+    ) -> ExecutionOrder:
+        """`k` blocks; raises `UsageError` unless 1 <= k <= depth."""
+        if not 1 <= self.k <= depth:
+            raise UsageError(
+                f"{self.k} blocks cannot be kept of a model with {depth}",
+                hint=f"choose a number between 1 and {depth}",
+            )
+        # One shuffle serves both draws: its first k places are a uniform ordered subset, so the
+        # orders of k = 12, 9, 6, 3 at one (seed, step) are prefixes of each other and share work.
+        shuffled = Stream(seed, step, micro_batch=micro_batch, rank=rank).shuffled(range(depth))
+        chosen = self._chosen(depth, shuffled)
+        if self.order == "sequential":
+            return ExecutionOrder(tuple(sorted(chosen)), depth)
+        return ExecutionOrder(tuple(b for b in shuffled if b in chosen), depth)
+
+    def _chosen(self, depth: int, shuffled: Sequence[int]) -> tuple[int, ...]:
+        every = range(depth)
+        if self.choose == "spaced":
+            return spaced(self.k, depth)
+        if self.choose == "random":
+            return tuple(shuffled[: self.k])
+        return tuple(every[: self.k] if self.choose == "first" else every[depth - self.k :])
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """Always the given order."""
+
+    order: ExecutionOrder
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.order, ExecutionOrder):
+            raise UsageError(
+                f"Fixed takes an ExecutionOrder, not {self.order!r}",
+                hint='Fixed(ExecutionOrder.parse("3,0,2", depth=12))',
+            )
+
+    def draw(
+        self, depth: int, *, seed: int, step: int, micro_batch: int = 0, rank: int = 0
+    ) -> ExecutionOrder:
+        """The order itself; raises `UsageError` if it was made for another depth."""
+        del seed, step, micro_batch, rank
+        return order_of(self.order, depth)
+
+
+POLICIES: dict[str, type[OrderPolicy]] = {
+    "sequential": Sequential,
+    "shuffled": Shuffled,
+    "layerdrop": LayerDrop,
+    "kept": Kept,
+    "fixed": Fixed,
+}
+
+
+def spaced(k: int, depth: int) -> tuple[int, ...]:
+    """`k` block ids from 0 to depth-1 at even distances, halves rounded up; one alone is 0."""
+    if k == 1:
+        return (0,)
+    return tuple((2 * i * (depth - 1) + k - 1) // (2 * (k - 1)) for i in range(k))
+
+
+def policy_to_json(policy: OrderPolicy) -> dict[str, Any]:
+    """`{"policy": "shuffled", "drop": null, "depth": [3, null]}`: JSON types only."""
+    name = next(name for name, kind in POLICIES.items() if type(policy) is kind)
+    fields: dict[str, Any] = asdict(policy)  # type: ignore[call-overload]  # all are dataclasses
+    return {"policy": name, **fields}
+
+
+def policy_from_json(data: Mapping[str, Any]) -> OrderPolicy:
+    """The policy that `policy_to_json` wrote. Raises `UsageError` for anything else."""
+    if not isinstance(data, Mapping):
+        raise UsageError(f"An order policy is stored as a mapping, not as {data!r}")
+    fields = dict(data)
+    name = fields.pop("policy", None)
+    if not isinstance(name, str) or name not in POLICIES:
+        raise UsageError(f"{name!r} is not an order policy", hint=f"one of {', '.join(POLICIES)}")
+    if isinstance(fields.get("order"), Mapping):
+        fields["order"] = ExecutionOrder.from_json(fields["order"])
+    try:
+        return POLICIES[name](**fields)
+    except TypeError as error:
+        raise UsageError(f"The order policy {name!r} has other options: {error}") from error
+
+
+def _survivors(blocks: Sequence[int], p: float, stream: Stream) -> tuple[int, ...]:
+    kept = tuple(block for block in blocks if not stream.chance(p))
+    return kept or (blocks[stream.below(len(blocks))],)
+
+
+def _kept_range(kept: tuple[int, int | None], depth: int) -> tuple[int, int]:
+    low, high = kept[0], depth if kept[1] is None else kept[1]
+    if not 1 <= low <= high <= depth:
+        raise UsageError(
+            f"A random number of blocks between {low} and {high} does not fit a model with {depth}",
+            hint=f"choose 1 <= low <= high <= {depth}, or leave high out for all blocks",
+        )
+    return low, high
+
+
+def _checked_range(kept: Sequence[int | None]) -> tuple[int, int | None]:
+    parts = tuple(kept) if isinstance(kept, tuple | list) else ()
+    if len(parts) == 2 and _is_integer(parts[0]) and (parts[1] is None or _is_integer(parts[1])):
+        return parts[0], parts[1]
+    raise UsageError(
+        f"Shuffled takes depth=(low, high), not {kept!r}", hint="depth=(3, None) is 3 to all"
+    )
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_probability(p: float) -> None:
+    number = isinstance(p, int | float) and not isinstance(p, bool)
+    if not number or not 0.0 <= p < 1.0:
+        raise UsageError(f"A drop probability lies in [0, 1), {p} does not", hint="0.2 is usual")
+
+
+def _check_word(field: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise UsageError(f"Kept has no {field}={value!r}", hint=f"one of {', '.join(allowed)}")

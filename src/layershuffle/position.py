@@ -1,0 +1,271 @@
+"""Layer-position encoding and prediction, beside the host model (paper, sections 3.3 and 3.4).
+
+The parts have parameters of their own and never enter the host's `state_dict`: `PositionedModel`
+holds host and parts, so that one optimiser, `.to()` and `.train()` reach both while the host can
+still be saved alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import skip_init
+
+from layershuffle.errors import StackError, UsageError
+from layershuffle.parts import Step
+from layershuffle.position_forms import EncodingForm, PredictionForm
+from layershuffle.stack import depth_of, stack_of, with_parts, wrap
+
+_WIDTH_NAMES = ("embed_dim", "hidden_dim", "hidden_size", "num_features")
+
+
+class PositionEncoding(nn.Module):
+    """Tells a block its position: z + Dropout(GELU(Linear(LayerNorm([z; e])))) before it runs.
+
+    e is row `position` of the block's table. A part of the stack (`layershuffle.parts.Part`).
+    Raises `UsageError` at positions from `depth` on, which orders with repeats can reach.
+    """
+
+    def __init__(self, depth: int, width: int, *, form: EncodingForm, seed: int) -> None:
+        super().__init__()
+        self.form = form
+        rows = (depth,) if form.table == "shared" else (depth, depth)
+        self.table = nn.Parameter(torch.empty(*rows, form.features))
+        self.norms = nn.ModuleList(nn.LayerNorm(width + form.features) for _ in range(depth))
+        self.projections = nn.ModuleList(
+            _linear(width + form.features, width) for _ in range(depth)
+        )
+        self.dropout = nn.Dropout(form.dropout)
+        self._initialise(torch.Generator().manual_seed(seed))
+
+    def _initialise(self, generator: torch.Generator) -> None:
+        if self.form.table_init == "normal":
+            nn.init.normal_(self.table, generator=generator)
+        else:
+            nn.init.zeros_(self.table)
+        for projection in self.projections:
+            _initialise_linear(projection, generator, zero=self.form.projection_init == "zero")
+
+    def before(self, state: Tensor, step: Step) -> Tensor:
+        """`state` `[batch, tokens, width]` with the position mixed in; same shape."""
+        _check_position(step, self.table.shape[-2], "encoding")
+        place = (step.position,) if self.table.dim() == 2 else (step.block, step.position)
+        embedding = self.table[place].to(state.dtype).expand(*state.shape[:-1], -1)
+        hidden = self.norms[step.block](torch.cat([state, embedding], dim=-1))
+        mixed: Tensor = self.dropout(F.gelu(self.projections[step.block](hidden)))
+        return state + mixed
+
+    def after(self, state: Tensor, step: Step) -> None:
+        """Leaves the output alone."""
+
+
+class PositionPrediction(nn.Module):
+    """Guesses a block's position from its output: Linear(LayerNorm(pooled)) -> `depth` logits."""
+
+    def __init__(self, depth: int, width: int, *, form: PredictionForm, seed: int) -> None:
+        super().__init__()
+        self.form = form
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(depth))
+        self.classifiers = nn.ModuleList(_linear(width, depth) for _ in range(depth))
+        generator = torch.Generator().manual_seed(seed)
+        for classifier in self.classifiers:
+            _initialise_linear(classifier, generator)
+
+    def forward(self, state: Tensor, block: int) -> Tensor:
+        """Logits `[batch, depth]` over positions, from the output `[batch, tokens, width]`."""
+        pooled = state[:, 0] if self.form.pooling == "class" else state.mean(dim=1)
+        logits: Tensor = self.classifiers[block](self.norms[block](pooled))
+        return logits
+
+
+@dataclass(frozen=True)
+class Guess:
+    """The position logits `[rows, depth]` of one step."""
+
+    step: Step
+    logits: Tensor
+
+
+@dataclass
+class Guesses:
+    """What the blocks of one forward say about their positions. A part of the stack."""
+
+    prediction: PositionPrediction
+    items: list[Guess] = field(default_factory=list)
+
+    def before(self, state: Tensor, step: Step) -> Tensor:
+        """Leaves the input alone."""
+        del step
+        return state
+
+    def after(self, state: Tensor, step: Step) -> None:
+        """Asks the block's output; a replay computes the same again for the backward pass.
+
+        Raises `UsageError` at positions from `depth` on, which orders with repeats can reach.
+        """
+        _check_position(step, len(self.prediction.norms), "prediction")
+        logits = self.prediction(state, step.block)
+        if not step.replay:
+            self.items.append(Guess(step, logits))
+
+    def loss(self) -> Tensor:
+        """Cross-entropy of the true positions: mean over samples, sum or mean over positions.
+
+        Raises `UsageError` if no forward was made.
+        """
+        return position_loss(self.items, self.prediction.form)
+
+    def accuracy(self) -> float:
+        """Share of (sample, position) pairs guessed right, in percent; raises as `loss`."""
+        _check_asked(self.items)
+        right = sum(int((g.logits.argmax(-1) == g.step.position).sum()) for g in self.items)
+        return 100.0 * right / sum(len(g.logits) for g in self.items)
+
+
+def position_loss(guesses: Sequence[Guess], form: PredictionForm) -> Tensor:
+    """The prediction loss of section 3.4 (a scalar, weight included) for one forward's guesses.
+
+    The mean over samples of the sum (or mean) over the positions that the sample went through, so
+    that samples with orders of their own, of any length, count as if each had run alone.
+    """
+    _check_asked(guesses)
+    runs = Counter(row for guess in guesses for row in _samples(guess))
+    losses = [(_losses(guess) * _share(guess, runs, form)).sum() for guess in guesses]
+    return form.weight * torch.stack(losses).sum() / len(runs)
+
+
+def _samples(guess: Guess) -> Sequence[int]:
+    return range(len(guess.logits)) if guess.step.rows is None else guess.step.rows
+
+
+def _losses(guess: Guess) -> Tensor:
+    """Cross-entropy `[rows]` of the step's true position."""
+    truth = torch.full_like(guess.logits[:, 0], guess.step.position, dtype=torch.long)
+    return F.cross_entropy(guess.logits, truth, reduction="none")
+
+
+def _share(guess: Guess, runs: Mapping[int, int], form: PredictionForm) -> Tensor | float:
+    """What each row's loss at this step counts in the loss of its sample."""
+    if form.loss == "sum":
+        return 1.0
+    if guess.step.rows is None:
+        return 1.0 / runs[0]
+    return guess.logits.new_tensor([1.0 / runs[row] for row in guess.step.rows])
+
+
+def _check_asked(guesses: Sequence[Guess]) -> None:
+    if not guesses:
+        raise UsageError(
+            "No position was guessed",
+            hint="call the model inside `with model.guessing() as guesses:` first",
+        )
+
+
+def _check_position(step: Step, depth: int, part: str) -> None:
+    if step.position >= depth:
+        raise UsageError(
+            f"The position {part} knows {depth} positions, the order has more",
+            hint="use an order no longer than the model's depth",
+        )
+
+
+class PositionedModel(nn.Module):
+    """A wrapped host model with position parts beside it. Call it as you call the host."""
+
+    def __init__(
+        self,
+        host: nn.Module,
+        *,
+        encoding: PositionEncoding | None = None,
+        prediction: PositionPrediction | None = None,
+    ) -> None:
+        super().__init__()
+        self.host = wrap(host)
+        self.encoding = encoding
+        self.prediction = prediction
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The host's own output, every block told its position if there is an encoding."""
+        if self.encoding is None:
+            return self.host(*args, **kwargs)
+        with with_parts(self.host, self.encoding):
+            return self.host(*args, **kwargs)
+
+    @contextmanager
+    def guessing(self) -> Iterator[Guesses]:
+        """Collect the position guesses of one forward; raises `UsageError` without prediction."""
+        if self.prediction is None:
+            raise UsageError(
+                "This model has no position prediction", hint="add_position(model, prediction=...)"
+            )
+        guesses = Guesses(self.prediction)
+        with with_parts(self.host, guesses):
+            yield guesses
+
+
+def add_position(
+    model: nn.Module,
+    *,
+    encoding: EncodingForm | None = None,
+    prediction: PredictionForm | None = None,
+    seed: int = 0,
+) -> PositionedModel:
+    """`model` with freshly initialised position parts of the given forms, on its device and dtype.
+
+    Raises `StackError` if the model's blocks cannot be found or its width is not known.
+    """
+    depth, width = depth_of(wrap(model)), width_of(model)
+    positioned = PositionedModel(
+        model,
+        encoding=PositionEncoding(depth, width, form=encoding, seed=seed) if encoding else None,
+        prediction=(
+            PositionPrediction(depth, width, form=prediction, seed=seed + 1) if prediction else None
+        ),
+    )
+    reference = next(model.parameters())
+    return positioned.to(reference.device, reference.dtype)
+
+
+def width_of(model: nn.Module) -> int:
+    """Width of a wrapped model's stream between the blocks, by the names host libraries use."""
+    stack = stack_of(model)
+    # Nearest the blocks first: a model around another one may have widths of its own.
+    for owner in reversed([module for module in model.modules() if stack in module.modules()]):
+        config = getattr(owner, "config", None)
+        for place in (owner, config, getattr(config, "vision_config", None)):
+            for name in _WIDTH_NAMES:
+                value = getattr(place, name, None)
+                if isinstance(value, int):
+                    return value
+    raise StackError(
+        f"The width of {type(model).__name__} is not known",
+        hint=f"give it one of the attributes {', '.join(_WIDTH_NAMES)}",
+    )
+
+
+def _linear(inputs: int, outputs: int) -> nn.Linear:
+    # Without initialisation: nn.Linear would draw from torch's global generator.
+    layer: nn.Linear = skip_init(nn.Linear, inputs, outputs)  # type: ignore[no-untyped-call]
+    return layer
+
+
+def _initialise_linear(
+    module: nn.Module, generator: torch.Generator, *, zero: bool = False
+) -> None:
+    """torch's own law for Linear (uniform, +-1/sqrt(inputs)), from a generator; or zeros."""
+    weight, bias = module.get_parameter("weight"), module.get_parameter("bias")
+    if zero:
+        nn.init.zeros_(weight)
+        nn.init.zeros_(bias)
+        return
+    bound = 1.0 / math.sqrt(weight.shape[1])
+    nn.init.uniform_(weight, -bound, bound, generator=generator)
+    nn.init.uniform_(bias, -bound, bound, generator=generator)

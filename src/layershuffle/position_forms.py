@@ -1,0 +1,81 @@
+"""The named forms of position encoding and prediction. Plain data, no torch.
+
+The defaults follow the paper (sections 3.3 and 3.4); where its text is silent the authors' code was
+read, and each difference has a name here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from layershuffle.errors import UsageError
+
+_CHOICES = {
+    "table": ("per-block", "shared"),
+    "table_init": ("normal", "zero"),
+    "projection_init": ("default", "zero"),
+    "pooling": ("class", "mean"),
+    "loss": ("sum", "mean"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodingForm:
+    """How a block is told its position (paper, section 3.3).
+
+    `table`: one embedding table per block (paper) or one for all (authors' code). `table_init`:
+    normal with deviation 1 as torch embeddings are, or zero (authors' code). `projection_init`:
+    torch's default, or zero, so that the first step computes the unchanged model. `features`: F of
+    the paper. `dropout`: the paper names a dropout and no rate, the authors' code uses 0.
+    """
+
+    table: Literal["per-block", "shared"] = "per-block"
+    table_init: Literal["normal", "zero"] = "normal"
+    projection_init: Literal["default", "zero"] = "default"
+    features: int = 32
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_choices(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictionForm:
+    """How a block's output is asked for its position (paper, section 3.4).
+
+    `pooling`: the class token, or the mean over all tokens (authors' code); models without a class
+    token need "mean". `loss`: sum over blocks (paper) or mean (authors' code), times `weight`.
+    """
+
+    pooling: Literal["class", "mean"] = "class"
+    loss: Literal["sum", "mean"] = "sum"
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_choices(self)
+
+
+def form_from_json(
+    kind: type[EncodingForm] | type[PredictionForm], data: Mapping[str, Any]
+) -> EncodingForm | PredictionForm:
+    """The form stored as a mapping of its fields; raises `UsageError` for unknown ones."""
+    try:
+        return kind(**data)
+    except TypeError as error:
+        raise UsageError(f"{kind.__name__} has other fields: {error}") from error
+
+
+def _check_choices(form: EncodingForm | PredictionForm) -> None:
+    for name, allowed in _CHOICES.items():
+        value = getattr(form, name, allowed[0])
+        if value not in allowed:
+            raise UsageError(
+                f"{type(form).__name__} has no {name}={value!r}",
+                hint=f"one of {', '.join(allowed)}",
+            )
+
+
+AUTHORS_ENCODING = EncodingForm(table="shared", table_init="zero")
+AUTHORS_PREDICTION = PredictionForm(pooling="mean", loss="mean")

@@ -1,0 +1,110 @@
+"""Score a model on a data set by their specs; scores as tidy rows and as a summary."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from dataclasses import dataclass
+
+import torch
+from torch.utils.data import DataLoader
+
+from layershuffle.data import DataOptions, ImageData, check_class_count, open_data
+from layershuffle.evaluation import Score, evaluate
+from layershuffle.models import image_view, load, num_classes_of
+from layershuffle.modes import Mode, parse_modes
+from layershuffle.orders import ExecutionOrder
+from layershuffle.settings import EvalSettings
+from layershuffle.stack import depth_of
+
+COLUMNS = (
+    "method",
+    "seed",
+    "mode",
+    "kept",
+    "choose",
+    "order_seed",
+    "order",
+    "n",
+    "top1",
+    "top5",
+    "cross_entropy",
+    "draw",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scoring:
+    """Scores with what they were measured on."""
+
+    scores: list[Score]
+    depth: int
+    data: ImageData
+
+    def kept(self, score: Score) -> int:
+        """How many blocks ran."""
+        return score.mode.kept or self.depth
+
+
+def score_model(
+    model_spec: str, data_spec: str, *, settings: EvalSettings, order: str | None = None
+) -> Scoring:
+    """Score the model on the test split, on a GPU if there is one, under the modes of `settings`.
+
+    `order` (as "3,0,2") stands for the modes. Raises `DataError` if the classes of the data are
+    not as many as the model's, `UsageError` for modes or an order that do not fit its depth.
+    """
+    model = load(model_spec)
+    modes = parse_modes(settings.modes) if order is None else (_fixed(order, depth_of(model)),)
+    options = DataOptions(train=False, max_test=settings.max_images)
+    data = open_data(data_spec, image_view(model), options=options)
+    check_class_count(data, num_classes_of(model), place=model_spec)
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    in_memory = data_spec.startswith("digit-pairs")
+    batches = DataLoader(
+        data.splits["test"].dataset,
+        batch_size=settings.batch_size,
+        num_workers=0 if in_memory else min(8, max(0, len(os.sched_getaffinity(0)) - 1)),
+    )
+    scores = evaluate(
+        model,
+        batches,
+        modes,
+        num_orders=settings.num_orders,
+        seed=settings.seed,
+        draw=settings.draw,
+    )
+    return Scoring(scores=scores, depth=depth_of(model), data=data)
+
+
+def scores_csv(scoring: Scoring, *, method: str, seed: int, draw: str) -> str:
+    """One row per score, under `COLUMNS`; accuracies in percent."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for score in scoring.scores:
+        writer.writerow(
+            (
+                method,
+                seed,
+                score.mode.order,
+                scoring.kept(score),
+                "" if score.mode.kept is None else score.mode.choose,
+                score.index,
+                "" if score.order is None else str(score.order),
+                score.images,
+                f"{score.top1:.4f}",
+                f"{score.top5:.4f}",
+                f"{score.cross_entropy:.6f}",
+                draw,
+            )
+        )
+    return text.getvalue()
+
+
+def _fixed(text: str, depth: int) -> Mode:
+    order = ExecutionOrder.parse(text, depth=depth)
+    ascending = list(order) == sorted(order)
+    kept = len(order) if len(order) < depth else None
+    return Mode(order="sequential" if ascending else "arbitrary", kept=kept, fixed=order)

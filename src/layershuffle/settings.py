@@ -1,0 +1,250 @@
+"""Every setting in one validated place. Plain data, no torch.
+
+Settings come from a YAML recipe, then `LAYERSHUFFLE_*` environment variables, then flags; the later
+one wins. Unknown keys are refused with the nearest valid one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from layershuffle.errors import SettingsError, UsageError
+from layershuffle.methods import find_method
+from layershuffle.position_forms import EncodingForm, PredictionForm
+
+_ENVIRONMENT_PREFIX = "LAYERSHUFFLE_"
+_MAX_RECIPE_BYTES = 1 << 20
+DEFAULT_EPOCHS = 20.0  # paper, section 4: performance "plateaus at 20 epochs the latest"
+Positive = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(gt=0.0, lt=1.0)]
+
+
+class Settings(BaseModel):
+    """Frozen, and strict about unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    def __init__(self, **fields: Any) -> None:
+        """Raises `SettingsError` in one paragraph: which key, what is wrong, the nearest key."""
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            problems = (_problem(type(self), dict(one)) for one in error.errors())
+            raise SettingsError("; ".join(problems)) from error
+
+
+class FitSettings(Settings):
+    """One training run. Defaults are the paper's section 4 where it speaks."""
+
+    method: str
+    """baseline, layershuffle, layershuffle-position, layershuffle-predict, layerdrop or
+    layershuffle-depth."""
+    model: str
+    """Host model: bundled:digits, timm:NAME, hf:NAME_OR_DIR, torchvision:NAME, dir:PATH."""
+    data: str
+    """Images: digit-pairs, folder:DIR, hf:NAME_OR_DIR, cifar100:DIR, wds:SHARDS."""
+    seed: int = 0
+    """Seed of orders, data order, augmentation, dropout and new weights."""
+    drop: float | None = None
+    """layerdrop: drop probability (0.2); layershuffle: leave blocks out at random as well."""
+    min_blocks: Positive | None = None
+    """layershuffle-depth: fewest blocks kept (3)."""
+    encoding: EncodingForm = EncodingForm()
+    """Form of the position encoding (layershuffle-position)."""
+    prediction: PredictionForm = PredictionForm()
+    """Form of the position prediction (layershuffle-predict)."""
+
+    steps: Positive | None = None
+    """Optimiser steps; instead of epochs."""
+    epochs: Annotated[float, Field(gt=0)] | None = None
+    """Passes over the training data (20 when neither steps nor epochs are given)."""
+    batch_size: Positive = 128
+    """Images per optimiser step (the paper: 640 or 128)."""
+    accumulate: Positive = 1
+    """Forwards per optimiser step, each with an order of its own; divides batch_size."""
+    lr: Annotated[float, Field(gt=0)] = 1e-4
+    """Peak learning rate of Adam(0.9, 0.999, eps 1e-6)."""
+    schedule: Literal["linear", "cosine", "constant"] = "linear"
+    """Learning rate after warm-up (the paper is silent; the authors' code: linear to 0)."""
+    warmup: Annotated[int, Field(ge=0)] = 0
+    """Steps of linear warm-up."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled weight decay; 0 makes the optimiser plain Adam."""
+    clip: Annotated[float, Field(gt=0)] | None = 1.0
+    """Largest gradient norm (the paper is silent; the authors' code: 1.0)."""
+    ema: Share | None = None
+    """Decay of an exponential moving average of the weights, which is then what is kept."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time."""
+
+    augment: bool = False
+    """timm's training augmentation; off is the plain resize and crop."""
+    resize: Literal["crop", "squash"] = "crop"
+    """Shorter side to size and centre crop, or both sides to size."""
+    holdout: Share = 0.05
+    """Share of the training data held out to pick the checkpoint."""
+    paper_protocol: bool = False
+    """Pick the checkpoint on the reported split, as the paper did; the report says so."""
+    skip_corrupt: bool = False
+    """Leave unreadable images out, counted and named, instead of stopping."""
+    streaming: bool = False
+    """Read hf: data as a stream."""
+
+    eval_every: Positive | None = None
+    """Steps between evaluations on held-out data (default: once per epoch)."""
+    eval_orders: Positive = 4
+    """Orders drawn for the arbitrary-order score that picks the checkpoint."""
+    eval_batch_size: Positive = 250
+    """Images per evaluation forward."""
+    select_by: Literal["method", "sequential", "arbitrary"] = "method"
+    """Order mode whose held-out cross-entropy picks the checkpoint; method: as it trains."""
+    checkpoint_every: Positive | None = None
+    """Steps between checkpoints to resume from (default: eval_every)."""
+    log_every: Positive = 50
+    """Steps between progress lines."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes a GPU when there is one."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """auto: bf16 on GPUs that have it, fp32 elsewhere."""
+    threads: Positive | None = None
+    """CPU threads of torch (default: torch's own choice)."""
+    workers: Annotated[int, Field(ge=0)] | None = None
+    """Loader processes (default: none for data in memory, else the cores but one, at most 8)."""
+
+    @model_validator(mode="after")
+    def _check(self) -> FitSettings:
+        find_method(self.method, drop=self.drop, min_blocks=self.min_blocks)
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError("steps and epochs exclude each other: give one")
+        if self.batch_size % self.accumulate:
+            raise ValueError(
+                f"accumulate={self.accumulate} does not divide batch_size={self.batch_size}"
+            )
+        return self
+
+
+class EvalSettings(Settings):
+    """What to score and how."""
+
+    modes: str = "sequential,arbitrary"
+    """Comma-separated: sequential, arbitrary, kept:9, kept:9:arbitrary, kept:9:sequential:spaced
+    (choices: random, spaced, first, last)."""
+    num_orders: Positive = 20
+    """Orders drawn per mode."""
+    seed: int = 0
+    """Seed of the drawn orders."""
+    draw: Literal["pass", "batch"] = "pass"
+    """One order per pass over the data, or a new one for every batch as in the paper."""
+    batch_size: Positive = 250
+    """Images per forward."""
+    max_images: Positive | None = None
+    """Score the first images only (of a fixed shuffle)."""
+
+
+class Arm(Settings):
+    """A row of a study: a method with its options."""
+
+    method: str
+    name: str | None = None
+    """Label in tables (default: the method)."""
+    fit: dict[str, Any] = {}
+    """Settings of this arm alone, over those of the study."""
+
+    @property
+    def label(self) -> str:
+        """What tables and files call this arm."""
+        return self.name or self.method
+
+
+class StudySettings(Settings):
+    """All runs, evaluations, tables and figures of one experiment."""
+
+    name: str
+    model: str
+    data: str
+    seeds: tuple[int, ...] = (0,)
+    """One run per arm and seed."""
+    arms: tuple[Arm, ...]
+    fit: dict[str, Any] = {}
+    """Training settings shared by all arms."""
+    evaluate: EvalSettings = EvalSettings()
+    workers: Positive | None = None
+    """Runs side by side (default: one per GPU, else one per CPU core with a thread each)."""
+
+    @model_validator(mode="after")
+    def _check(self) -> StudySettings:
+        labels = [arm.label for arm in self.arms]
+        if len(set(labels)) < len(labels):
+            raise ValueError(f"two arms have one label: {sorted(labels)}; give them a name")
+        for arm in self.arms:
+            for seed in self.seeds:
+                self.fit_settings(arm, seed)
+        return self
+
+    def fit_settings(self, arm: Arm, seed: int) -> FitSettings:
+        """The training settings of one run of the study."""
+        fields = {"model": self.model, "data": self.data, **self.fit, **arm.fit}
+        return FitSettings(**{**fields, "method": arm.method, "seed": seed})
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file. Raises `UsageError` for anything else, or an absurd size."""
+    try:
+        if path.stat().st_size > _MAX_RECIPE_BYTES:
+            raise UsageError("A recipe is a small YAML file, this one is not", place=path)
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        raise UsageError(
+            f"The recipe cannot be read ({' '.join(str(error).split())})",
+            place=path,
+            hint="see recipes/ for examples",
+        ) from error
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise UsageError("A recipe is a YAML mapping of settings", place=path)
+    return content
+
+
+def from_environment(
+    kind: type[Settings], environment: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """The settings of `kind` found as LAYERSHUFFLE_NAME variables, read as YAML scalars."""
+    source = os.environ if environment is None else environment
+    names = {name: f"{_ENVIRONMENT_PREFIX}{name.upper()}" for name in kind.model_fields}
+    return {
+        name: yaml.safe_load(source[variable])
+        for name, variable in names.items()
+        if variable in source
+    }
+
+
+def digest(settings: Settings) -> str:
+    """A SHA-256 over the settings: equal for equal settings, in any version of Python."""
+    text = json.dumps(settings.model_dump(mode="json"), sort_keys=True)
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()
+
+
+def _problem(kind: type[Settings], error: dict[str, Any]) -> str:
+    name = ".".join(map(str, error["loc"]))
+    if error["type"] == "extra_forbidden":
+        near = get_close_matches(name.rpartition(".")[2], _all_fields(kind), n=1)
+        return f"{name!r} is not a setting" + (f", did you mean {near[0]!r}?" if near else "")
+    message = error["msg"].removeprefix("Value error, ")
+    return f"{name}: {message}" if name else message
+
+
+def _all_fields(kind: type[Settings]) -> list[str]:
+    nested = [f.annotation for f in kind.model_fields.values()]
+    inner = [
+        n for a in nested if isinstance(a, type) and issubclass(a, Settings) for n in a.model_fields
+    ]
+    return [*kind.model_fields, *inner]

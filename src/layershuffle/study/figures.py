@@ -1,0 +1,217 @@
+"""Accuracy against blocks kept: the paper's Figures 1b (sequential) and 1c (arbitrary).
+
+The paper's own axis counts removed blocks in its caption and kept blocks in its text; ours always
+counts blocks kept. Drawn with matplotlib's object interface on a fixed canvas: no global state is
+changed for good, no display is needed, and the same summary gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from layershuffle.study.paper import PaperNumber
+from layershuffle.study.summary import Cell, Column, Summary, label
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_Dash = Literal["-", "--", "-.", ":"]
+# One style per arm, in the order of the plan: colour, marker and dash differ together, so that no
+# reader depends on colour. Mostly Okabe and Ito's colours, the pale ones left out.
+STYLES: tuple[tuple[str, str, _Dash], ...] = (
+    ("#5d6975", "o", "--"),
+    ("#0072b2", "s", "-"),
+    ("#d55e00", "^", "-."),
+    ("#00875f", "D", "-"),
+    ("#a0397e", "v", ":"),
+    ("#8a6d00", "P", "--"),
+    ("#007f99", "X", "-."),
+    ("#6a4fb3", "*", "-"),
+)
+INK, RULE, GROUND = "#1c2126", "#d3d9df", "#fefefe"
+PANELS = {
+    "sequential": "Sequential order (the paper's Figure 1b)",
+    "arbitrary": "Arbitrary order (the paper's Figure 1c)",
+}
+_DODGE = 0.14  # blocks between neighbouring arms, so that intervals of near values stay apart
+_PAPER_SHIFT = 0.45  # blocks between an arm's point and the paper's
+_HASH_SALT = "layershuffle"
+
+
+def draw_figure(summary: Summary, modes: Sequence[str] = tuple(PANELS)) -> Figure:
+    """One panel per mode, side by side: per arm a line with its 95 % intervals.
+
+    The paper's points stand beside it, hollow; "~" marks those that its text only describes.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    one = len(modes) == 1
+    figure = Figure(figsize=(4.6, 4.5) if one else (9.2, 4.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, len(modes), sharey=True, squeeze=False)[0]
+    for axes, mode in zip(panels, modes, strict=True):
+        _draw_panel(axes, summary, mode)
+    panels[0].set_ylabel("top-1 accuracy (%)", color=INK)
+    handles, names = _legend_entries(panels, summary)
+    legend = figure.legend(
+        handles, names, loc="outside lower center", ncols=2 if one else 5, frameon=False
+    )
+    for text in legend.get_texts():
+        text.set(color=INK, parse_math=False)
+    return figure
+
+
+def figure_bytes(figure: Figure, kind: Literal["svg", "png"]) -> bytes:
+    """The figure as an SVG with real text, or as a PNG of 150 dots per inch; no dates inside."""
+    import matplotlib
+
+    nothing = ("Creator", "Date", "Format", "Type") if kind == "svg" else ("Software",)
+    file = io.BytesIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": _HASH_SALT}):
+        figure.savefig(file, format=kind, dpi=150, metadata=dict.fromkeys(nothing))
+    return file.getvalue()
+
+
+def inline_svg(summary: Summary, mode: str) -> str:
+    """One panel as an `<svg>` element for an HTML page, described for screen readers.
+
+    Ids carry the mode, so that several fit into one page. Colours are the page's variables
+    `--ink`, `--rule`, `--ground` and `--arm-0`, ... with the printed colours behind them.
+    """
+    figure = draw_figure(summary, [mode])
+    figure.patch.set_alpha(0.0)
+    text = figure_bytes(figure, "svg").decode("utf-8")
+    text = text[text.index("<svg") :]
+    text = re.sub(r" <defs>\s*<style.*?</style>\s*</defs>\n", "", text, flags=re.DOTALL)
+    text = re.sub(r'\bid="', f'id="{mode}-', text)
+    text = re.sub(r'xlink:href="#', f'href="#{mode}-', text)
+    text = re.sub(r"url\(#", f"url(#{mode}-", text)
+    text = (
+        re.sub(r' (xmlns(:xlink)?|version|width|height)="[^"]*"', "", _opening(text))
+        + (text[len(_opening(text)) :])
+    )
+    for colour, name in _variables().items():
+        text = text.replace(colour, f"var(--{name}, {colour})")
+    return text.replace("<svg", f'<svg role="img" aria-label="{_attribute(summary, mode)}"', 1)
+
+
+def describe_panel(summary: Summary, mode: str) -> str:
+    """The panel in words: every line with its numbers."""
+    parts = [
+        f"{label(arm)}: " + ", ".join(f"{cell.top1.mean:.1f} % with {cell.kept}" for cell in cells)
+        for arm in summary.arms
+        if (cells := summary.curve(arm, mode))
+    ]
+    return f"Top-1 accuracy against blocks kept, {mode} order. {'; '.join(parts) or 'No data'}."
+
+
+def arm_style(summary: Summary, arm: str) -> tuple[str, str, _Dash]:
+    """Colour, marker and dash of an arm."""
+    return STYLES[summary.arms.index(arm) % len(STYLES)]
+
+
+def _draw_panel(axes: Axes, summary: Summary, mode: str) -> None:
+    for arm in summary.arms:
+        cells = summary.curve(arm, mode)
+        if cells:
+            _draw_arm(axes, summary, arm, cells)
+    ticks = sorted({cell.kept for cell in summary.cells})
+    axes.set_xticks(ticks if len(ticks) <= 12 else ticks[:: (len(ticks) + 11) // 12])
+    axes.set(xlim=(min(ticks, default=1) - 1, summary.depth + 1), ylim=(-2, 102))
+    axes.set_xlabel(f"blocks kept (of {summary.depth})", color=INK)
+    axes.set_title(PANELS.get(mode, mode), loc="left", fontsize=10.5, color=INK)
+    axes.set_facecolor("none")
+    axes.grid(axis="y", color=RULE, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=INK, length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(INK)
+
+
+def _draw_arm(axes: Axes, summary: Summary, arm: str, cells: Sequence[Cell]) -> None:
+    colour, marker, dash = arm_style(summary, arm)
+    shift = _DODGE * (summary.arms.index(arm) - (len(summary.arms) - 1) / 2)
+    means = [cell.top1.mean for cell in cells]
+    bounds = [_bounds(cell) for cell in cells]
+    axes.errorbar(
+        [cell.kept + shift for cell in cells],
+        means,
+        yerr=(
+            [mean - low for mean, (low, _) in zip(means, bounds, strict=True)],
+            [high - mean for mean, (_, high) in zip(means, bounds, strict=True)],
+        ),
+        color=colour,
+        marker=marker,
+        linestyle=dash,
+        markersize=5.5,
+        linewidth=1.6,
+        capsize=2.5,
+        label=arm,
+    )
+    for cell in cells:
+        number = summary.paper(arm, Column(cell.mode, cell.kept))
+        if number is not None:
+            _draw_paper(axes, number, cell.kept + shift + _PAPER_SHIFT, style=(colour, marker))
+
+
+def _draw_paper(axes: Axes, number: PaperNumber, x: float, *, style: tuple[str, str]) -> None:
+    """A hollow point; a range as a bar with its middle."""
+    half = number.high - number.value
+    axes.errorbar(
+        [x],
+        [number.value],
+        yerr=[half] if half else None,
+        color=style[0],
+        marker=style[1],
+        markerfacecolor=GROUND,
+        markersize=5.5,
+        linestyle="none",
+        capsize=2.5,
+        label=f"paper {number.method}",
+    )
+    if number.approximate:
+        place = (x, number.value)
+        axes.annotate("~", place, (4, -3), textcoords="offset points", color=style[0])
+
+
+def _bounds(cell: Cell) -> tuple[float, float]:
+    one = cell.top1
+    return (one.mean if one.low is None else one.low, one.mean if one.high is None else one.high)
+
+
+def _legend_entries(panels: Sequence[Axes], summary: Summary) -> tuple[list[Any], list[str]]:
+    from matplotlib.lines import Line2D
+
+    drawn = {str(box.get_label()) for axes in panels for box in axes.containers}
+    handles, names = [], []
+    for arm in summary.arms:
+        if arm in drawn:
+            colour, marker, dash = arm_style(summary, arm)
+            handles.append(Line2D([], [], color=colour, marker=marker, linestyle=dash))
+            names.append(label(arm))
+    if any(name.startswith("paper ") for name in drawn):
+        handles.append(
+            Line2D([], [], color=INK, marker="o", markerfacecolor=GROUND, linestyle="none")
+        )
+        names.append("hollow: the paper (~ from its words)")
+    return handles, names
+
+
+def _opening(svg: str) -> str:
+    return svg[: svg.index(">") + 1]
+
+
+def _variables() -> dict[str, str]:
+    arms = {colour: f"arm-{index}" for index, (colour, _, _) in enumerate(STYLES)}
+    return {INK: "ink", RULE: "rule", GROUND: "ground", **arms}
+
+
+def _attribute(summary: Summary, mode: str) -> str:
+    from html import escape
+
+    return escape(describe_panel(summary, mode), quote=True)

@@ -1,0 +1,76 @@
+"""The paper's numbers, each with the place it stands in (arXiv 2407.04513, sections 4.1 and 4.2).
+
+ImageNet2012 validation accuracy (top-1, percent) of ViT-B/16 with 12 blocks, 5 models per method.
+Table 1 gives numbers. Figure 1 gives curves that the text describes in words only: those entries
+are `approximate`, a single value or a range, and stand in the report with a "~". What the words do
+not pin down (6 blocks; LayerDrop in arbitrary order, which "does not perform well") is left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+REFERENCE = "arXiv 2407.04513"
+SETTING = "ImageNet2012 with ViT-B/16, 5 models per method"
+DEPTH = 12
+
+
+@dataclass(frozen=True)
+class PaperNumber:
+    """A top-1 accuracy in percent: `low` = `high` for a value, different for a range."""
+
+    method: str
+    mode: Literal["sequential", "arbitrary"]
+    kept: int
+    low: float
+    high: float
+    sd: float | None
+    source: str
+    approximate: bool = False
+
+    @property
+    def value(self) -> float:
+        """The number, or the middle of the range."""
+        return (self.low + self.high) / 2
+
+    def __str__(self) -> str:
+        if self.low != self.high:
+            return f"~{self.low:g}-{self.high:g}"
+        if self.approximate:
+            return f"~{self.low:g}"
+        return f"{self.low:.2f}" if self.sd is None else f"{self.low:.2f} +-{self.sd:.2f}"
+
+
+_TABLE = "Table 1"
+_TEXT = "section 4.2 on Figure 1b"
+
+NUMBERS: tuple[PaperNumber, ...] = (
+    PaperNumber("baseline", "sequential", 12, 82.61, 82.61, 0.08, _TABLE),
+    PaperNumber("baseline", "arbitrary", 12, 0.13, 0.13, 0.03, _TABLE),
+    PaperNumber("layershuffle", "sequential", 12, 75.22, 75.22, 0.28, _TABLE),
+    PaperNumber("layershuffle", "arbitrary", 12, 62.77, 62.77, 0.41, _TABLE),
+    PaperNumber("layershuffle-position", "sequential", 12, 75.28, 75.28, 0.18, _TABLE),
+    PaperNumber("layershuffle-position", "arbitrary", 12, 63.61, 63.61, 0.23, _TABLE),
+    PaperNumber("layershuffle-predict", "sequential", 12, 74.41, 74.41, 0.20, _TABLE),
+    PaperNumber("layershuffle-predict", "arbitrary", 12, 61.18, 61.18, 1.06, _TABLE),
+    PaperNumber("layershuffle", "sequential", 9, 70.0, 80.0, None, _TEXT, approximate=True),
+    PaperNumber("layershuffle", "sequential", 3, 18.0, 18.0, None, _TEXT, approximate=True),
+    PaperNumber("layerdrop", "sequential", 9, 70.0, 80.0, None, _TEXT, approximate=True),
+    PaperNumber("layerdrop", "sequential", 3, 0.0, 0.0, None, _TEXT, approximate=True),
+)
+
+
+def paper_number(arm: str, mode: str, kept: int, *, depth: int) -> PaperNumber | None:
+    """The paper's number for an arm of a model with `depth` blocks, if it has one.
+
+    Arms with options of their own ("layerdrop-p0.5") have none. For another depth than the
+    paper's 12, only the full stack compares.
+    """
+    wanted = DEPTH if kept == depth else kept
+    if depth not in (kept, DEPTH):
+        return None
+    for number in NUMBERS:
+        if (number.method, number.mode, number.kept) == (arm, mode, wanted):
+            return number
+    return None

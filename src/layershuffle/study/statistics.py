@@ -1,0 +1,134 @@
+"""Means, spreads and 95 % intervals of scores, each saying what it varies over.
+
+A score can vary over models (seeds), over execution orders within one model, and over the images
+it was measured on. The three are kept apart (research practice the paper leaves open: it prints
+one +-). The interval covers the widest source there is data for: models, else orders, else images.
+
+t-interval: mean +- t(0.975, n-1) s / sqrt(n), Student 1908. Wilson interval: Wilson 1927,
+doi 10.1080/01621459.1927.10502953, which unlike the textbook form is sound near 0 and 100 %.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["models", "orders", "images", "none"]
+
+_UPPER_TAIL = 0.975  # two-sided 95 %
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """One score with its spreads, in the unit of the score.
+
+    `mean`: mean over models of the mean over orders. `sd_orders`: standard deviation over the
+    orders within a model, pooled over models. `sd_models`: standard deviation of the models'
+    means. `None` where there are fewer than two values to spread. `low`, `high`: 95 % interval
+    of `mean` over what `kind` names. `orders`, `images`: per model (the fewest, if they differ).
+    `least`, `most`: the lowest and highest single value.
+    """
+
+    mean: float
+    sd_orders: float | None
+    sd_models: float | None
+    low: float | None
+    high: float | None
+    kind: Kind
+    models: int
+    orders: int
+    images: int
+    least: float
+    most: float
+
+
+def estimate(
+    scores: Mapping[int, Sequence[float]], *, images: int, percent: bool = True
+) -> Estimate:
+    """The estimate from `scores[seed]`, one value per order, each measured on `images` images.
+
+    Several seeds: t-interval over the models' means. One seed, several orders: t-interval over
+    orders. One value: Wilson interval over images if it is a `percent`, else none. Percentages
+    are clipped to [0, 100]. Raises `ValueError` for no scores or a seed without any.
+    """
+    if not scores or not all(scores.values()):
+        raise ValueError("an estimate needs at least one score of every seed")
+    groups = [scores[seed] for seed in sorted(scores)]
+    means = [mean(group) for group in groups]
+    values = [value for group in groups for value in group]
+    low, high, kind = _interval(means, values, images, percent)
+    return Estimate(
+        mean=mean(means),
+        sd_orders=pooled_deviation(groups),
+        sd_models=deviation(means),
+        low=low,
+        high=high,
+        kind=kind,
+        models=len(groups),
+        orders=min(map(len, groups)),
+        images=images,
+        least=min(values),
+        most=max(values),
+    )
+
+
+def mean(values: Sequence[float]) -> float:
+    """The arithmetic mean, summed exactly so that it does not depend on the order."""
+    return math.fsum(values) / len(values)
+
+
+def deviation(values: Sequence[float]) -> float | None:
+    """The sample standard deviation (n - 1); `None` for fewer than two values."""
+    if len(values) < 2:
+        return None
+    centre = mean(values)
+    return math.sqrt(math.fsum((value - centre) ** 2 for value in values) / (len(values) - 1))
+
+
+def pooled_deviation(groups: Sequence[Sequence[float]]) -> float | None:
+    """The standard deviation within groups, each weighted by its degrees of freedom."""
+    freedom = sum(len(group) - 1 for group in groups)
+    if freedom == 0:
+        return None
+    squares = [(value - mean(group)) ** 2 for group in groups for value in group]
+    return math.sqrt(math.fsum(squares) / freedom)
+
+
+def t_interval(values: Sequence[float]) -> tuple[float, float]:
+    """The 95 % t-interval of the mean of at least two values."""
+    from scipy.special import stdtrit  # the inverse t distribution without all of scipy.stats
+
+    spread = deviation(values)
+    if spread is None:
+        raise ValueError("a t-interval needs at least two values")
+    half = float(stdtrit(len(values) - 1, _UPPER_TAIL)) * spread / math.sqrt(len(values))
+    return mean(values) - half, mean(values) + half
+
+
+def wilson_interval(correct: int, images: int) -> tuple[float, float]:
+    """The 95 % Wilson interval, in percent, of `correct` right answers on `images` images."""
+    from scipy.special import ndtri
+
+    if not 0 <= correct <= images or images < 1:
+        raise ValueError(f"{correct} right answers on {images} images are impossible")
+    z = float(ndtri(_UPPER_TAIL))
+    share = correct / images
+    centre = share + z * z / (2 * images)
+    half = z * math.sqrt(share * (1 - share) / images + z * z / (4 * images * images))
+    scale = 100.0 / (1 + z * z / images)
+    return max(0.0, (centre - half) * scale), min(100.0, (centre + half) * scale)
+
+
+def _interval(
+    means: Sequence[float], values: Sequence[float], images: int, percent: bool
+) -> tuple[float | None, float | None, Kind]:
+    kind: Kind
+    if len(values) > 1:
+        kind = "models" if len(means) > 1 else "orders"
+        low, high = t_interval(means if kind == "models" else values)
+        return (max(0.0, low), min(100.0, high), kind) if percent else (low, high, kind)
+    if percent:
+        return *wilson_interval(round(values[0] * images / 100.0), images), "images"
+    return None, None, "none"

@@ -1,0 +1,152 @@
+"""What the rows of a study say: one cell per arm, mode, number of blocks kept and choice of blocks.
+
+Pure: from `Study` to `Summary`, no files. Tables, figure and report all read their numbers here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from layershuffle.study.paper import PaperNumber, paper_number
+from layershuffle.study.results import CHOICES, DRAWS, MODES, Row, Study
+from layershuffle.study.statistics import Estimate, estimate
+
+_MOST_LEVELS = 3
+_QUARTERS = (3, 2, 1)
+_LABELS = {"layershuffle": "LayerShuffle", "layerdrop": "LayerDrop"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """All scores of one arm under one condition, over its seeds and orders."""
+
+    arm: str
+    mode: str
+    kept: int
+    choose: str
+    draw: str
+    top1: Estimate
+    top5: Estimate
+    cross_entropy: Estimate
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of the main table: `kept` blocks run in `mode`."""
+
+    mode: str
+    kept: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """A study with its cells. `depth`: blocks of the deepest model; 0 while no run is done.
+
+    `choose`: how the pruned columns of the main table choose their blocks ("" if none is pruned).
+    """
+
+    study: Study
+    arms: tuple[str, ...]
+    cells: tuple[Cell, ...]
+    depth: int
+    choose: str
+
+    def cell(self, arm: str, column: Column) -> Cell | None:
+        """The cell for the main table and the figure: one order per pass before one per batch."""
+        fitting = [
+            cell
+            for cell in self.cells
+            if (cell.arm, cell.mode, cell.kept) == (arm, column.mode, column.kept)
+            and cell.choose in ("", self.choose)
+        ]
+        return min(fitting, key=lambda cell: DRAWS.index(cell.draw), default=None)
+
+    def paper(self, arm: str, column: Column) -> PaperNumber | None:
+        """The paper's number for that cell, if it has one."""
+        return paper_number(arm, column.mode, column.kept, depth=self.depth)
+
+    def curve(self, arm: str, mode: str) -> tuple[Cell, ...]:
+        """The cells of one line of the figure, by number of blocks kept, ascending."""
+        levels = sorted({cell.kept for cell in self.cells})
+        cells = (self.cell(arm, Column(mode, kept)) for kept in levels)
+        return tuple(cell for cell in cells if cell is not None)
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """The main table's columns: the full stack in both modes, then arbitrary and sequential
+        with fewer blocks: at most three numbers of blocks, near 3/4, 1/2 and 1/4 if there are
+        more. Only what some arm was measured on.
+        """
+        columns = [Column(mode, self.depth) for mode in MODES]
+        columns += [Column(mode, kept) for mode in reversed(MODES) for kept in self._levels()]
+        measured = {(cell.mode, cell.kept) for cell in self.cells}
+        return tuple(column for column in columns if (column.mode, column.kept) in measured)
+
+    def _levels(self) -> list[int]:
+        levels = sorted({cell.kept for cell in self.cells if cell.kept < self.depth}, reverse=True)
+        if len(levels) <= _MOST_LEVELS:
+            return levels
+        targets = [self.depth * quarter / 4 for quarter in _QUARTERS]
+        nearest = {min(levels, key=lambda kept: abs(kept - target)) for target in targets}
+        return sorted(nearest, reverse=True)
+
+
+def summarise(study: Study) -> Summary:
+    """The summary of all finished runs; arms in the order of the plan."""
+    arms = tuple(dict.fromkeys(run.plan.arm for run in study.runs))
+    groups: dict[tuple[int, int, int, int, int], list[Row]] = {}
+    for row in study.rows:
+        place = (arms.index(row.method), MODES.index(row.mode), -row.kept)
+        key = (*place, CHOICES.index(row.choose), DRAWS.index(row.draw))
+        groups.setdefault(key, []).append(row)
+    choices = {row.choose for row in study.rows} - {""}
+    return Summary(
+        study=study,
+        arms=arms,
+        cells=tuple(_cell(groups[key]) for key in sorted(groups)),
+        depth=max(map(_depth_shown, study.rows), default=0),
+        choose=min(choices, key=CHOICES.index, default=""),
+    )
+
+
+def label(arm: str) -> str:
+    """An arm as a person reads it: "LayerShuffle-depth"; one line, printable characters only."""
+    clean = printable(arm)
+    for start, shown in _LABELS.items():
+        if clean == start or clean.startswith(f"{start}-"):
+            return shown + clean.removeprefix(start)
+    return clean
+
+
+def printable(text: str) -> str:
+    """`text` on one line without control characters (they could drive the reader's terminal)."""
+    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
+
+
+def _depth_shown(row: Row) -> int:
+    """Blocks the model has at least, as far as this row shows."""
+    return max([row.kept, *(int(block) + 1 for block in row.order.split(",") if block)])
+
+
+def _cell(rows: Sequence[Row]) -> Cell:
+    first = rows[0]
+    images = min(row.n for row in rows)
+    seeds = sorted({row.seed for row in rows})
+
+    def of(name: str, *, percent: bool = True) -> Estimate:
+        scores = {s: [float(getattr(r, name)) for r in rows if r.seed == s] for s in seeds}
+        return estimate(scores, images=images, percent=percent)
+
+    return Cell(
+        arm=first.method,
+        mode=first.mode,
+        kept=first.kept,
+        choose=first.choose,
+        draw=first.draw,
+        top1=of("top1"),
+        top5=of("top5"),
+        cross_entropy=of("cross_entropy", percent=False),
+        rows=tuple(rows),
+    )

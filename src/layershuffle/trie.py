@@ -1,0 +1,98 @@
+"""Many orders over one batch, every shared prefix run once.
+
+Orders are put into a prefix trie; a depth-first walk runs each node's block once, so at most
+`depth` activations are alive. The host's stem and head run once per distinct order with the stack
+standing for the finished state; both are small beside the blocks. Outputs are bit-equal to running
+the orders one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from layershuffle.orders import ExecutionOrder
+from layershuffle.stack import BlockCall, walking
+
+
+@dataclass
+class Node:
+    """A prefix: the blocks that follow it, and the indices of the orders that end here."""
+
+    children: dict[int, Node] = field(default_factory=dict)
+    ends: list[int] = field(default_factory=list)
+
+
+def build_trie(orders: Sequence[ExecutionOrder]) -> Node:
+    """The trie of `orders`; their indices stand where they end."""
+    root = Node()
+    for index, order in enumerate(orders):
+        node = root
+        for block in order:
+            node = node.children.setdefault(block, Node())
+        node.ends.append(index)
+    return root
+
+
+def block_executions(node: Node) -> int:
+    """How many block runs a walk of the trie takes."""
+    return sum(1 + block_executions(child) for child in node.children.values())
+
+
+def forward_trie(
+    model: nn.Module, images: Tensor, trie: Node, *, forward: Callable[[Tensor], Tensor]
+) -> Iterator[tuple[list[int], Tensor]]:
+    """(indices of orders, their logits) for every distinct order, depth first.
+
+    `model` is wrapped; `forward(images)` calls it and returns logits `[batch, classes]`. Inference
+    only: run it under `torch.inference_mode()`.
+    """
+    call, start = _until_blocks(model, images, forward)
+    for ends, state in _walk(trie, start, 0, call):
+        with walking(model, _constant(state)):
+            yield ends, forward(images)
+
+
+def _walk(
+    node: Node, state: Tensor, position: int, call: BlockCall
+) -> Iterator[tuple[list[int], Tensor]]:
+    if node.ends:
+        yield node.ends, state
+    for block, child in node.children.items():
+        yield from _walk(child, call(block, position, state, None), position + 1, call)
+
+
+class _Reached(BaseException):
+    """Leaves the host's forward at its blocks. Not an error, so no host may catch it as one."""
+
+    def __init__(self, call: BlockCall, state: Tensor) -> None:
+        super().__init__()
+        self.call, self.state = call, state
+
+
+def _until_blocks(
+    model: nn.Module, images: Tensor, forward: Callable[[Tensor], Tensor]
+) -> tuple[BlockCall, Tensor]:
+    """How the host calls its blocks on `images`, and the state it hands to the first."""
+
+    def stop(call: BlockCall, state: Tensor) -> Tensor:
+        raise _Reached(call, state)
+
+    try:
+        with walking(model, stop):
+            forward(images)
+    except _Reached as reached:
+        return reached.call, reached.state
+    raise RuntimeError(f"{type(model).__name__} never called its blocks")
+
+
+def _constant(state: Tensor) -> Callable[[BlockCall, Tensor], Tensor]:
+    # A copy guards the state against hosts that change it in place; others still need it.
+    def walk(call: BlockCall, initial: Tensor) -> Tensor:
+        del call, initial
+        return torch.clone(state)
+
+    return walk

@@ -1,0 +1,251 @@
+"""Pico host models: one builder per supported family, depth 4, width 32, 32x32 images, patch 8.
+
+Every parameter is drawn again from a seeded generator: the libraries start LayerScale gammas near
+zero and some heads at zero, and then the order of the blocks would not show in the output.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import timm
+import torch
+import transformers
+from torch import Tensor, nn
+from torchvision.models import VisionTransformer as TorchvisionViT
+
+import layershuffle as ls
+
+torch.set_num_threads(1)
+
+DEPTH, WIDTH, SIZE, PATCH, HEADS, CLASSES = 4, 32, 32, 8, 2, 5
+
+SEQUENTIAL = (0, 1, 2, 3)
+PERMUTED = (2, 0, 3, 1)
+PRUNED = (3, 1)
+REPEATED = (1, 1, 3)
+LONGER = (0, 2, 2, 1, 3, 0)
+ORDERS = {"permuted": PERMUTED, "pruned": PRUNED, "repeated": REPEATED, "longer": LONGER}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A host model: how to build it, and where its blocks stand."""
+
+    name: str
+    library: str
+    path: str
+    make: Callable[[], nn.Module]
+
+    def plain(self) -> nn.Module:
+        """A fresh unwrapped model in eval mode, the same at every call."""
+        return copy.deepcopy(_built(self.name))
+
+    def wrapped(self) -> nn.Module:
+        """A fresh wrapped model in eval mode with the weights of `plain`."""
+        return ls.wrap(self.plain())
+
+    def container(self, model: nn.Module) -> nn.Module:
+        """The block container inside `model`."""
+        return model.get_submodule(self.path)
+
+
+@cache
+def _built(name: str) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = FAMILIES[name].make()
+    return redraw(model, seed=1).eval()
+
+
+@torch.no_grad()
+def redraw(model: nn.Module, *, seed: int) -> nn.Module:
+    """`model` with every parameter drawn anew, at a scale where each block changes its input."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.dim() >= 2:
+            parameter.copy_(noise * parameter[0].numel() ** -0.5)
+        else:
+            around_one = name.endswith(("weight", "gamma", "gamma_1", "gamma_2", "lambda1"))
+            parameter.copy_(noise * 0.3 + around_one)
+    return model
+
+
+def images(batch: int = 3, *, seed: int = 7) -> Tensor:
+    """Noise images `[batch, 3, 32, 32]`."""
+    return torch.randn(batch, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(seed))
+
+
+def logits_of(output: Any) -> Tensor:
+    """Logits `[batch, classes]`; both heads side by side where a model in training gives two."""
+    output = getattr(output, "logits", output)
+    return torch.cat(output, dim=-1) if isinstance(output, tuple) else output
+
+
+def score(output: Any) -> Tensor:
+    """A scalar sum over samples in which every logit weighs differently: gradients start here."""
+    logits = logits_of(output)
+    return (logits * torch.linspace(-1.0, 2.0, logits.shape[-1]) + 0.5 * logits**2).sum()
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    """Copies of the gradients by parameter name."""
+    return {
+        name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()
+    }
+
+
+def same(one: Tensor | None, two: Tensor | None) -> bool:
+    """Both absent, or equal bit for bit."""
+    if one is None or two is None:
+        return one is two
+    return torch.equal(one, two)
+
+
+def assert_same_gradients(got: dict[str, Tensor | None], wanted: dict[str, Tensor | None]) -> None:
+    """Same names, each gradient absent in both or equal bit for bit."""
+    assert got.keys() == wanted.keys()
+    different = [name for name in got if not same(got[name], wanted[name])]
+    assert not different, f"gradients differ: {different}"
+
+
+def assert_close(got: Tensor, wanted: Tensor, *, tolerance: float) -> None:
+    """Largest error at most `tolerance`; the largest and the mean error are in the message."""
+    assert got.shape == wanted.shape
+    error = (got - wanted).abs()
+    assert error.max() <= tolerance, (
+        f"max error {error.max():.3e}, mean error {error.mean():.3e}, tolerance {tolerance:.0e}"
+    )
+
+
+@contextmanager
+def global_generators_untouched() -> Iterator[None]:
+    """Fails if the block moves the state of Python's, numpy's or torch's global generator."""
+    before = (random.getstate(), repr(np.random.get_state()), torch.get_rng_state())
+    yield
+    assert random.getstate() == before[0], "random moved"
+    assert repr(np.random.get_state()) == before[1], "numpy.random moved"
+    assert torch.equal(torch.get_rng_state(), before[2]), "torch's generator moved"
+
+
+def _timm(name: str, **changes: Any) -> nn.Module:
+    sizes: dict[str, Any] = {"img_size": SIZE, "patch_size": PATCH, "embed_dim": WIDTH}
+    sizes |= {"depth": DEPTH, "num_heads": HEADS, "num_classes": CLASSES, **changes}
+    return timm.create_model(name, **{k: v for k, v in sizes.items() if v is not None})
+
+
+def _mixer() -> nn.Module:
+    return timm.models.mlp_mixer.MlpMixer(
+        img_size=SIZE, patch_size=PATCH, embed_dim=WIDTH, num_blocks=DEPTH, num_classes=CLASSES
+    )
+
+
+def _distilled_training() -> nn.Module:
+    model = _timm("deit_tiny_distilled_patch16_224")
+    model.set_distilled_training(True)
+    return model
+
+
+_VISION: dict[str, Any] = {
+    "hidden_size": WIDTH,
+    "num_hidden_layers": DEPTH,
+    "num_attention_heads": HEADS,
+    "intermediate_size": 2 * WIDTH,
+    "image_size": SIZE,
+    "patch_size": PATCH,
+}
+
+
+def _hf(model: str, config: str, **changes: Any) -> nn.Module:
+    settings = getattr(transformers, config)(**_VISION, num_labels=CLASSES, **changes)
+    return getattr(transformers, model)(settings)
+
+
+def _siglip() -> nn.Module:
+    text = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 8}
+    text |= {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+    config = transformers.SiglipConfig(vision_config=_VISION, text_config=text, num_labels=CLASSES)
+    return transformers.SiglipForImageClassification(config)
+
+
+def _timm_wrapper() -> nn.Module:
+    config = transformers.TimmWrapperConfig(
+        architecture="vit_tiny_patch16_224",
+        num_labels=CLASSES,
+        model_args={
+            "img_size": SIZE, "patch_size": PATCH, "embed_dim": WIDTH,
+            "depth": DEPTH, "num_heads": HEADS,
+        },
+    )  # fmt: skip
+    return transformers.TimmWrapperForImageClassification(config)
+
+
+def _torchvision() -> nn.Module:
+    return TorchvisionViT(
+        image_size=SIZE, patch_size=PATCH, num_layers=DEPTH, num_heads=HEADS,
+        hidden_dim=WIDTH, mlp_dim=2 * WIDTH, num_classes=CLASSES,
+    )  # fmt: skip
+
+
+_ALL = (
+    Family("timm-vit", "timm", "blocks", lambda: _timm("vit_tiny_patch16_224")),
+    Family("timm-deit", "timm", "blocks", lambda: _timm("deit_tiny_patch16_224")),
+    Family(
+        "timm-deit-distilled", "timm", "blocks", lambda: _timm("deit_tiny_distilled_patch16_224")
+    ),
+    Family("timm-deit-distilled-training", "timm", "blocks", _distilled_training),
+    Family("timm-deit3", "timm", "blocks", lambda: _timm("deit3_small_patch16_224")),
+    Family("timm-beit", "timm", "blocks", lambda: _timm("beit_base_patch16_224")),
+    Family("timm-eva02", "timm", "blocks", lambda: _timm("eva02_tiny_patch14_224")),
+    Family("timm-dinov3", "timm", "blocks", lambda: _timm("vit_small_patch16_dinov3")),
+    Family("timm-xcit", "timm", "blocks", lambda: _timm("xcit_nano_12_p8_224", patch_size=None)),
+    Family("timm-mixer", "timm", "blocks", _mixer),
+    Family(
+        "hf-vit",
+        "transformers",
+        "vit.layers",
+        lambda: _hf("ViTForImageClassification", "ViTConfig"),
+    ),
+    Family(
+        "hf-deit",
+        "transformers",
+        "deit.layers",
+        lambda: _hf("DeiTForImageClassification", "DeiTConfig"),
+    ),
+    Family(
+        "hf-deit-teacher",
+        "transformers",
+        "deit.layers",
+        lambda: _hf("DeiTForImageClassificationWithTeacher", "DeiTConfig"),
+    ),
+    Family(
+        "hf-beit",
+        "transformers",
+        "beit.layers",
+        lambda: _hf("BeitForImageClassification", "BeitConfig", drop_path_rate=0.0),
+    ),
+    Family(
+        "hf-dinov2",
+        "transformers",
+        "dinov2.encoder.layer",
+        lambda: _hf("Dinov2ForImageClassification", "Dinov2Config"),
+    ),
+    Family(
+        "hf-dinov2-registers",
+        "transformers",
+        "dinov2_with_registers.encoder.layer",
+        lambda: _hf("Dinov2WithRegistersForImageClassification", "Dinov2WithRegistersConfig"),
+    ),
+    Family("hf-siglip", "transformers", "vision_model.encoder.layers", _siglip),
+    Family("hf-timm-wrapper", "transformers", "timm_model.blocks", _timm_wrapper),
+    Family("torchvision-vit", "torchvision", "encoder.layers", _torchvision),
+)
+FAMILIES = {family.name: family for family in _ALL}

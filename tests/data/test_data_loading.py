@@ -1,0 +1,103 @@
+"""Specs, options and the pieces that all sources share."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from layershuffle.data import SOURCES, DataOptions, ImageData, check_class_count, open_data
+from layershuffle.data.contract import check_labels, derived_seed, stratified_holdout
+from layershuffle.data.digits import DIGIT_VIEW
+from layershuffle.data.loading import parse_spec
+from layershuffle.errors import DataError, UsageError
+
+
+@pytest.mark.parametrize(
+    ("spec", "parts"),
+    [
+        ("digit-pairs", ("digit-pairs", "", {})),
+        ("digit-pairs?train=5&test=6", ("digit-pairs", "", {"train": "5", "test": "6"})),
+        ("folder:/data/a b?c", ("folder", "/data/a b?c", {})),
+        ("hf:org/set:conf?label=fine", ("hf", "org/set:conf", {"label": "fine"})),
+        ("wds:a/t-{0..3}.tar,a/v-?.tar", ("wds", "a/t-{0..3}.tar,a/v-?.tar", {})),
+    ],
+)
+def test_specs(spec: str, parts: tuple[str, str, dict[str, str]]) -> None:
+    assert parse_spec(spec) == parts
+
+
+def test_the_table_lists_exactly_the_promised_sources() -> None:
+    assert list(SOURCES) == ["digit-pairs", "folder", "hf", "cifar100", "wds"]
+    assert all(source.form.startswith(name) for name, source in SOURCES.items())
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("digit-pair", "did you mean digit-pairs"),
+        ("flder:/data", "did you mean folder:DIR"),
+        ("/data/imagenet", "write folder:/data/imagenet"),
+        ("", "known: digit-pairs"),
+        ("hf:x?lable=y", "did you mean label"),
+        ("folder:", "names no place"),
+        ("cifar100", "names no place"),
+    ],
+)
+def test_bad_specs_name_the_nearest_good_one(spec: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        open_data(spec, DIGIT_VIEW)
+
+
+@pytest.mark.parametrize("spec", ["digit-pairs", "folder:x", "cifar100:x"])
+def test_streaming_is_refused_where_it_means_nothing(spec: str) -> None:
+    with pytest.raises(UsageError, match="leave out --streaming"):
+        open_data(spec, DIGIT_VIEW, options=DataOptions(streaming=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"holdout": 0.0}, "holdout is 0"), ({"holdout": 1.0}, "holdout is 1"),
+     ({"max_test": 0}, "max_test is 0"), ({"resize": "stretch"}, "crop or squash")],
+)  # fmt: skip
+def test_options_out_of_range(change: dict, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        DataOptions(**change)
+
+
+def test_a_seed_is_the_written_down_hash() -> None:
+    # First 8 bytes of SHA-256 of "augment/7/3", by another tool, without the lowest bit.
+    assert derived_seed("augment", 7, 3) == 6618477723628042639
+    assert derived_seed("a", 1) != derived_seed("a", 11) != derived_seed("a1", 1)
+
+
+def test_holdout_is_disjoint_stratified_and_seeded() -> None:
+    labels = [0] * 100 + [1] * 10 + [2] * 2 + [3]
+    kept, held = stratified_holdout(labels, 0.2, seed=1)
+    assert sorted(kept + held) == list(range(113))
+    counts = torch.bincount(torch.tensor(labels)[held], minlength=4).tolist()
+    assert counts == [20, 2, 1, 0]
+    assert stratified_holdout(torch.tensor(labels), 0.2, seed=1) == (kept, held)
+    assert stratified_holdout(labels, 0.2, seed=2)[1] != held
+
+
+def test_holdout_never_takes_the_last_image_of_a_class() -> None:
+    kept, held = stratified_holdout([0, 0, 1, 1, 1], 0.99, seed=0)
+    assert (len(kept), len(held)) == (2, 3)
+    assert {(0, 0, 1, 1, 1)[row] for row in kept} == {0, 1}
+
+
+@pytest.mark.parametrize("labels", [[0, 1, 2, 3], [-1, 0]])
+def test_labels_out_of_range(labels: list[int]) -> None:
+    check_labels([0, 1, 2], 3, place="here")
+    with pytest.raises(DataError, match="3 classes, 0 to 2"):
+        check_labels(labels, 3, place="here")
+    with pytest.raises(DataError, match="no labelled images"):
+        check_labels([], 3, place="here")
+
+
+def test_class_count_against_a_head() -> None:
+    data = ImageData(spec="folder:x", classes=("a", "b"), splits={})
+    check_class_count(data, 2, place="model dir:y")
+    with pytest.raises(DataError, match="has 1000 outputs, the data has 2 classes") as error:
+        check_class_count(data, 1000, place="model dir:y")
+    assert "layershuffle fit" in str(error.value)

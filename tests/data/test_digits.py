@@ -1,0 +1,199 @@
+"""Digit pairs: never a byte may change silently, and every image is checked by a slow loop."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from itertools import combinations
+
+import pytest
+import torch
+from scipy.stats import chi2
+from torch.utils.data import DataLoader
+
+from layershuffle.data import DataOptions, ImageData, ImageView, open_data
+from layershuffle.data.digits import (
+    CLASSES,
+    DIGIT_VIEW,
+    DigitPairs,
+    compose,
+    digit_images,
+    digit_instances,
+    draw_pairs,
+)
+from layershuffle.errors import UsageError
+
+# SHA-256 of the first 256 canvases (uint8, ink 0..16) and labels (int64, little endian).
+GOLDEN = {
+    "train": "33f130b9f06d38e88cd31a541a1917d039c2407c8a189deeed981000a6050ab9",
+    "validation": "c288f1baf34c0bd2138471dc6d318a3c3d5f7ada52f2b56cdf74a62a40703846",
+    "test": "8fc77c0158f0a07061faf6badf0a88ed6cab8553e43f216cb21627f229312b9b",
+}
+
+
+def small(**changes: object) -> ImageData:
+    spec = "digit-pairs?train=300&validation=50&test=100"
+    return open_data(spec, DIGIT_VIEW, options=DataOptions(**changes))
+
+
+@pytest.mark.parametrize("split", GOLDEN)
+def test_the_first_pairs_never_change(split: str) -> None:
+    canvases, labels = compose(draw_pairs(split, 256))
+    content = canvases.numpy().tobytes() + labels.numpy().astype("<i8").tobytes()
+    assert hashlib.sha256(content).hexdigest() == GOLDEN[split]
+
+
+def test_digits_are_split_by_instance_and_by_class() -> None:
+    parts = digit_instances()
+    assert {name: len(part) for name, part in parts.items()} == {
+        "train": 1258,
+        "validation": 180,
+        "test": 359,
+    }
+    for left, right in combinations(parts.values(), 2):
+        assert not set(left.tolist()) & set(right.tolist())
+    assert torch.cat(list(parts.values())).unique().tolist() == list(range(1797))
+    values = digit_images()[1]
+    whole = torch.bincount(values, minlength=10)
+    for name, share in (("train", 0.7), ("validation", 0.1), ("test", 0.2)):
+        counts = torch.bincount(values[parts[name]], minlength=10)
+        off = (counts - share * whole).abs().max()
+        assert off <= 1, f"{name}: a class is {off:.2f} digits away from its share"
+
+
+@pytest.mark.parametrize("split", GOLDEN)
+def test_canvases_equal_a_slow_loop_over_the_same_draws(split: str) -> None:
+    draws = draw_pairs(split, 200)
+    canvases, labels = compose(draws)
+    ink, values = digit_images()
+    for k in range(200):
+        canvas = [[0] * 20 for _ in range(12)]
+        for side in (0, 1):
+            digit = ink[draws.digits[k, side]].tolist()
+            top, left = int(draws.rows[k, side]), int(draws.columns[k, side]) + 10 * side
+            for i in range(8):
+                for j in range(8):
+                    canvas[top + i][left + j] += digit[i][j]
+        assert canvases[k, 0].tolist() == canvas, f"pair {k}"
+        left_value, right_value = (int(values[d]) for d in draws.digits[k])
+        assert int(labels[k]) == 10 * left_value + right_value
+
+
+def test_every_offset_is_used_and_stays_in_its_half() -> None:
+    draws = draw_pairs("train", 2000)
+    assert draws.rows.unique().tolist() == [0, 1, 2, 3, 4]
+    assert draws.columns.unique().tolist() == [0, 1, 2]
+    known = set(digit_instances()["train"].tolist())
+    assert set(draws.digits.flatten().tolist()) <= known
+
+
+def test_a_smaller_set_is_the_beginning_of_a_larger_one() -> None:
+    few, many = compose(draw_pairs("train", 10)), compose(draw_pairs("train", 1000))
+    assert torch.equal(few[0], many[0][:10])
+    assert torch.equal(few[1], many[1][:10])
+
+
+@pytest.mark.parametrize(("split", "count"), [("train", 20_000), ("test", 5_000)])
+def test_labels_are_as_balanced_as_chance_makes_them(split: str, count: int) -> None:
+    labels = compose(draw_pairs(split, count))[1]
+    share = torch.bincount(digit_images()[1][digit_instances()[split]], minlength=10).double()
+    share = share / share.sum()
+    expected = (share[:, None] * share[None, :]).flatten() * count
+    seen = torch.bincount(labels, minlength=100).double()
+    statistic = float(((seen - expected) ** 2 / expected).sum())
+    low, high = chi2.ppf([0.0005, 0.9995], df=99)
+    assert low < statistic < high, f"chi-square {statistic:.1f} outside {low:.1f}..{high:.1f}"
+
+
+def test_the_whole_data_set_is_made_in_under_a_second() -> None:
+    digit_images()
+    start = time.process_time()
+    data = open_data("digit-pairs", DIGIT_VIEW)
+    took = time.process_time() - start
+    sizes = {name: split.size for name, split in data.splits.items()}
+    assert sizes == {"train": 20_000, "holdout": 2_000, "test": 5_000}
+    assert took < 1.0, f"{took:.2f} s"
+    assert data.classes == CLASSES
+    assert CLASSES[7] == "07"
+    assert len(CLASSES) == 100
+
+
+def test_the_bundled_view_normalises_ink_by_its_mean_and_spread() -> None:
+    dataset = small().splits["train"].dataset
+    assert isinstance(dataset, DigitPairs)
+    image, label = dataset[3]
+    assert image.shape == (1, 12, 20)
+    assert image.dtype == torch.float32
+    expected = (dataset.canvases[3].float() / 16 - 0.2) / 0.35
+    assert torch.equal(image, expected)
+    assert label == int(dataset.labels[3])
+
+
+@pytest.mark.parametrize(("channels", "size"), [(1, (12, 20)), (3, (32, 32)), (3, (224, 224))])
+def test_a_batch_equals_its_items_bit_for_bit(channels: int, size: tuple[int, int]) -> None:
+    view = ImageView(
+        channels=channels,
+        height=size[0],
+        width=size[1],
+        mean=(0.2,) * channels,
+        std=(0.35,) * channels,
+    )
+    data = open_data("digit-pairs?train=20&validation=5&test=5", view)
+    dataset = data.splits["train"].dataset
+    assert isinstance(dataset, DigitPairs)
+    batch = dataset.__getitems__([4, 0, 17])
+    for (image, label), index in zip(batch, (4, 0, 17), strict=True):
+        single, single_label = dataset[index]
+        assert image.shape == (channels, *size)
+        assert torch.equal(image, single)
+        assert label == single_label
+    assert any("stretched" in note for note in data.notes) == (size != (12, 20))
+
+
+def test_neither_seed_nor_holdout_share_changes_the_data() -> None:
+    left, right = small(seed=0), small(seed=99, holdout=0.5)
+    for name in ("train", "holdout", "test"):
+        a, b = left.splits[name].dataset, right.splits[name].dataset
+        assert isinstance(a, DigitPairs)
+        assert isinstance(b, DigitPairs)
+        assert torch.equal(a.canvases, b.canvases)
+
+
+def test_global_generators_are_left_alone() -> None:
+    before = torch.get_rng_state()
+    small()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_loader_fetches_whole_batches_and_max_test_is_one_fixed_choice() -> None:
+    data = small(max_test=40, train=False)
+    assert list(data.splits) == ["test"]
+    assert data.splits["test"].size == 40
+    batches = list(DataLoader(data.splits["test"].dataset, batch_size=32))
+    assert [len(labels) for _, labels in batches] == [32, 8]
+    whole = small(train=False).splits["test"].dataset
+    assert isinstance(whole, DigitPairs)
+    flat = {image.numpy().tobytes() for image in whole.images(range(100))}
+    chosen = {image.numpy().tobytes() for images, _ in batches for image in images}
+    assert chosen < flat
+    again = small(max_test=40, train=False, seed=5).splits["test"].dataset
+    assert torch.equal(next(iter(DataLoader(again, batch_size=40)))[0][:32], batches[0][0])
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("digit-pairs?train=0", "train=0 is not a number of pairs"),
+        ("digit-pairs?test=many", "test=many"),
+        ("digit-pairs?trian=5", "did you mean train"),
+        ("digit-pairs:somewhere", "takes no place"),
+    ],
+)
+def test_bad_digit_specs(spec: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        open_data(spec, DIGIT_VIEW)
+
+
+def test_augmentation_of_digits_is_refused() -> None:
+    with pytest.raises(UsageError, match="lose their label"):
+        small(augment=True)

@@ -1,0 +1,215 @@
+"""Class folders: what is found, what is held out, and what every mistake is answered with."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from layershuffle.data import DataOptions, ImageData, ImageView, open_data
+from layershuffle.data.tables import AugmentedImages, TransformedImages
+from layershuffle.errors import DataError, UsageError
+
+VIEW = ImageView(channels=3, height=8, width=8, mean=(0.0,) * 3, std=(1.0,) * 3)
+CLASSES = ("ant", "bee", "cat")
+
+
+def picture(path: Path, seed: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = np.random.default_rng(seed).integers(0, 256, (10, 12, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(path)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """20 training and 5 validation images for each of three classes."""
+    for split, count in (("train", 20), ("val", 5)):
+        for label, name in enumerate(CLASSES):
+            for k in range(count):
+                picture(
+                    tmp_path / split / name / f"{k:02d}.png", 1000 * label + k + 500 * (count < 9)
+                )
+    return tmp_path
+
+
+def opened(root: Path, view: ImageView = VIEW, **options: object) -> ImageData:
+    return open_data(f"folder:{root}", view, options=DataOptions(**{"holdout": 0.2, **options}))
+
+
+def images_of(data: ImageData, name: str) -> TransformedImages:
+    dataset = data.splits[name].dataset
+    assert isinstance(dataset, TransformedImages | AugmentedImages)
+    return dataset
+
+
+def files_of(data: ImageData, name: str) -> list[str]:
+    dataset = images_of(data, name)
+    return [dataset.table.name(row) for row in dataset.indices]
+
+
+def test_sizes_classes_and_a_stratified_disjoint_holdout(root: Path) -> None:
+    data = opened(root)
+    assert data.classes == CLASSES
+    assert {name: split.size for name, split in data.splits.items()} == {
+        "test": 15,
+        "train": 48,
+        "holdout": 12,
+    }
+    train, held = files_of(data, "train"), files_of(data, "holdout")
+    assert not set(train) & set(held)
+    assert len(set(train) | set(held)) == 60
+    labels = [label for _, label in images_of(data, "holdout")]
+    assert torch.bincount(torch.tensor(labels)).tolist() == [4, 4, 4]
+    assert any("12 of 60 training images" in note for note in data.notes)
+    assert files_of(opened(root), "holdout") == held
+    assert files_of(opened(root, seed=1), "holdout") != held
+
+
+def test_items_are_the_files_pixels_with_the_folders_label(root: Path) -> None:
+    view = ImageView(channels=3, height=10, width=12, mean=(0.0,) * 3, std=(1.0,) * 3)
+    data = opened(root, view)
+    dataset = images_of(data, "test")
+    for index, path in enumerate(files_of(data, "test")):
+        image, label = dataset[index]
+        assert label == CLASSES.index(Path(path).parent.name)
+        pixels = np.asarray(Image.open(path)).transpose(2, 0, 1)
+        assert (image * 255).round().to(torch.uint8).numpy().tolist() == pixels.tolist()
+
+
+@pytest.mark.parametrize("name", ["validation", "test"])
+def test_other_names_of_the_reported_folder(root: Path, name: str) -> None:
+    (root / "val").rename(root / name)
+    assert opened(root).splits["test"].size == 15
+
+
+def test_validation_beside_test_picks_the_checkpoint(root: Path) -> None:
+    for name in CLASSES:
+        picture(root / "test" / name / "only.jpg", 1)
+    data = opened(root)
+    assert {name: split.size for name, split in data.splits.items()} == {
+        "test": 3,
+        "train": 60,
+        "holdout": 15,
+    }
+    assert "the holdout is the validation split of the data" in data.notes
+
+
+def test_only_the_test_split_where_no_training_is_wanted(root: Path) -> None:
+    shutil.rmtree(root / "train")
+    data = opened(root, train=False, max_test=4)
+    assert list(data.splits) == ["test"]
+    assert data.splits["test"].size == 4
+    with pytest.raises(DataError, match="there is no train/; found val"):
+        opened(root)
+
+
+def test_augmentation_touches_training_alone(root: Path) -> None:
+    data, plain = opened(root, augment=True), opened(root)
+    assert isinstance(data.splits["train"].dataset, AugmentedImages)
+    assert torch.equal(data.splits["test"].dataset[0][0], plain.splits["test"].dataset[0][0])
+    assert torch.equal(data.splits["holdout"].dataset[3][0], plain.splits["holdout"].dataset[3][0])
+    assert not torch.equal(data.splits["train"].dataset[0][0], plain.splits["train"].dataset[0][0])
+
+
+def test_a_corrupt_image_is_named_when_read_and_dropped_only_on_request(root: Path) -> None:
+    bad = [root / "train" / "bee" / "07.png", root / "val" / "ant" / "00.png"]
+    for path in bad:
+        path.write_bytes(path.read_bytes()[:100])
+    data = opened(root)
+    assert data.splits["test"].size == 15
+    assert data.skipped == 0
+    with pytest.raises(DataError) as error:
+        images_of(data, "test")[0]
+    assert str(bad[1]) in str(error.value)
+    assert "--skip-corrupt" in str(error.value)
+    data = opened(root, skip_corrupt=True)
+    assert data.skipped == 2
+    assert data.splits["test"].size == 14
+    assert data.splits["train"].size + data.splits["holdout"].size == 59
+    assert not {str(path) for path in bad} & {
+        file for name in data.splits for file in files_of(data, name)
+    }
+    assert f"skipped 1 of 60 unreadable images in train: {bad[0]}" in data.notes
+    assert f"skipped 1 of 15 unreadable images in test: {bad[1]}" in data.notes
+
+
+def test_nothing_readable_is_an_error_even_when_skipping(root: Path) -> None:
+    for path in (root / "val").rglob("*.png"):
+        path.write_bytes(b"")
+    with pytest.raises(DataError, match="no image could be read"):
+        opened(root, skip_corrupt=True)
+
+
+def test_a_missing_folder(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="does not exist"):
+        opened(tmp_path / "none")
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(DataError, match="is a file"):
+        opened(tmp_path / "file")
+
+
+def test_class_folders_without_splits_are_counted_and_the_next_step_is_said(tmp_path: Path) -> None:
+    for k in range(1000):
+        (tmp_path / f"n{k:08d}").mkdir()
+    with pytest.raises(DataError) as error:
+        opened(tmp_path)
+    text = str(error.value)
+    assert "no train/ and no val/" in text
+    assert "found 1,000 other folders (n00000000, n00000001, n00000002 and 997 more)" in text
+    assert f"move them into {tmp_path}/train" in text
+
+
+def test_an_empty_folder_and_a_split_without_classes(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="found no folders"):
+        opened(tmp_path)
+    (tmp_path / "train").mkdir()
+    (tmp_path / "val").mkdir()
+    with pytest.raises(DataError, match="there are no class folders"):
+        opened(tmp_path)
+
+
+@pytest.mark.parametrize(("content", "words"), [(None, "no files"), ("x.txt", "such as x.txt")])
+def test_an_empty_class_folder_is_named(root: Path, content: str | None, words: str) -> None:
+    for split in ("train", "val"):
+        (root / split / "dog").mkdir()
+        if content:
+            (root / split / "dog" / content).write_text("hello")
+    with pytest.raises(DataError, match=f"class folder 'dog' has no images .*{words}"):
+        opened(root)
+
+
+def test_different_classes_are_named(root: Path) -> None:
+    (root / "val" / "cat").rename(root / "val" / "dog")
+    with pytest.raises(DataError, match=r"1 in train/ only \(cat\), 1 in val/ only \(dog\)"):
+        opened(root)
+
+
+def test_val_and_validation_together_are_ambiguous(root: Path) -> None:
+    shutil.copytree(root / "val", root / "validation")
+    with pytest.raises(DataError, match="both val/ and validation/"):
+        opened(root)
+
+
+def test_a_class_with_one_image_stays_in_training(root: Path) -> None:
+    for path in sorted((root / "train" / "ant").iterdir())[1:]:
+        path.unlink()
+    data = opened(root)
+    assert data.splits["holdout"].size == 8
+    assert any("ant" in Path(file).parent.name for file in files_of(data, "train"))
+
+
+def test_hidden_and_nested_files(root: Path) -> None:
+    (root / "val" / "ant" / ".hidden.png").write_bytes(b"x")
+    (root / ".cache").mkdir()
+    picture(root / "val" / "ant" / "deep" / "x.PNG", 3)
+    assert opened(root).splits["test"].size == 16
+
+
+def test_a_model_with_four_channels_is_refused_at_once(root: Path) -> None:
+    view = ImageView(channels=4, height=8, width=8, mean=(0.0,) * 4, std=(1.0,) * 4)
+    with pytest.raises(UsageError, match="takes 4 channels"):
+        opened(root, view)

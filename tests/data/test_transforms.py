@@ -1,0 +1,221 @@
+"""Plain and augmented transforms against slow paths, torchvision and themselves."""
+
+from __future__ import annotations
+
+import pickle
+import random
+
+import numpy as np
+import pytest
+import torch
+import torchvision.transforms as tv
+from PIL import Image
+from torch.utils.data import DataLoader
+from torchvision.transforms import InterpolationMode
+
+from layershuffle.data import ImageView
+from layershuffle.data.tables import AugmentedImages, TransformedImages
+from layershuffle.data.transforms import (
+    PlainTransform,
+    augment_transform,
+    image_tensor,
+    resized_size,
+    seeded_globals,
+)
+
+VIEW = ImageView(
+    channels=3,
+    height=16,
+    width=16,
+    mean=(0.5, 0.4, 0.3),
+    std=(0.2, 0.25, 0.3),
+    interpolation="bicubic",
+    crop_pct=0.9,
+)
+
+
+def noise(width: int, height: int, *, seed: int = 0, mode: str = "RGB") -> Image.Image:
+    shape = (height, width, 3) if mode == "RGB" else (height, width)
+    pixels = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+class NoiseTable:
+    """Twelve images of noise, three classes."""
+
+    def __init__(self, mode: str = "RGB") -> None:
+        self.mode = mode
+        self.labels = [row % 3 for row in range(12)]
+
+    def image(self, index: int) -> Image.Image:
+        return noise(40, 30, seed=index, mode=self.mode)
+
+    def name(self, index: int) -> str:
+        return f"noise {index}"
+
+
+def augmented(seed: int = 3) -> AugmentedImages:
+    return AugmentedImages(NoiseTable(), range(12), augment_transform(VIEW), seed=seed)
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic", "nearest"])
+@pytest.mark.parametrize("size", [(40, 30), (30, 40), (17, 100), (9, 7), (16, 16), (18, 18)])
+def test_crop_equals_torchvision(size: tuple[int, int], interpolation: str) -> None:
+    view = ImageView(**{**VIEW.__dict__, "interpolation": interpolation})
+    reference = tv.Compose(
+        [
+            tv.Resize(round(16 / 0.9), InterpolationMode(interpolation)),
+            tv.CenterCrop(16),
+            tv.ToTensor(),
+            tv.Normalize(view.mean, view.std),
+        ]
+    )
+    image = noise(*size)
+    off = (PlainTransform(view)(image) - reference(image)).abs()
+    assert off.max() == 0, f"max {off.max():.2e}, mean {off.mean():.2e}"
+
+
+def test_tensor_and_normalisation_equal_a_slow_loop() -> None:
+    image = noise(16, 16)
+    view = ImageView(**{**VIEW.__dict__, "crop_pct": 1.0})
+    out = PlainTransform(view)(image)
+    for x in range(16):
+        for y in range(16):
+            for channel, value in enumerate(image.getpixel((x, y))):
+                expected = (value / 255 - view.mean[channel]) / view.std[channel]
+                assert out[channel, y, x].item() == pytest.approx(expected, abs=2e-6)
+    assert out.dtype == torch.float32
+
+
+def test_squash_keeps_the_whole_image_and_crop_does_not() -> None:
+    image = Image.new("RGB", (64, 16))
+    image.paste((255, 255, 255), (0, 0, 8, 16))  # a white stripe at the far left
+    view = ImageView(channels=3, height=16, width=16, mean=(0.0,) * 3, std=(1.0,) * 3)
+    assert PlainTransform(view, "crop")(image).max() == 0
+    squashed = PlainTransform(view, "squash")(image)
+    assert squashed[:, :, 0].min() > 0.9
+    assert squashed[:, :, 8:].max() == 0
+
+
+@pytest.mark.parametrize(
+    ("size", "goal"),
+    [((40, 20), (20, 10)), ((20, 40), (20, 40)), ((10, 6), (20, 12)), ((4, 4), (20, 20))],
+)
+def test_a_view_that_is_not_square_is_covered(size: tuple[int, int], goal: tuple[int, int]) -> None:
+    view = ImageView(channels=1, height=10, width=20, mean=(0.0,), std=(1.0,))
+    assert resized_size(size, view) == goal
+    assert PlainTransform(view)(Image.new("L", size)).shape == (1, 10, 20)
+
+
+def test_grey_images_have_one_channel() -> None:
+    image = noise(5, 4, mode="L")
+    assert torch.equal(image_tensor(image)[0] * 255, torch.tensor(np.array(image)).float())
+
+
+def test_seeded_globals_put_every_generator_back_even_after_an_error() -> None:
+    def states() -> tuple:
+        state = np.random.get_state()
+        return random.getstate(), state[1].tolist(), state[2], torch.get_rng_state().tolist()
+
+    def draw() -> tuple:
+        return random.random(), np.random.rand(), torch.rand(()).item()
+
+    before = states()
+    with seeded_globals(5):
+        first = draw()
+    with seeded_globals(5):
+        second = draw()
+    with pytest.raises(KeyError), seeded_globals(6):  # noqa: PT012
+        assert draw() != first
+        raise KeyError
+    assert first == second
+    assert states() == before
+
+
+def test_an_augmented_item_is_a_function_of_seed_epoch_and_index_alone() -> None:
+    forward, backward = augmented(), augmented()
+    for epoch in (0, 1):
+        forward.set_epoch(epoch)
+        backward.set_epoch(epoch)
+        there = {i: forward[i][0] for i in range(12)}
+        random.seed(1)  # what others do to the global generators does not matter
+        back = {i: backward[i][0] for i in reversed(range(12))}
+        assert all(torch.equal(there[i], back[i]) for i in range(12))
+
+
+def test_augmentation_changes_with_epoch_index_and_seed() -> None:
+    data, other = augmented(), augmented(seed=4)
+    first = data[5][0]
+    assert not torch.equal(first, other[5][0])
+    data.set_epoch(1)
+    assert not torch.equal(first, data[5][0])
+    data.set_epoch(0)
+    assert torch.equal(first, data[5][0])
+
+
+def test_augmentation_leaves_global_generators_alone_and_follows_table_rows() -> None:
+    data = augmented()
+    before = random.getstate(), torch.get_rng_state()
+    item = data[7]
+    assert random.getstate() == before[0]
+    assert torch.equal(torch.get_rng_state(), before[1])
+    part = AugmentedImages(NoiseTable(), [7, 2], augment_transform(VIEW), seed=3)
+    assert torch.equal(part[0][0], item[0])
+    assert part[0][1] == item[1] == 1
+
+
+def test_augmentation_is_timms_with_the_views_numbers() -> None:
+    view = ImageView(**{**VIEW.__dict__, "mean": (0.0,) * 3, "std": (0.5,) * 3})
+    white = Image.new("RGB", (30, 30), (255, 255, 255))
+    names = [type(step).__name__ for step in augment_transform(view).transforms]
+    assert names[:3] == [
+        "RandomResizedCropAndInterpolation",
+        "RandomHorizontalFlip",
+        "ColorJitter",
+    ]
+    with seeded_globals(0):
+        out = augment_transform(view)(white)
+    assert out.shape == (3, 16, 16)
+    assert 1.0 < out.max() <= 2.0  # (white x brightness) / 0.5
+
+
+# Workers are forked from a process with threads; newer Pythons warn although ours only read.
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_workers_that_outlive_an_epoch_show_what_the_main_process_shows() -> None:
+    data = augmented()
+    loader = DataLoader(
+        data,
+        batch_size=4,
+        num_workers=2,
+        persistent_workers=True,
+        multiprocessing_context="fork",
+    )
+    for epoch in (0, 1):
+        data.set_epoch(epoch)
+        seen = torch.cat([images for images, _ in loader])
+        own = torch.stack([data[i][0] for i in range(12)])
+        assert torch.equal(seen, own), f"epoch {epoch}"
+
+
+def test_accelerates_loader_sets_the_epoch() -> None:
+    from accelerate.data_loader import DataLoaderShard
+
+    data = augmented()
+    loader = DataLoaderShard(data, batch_size=12)
+    loader.set_epoch(2)
+    images, _ = next(iter(loader))
+    data.set_epoch(2)
+    assert torch.equal(images, torch.stack([data[i][0] for i in range(12)]))
+
+
+def test_data_sets_can_be_pickled_for_workers_that_are_not_forked() -> None:
+    plain = TransformedImages(NoiseTable(), range(12), PlainTransform(VIEW))
+    again = pickle.loads(pickle.dumps(plain))
+    assert torch.equal(again[4][0], plain[4][0])
+
+
+def test_one_channel_views_can_be_augmented() -> None:
+    view = ImageView(channels=1, height=8, width=8, mean=(0.5,), std=(0.5,))
+    data = AugmentedImages(NoiseTable("L"), range(12), augment_transform(view), seed=0)
+    assert data[0][0].shape == (1, 8, 8)
+    assert not torch.equal(data[0][0], data[3][0])

@@ -1,0 +1,76 @@
+"""Views and the pure helpers that fit image tensors to them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from layershuffle.data import ImageView
+from layershuffle.data.view import fit_images, match_channels, normalise, resize_images
+from layershuffle.errors import DataError, UsageError
+
+GREY = {"channels": 1, "height": 4, "width": 6, "mean": (0.25,), "std": (0.5,)}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"channels": 3}, "mean has 1 numbers for 3 channels"),
+        ({"std": (0.5, 0.5)}, "std has 2 numbers for 1 channels"),
+        ({"std": (0.0,)}, "must be above 0"),
+        ({"height": 0}, "height is 0"),
+        ({"interpolation": "lanczos3"}, "bilinear, bicubic, nearest"),
+        ({"crop_pct": 0.0}, "crop_pct is 0.0"),
+        ({"crop_pct": 1.5}, "crop_pct is 1.5"),
+    ],
+)
+def test_a_view_that_does_not_fit_together_is_refused(change: dict, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        ImageView(**{**GREY, **change})
+
+
+def test_normalise_is_per_channel_and_leaves_its_input_alone() -> None:
+    view = ImageView(channels=3, height=1, width=2, mean=(0.0, 0.5, 1.0), std=(1.0, 0.5, 0.25))
+    images = torch.full((2, 3, 1, 2), 0.5)
+    out = normalise(images, view)
+    assert out[0, :, 0, 0].tolist() == [0.5, 0.0, -2.0]
+    assert images.unique().tolist() == [0.5]
+
+
+def test_channels_grey_is_repeated_and_rgb_becomes_luma() -> None:
+    grey = torch.rand(2, 1, 3, 3, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(match_channels(grey, 3), torch.cat([grey] * 3, dim=1))
+    rgb = torch.tensor([1.0, 0.0, 0.5]).view(3, 1, 1)
+    assert match_channels(rgb, 1).item() == pytest.approx(0.299 + 0.5 * 0.114, abs=1e-7)
+    with pytest.raises(DataError, match="2 channels, the model takes 3"):
+        match_channels(torch.zeros(2, 4, 4), 3)
+
+
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic", "nearest"])
+def test_resize_keeps_constant_images_constant_and_the_range(mode: str) -> None:
+    flat = resize_images(torch.full((1, 1, 5, 7), 0.3), (11, 3), mode=mode)
+    assert flat.shape == (1, 1, 11, 3)
+    assert (flat - 0.3).abs().max() < 1e-6
+    edge = torch.zeros(1, 1, 4, 4)
+    edge[..., 2:] = 1
+    out = resize_images(edge, (4, 16), mode=mode)
+    assert 0 <= out.min() < 0.01
+    assert 0.99 < out.max() <= 1
+
+
+def test_resize_to_the_same_size_is_the_same_tensor() -> None:
+    images = torch.rand(1, 1, 4, 6)
+    assert resize_images(images, (4, 6)) is images
+
+
+def test_bilinear_doubling_equals_the_written_out_weights() -> None:
+    row = torch.tensor([[0.0, 1.0]]).view(1, 1, 1, 2)
+    assert resize_images(row, (1, 4)).flatten().tolist() == [0.0, 0.25, 0.75, 1.0]
+
+
+def test_fit_images_gives_the_view_its_shape_and_numbers() -> None:
+    view = ImageView(channels=3, height=8, width=12, mean=(0.5,) * 3, std=(0.25,) * 3)
+    out = fit_images(torch.ones(5, 1, 4, 6, dtype=torch.uint8), view)
+    assert out.shape == (5, 3, 8, 12)
+    assert out.dtype == torch.float32
+    assert (out - 2.0).abs().max() < 1e-5

@@ -1,0 +1,171 @@
+"""A made-up study on disk: four arms, seeded scores near those of the digit-pairs prototype."""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+DEPTH, IMAGES = 12, 5000
+# sequential at 12, arbitrary at 12, arbitrary at 9 / 6 / 3, sequential at 9 / 6 / 3
+LEVELS = {
+    "baseline": (89.9, 3.3, 3.3, 3.3, 2.6, 24.0, 6.1, 2.4),
+    "layershuffle": (81.9, 74.5, 55.5, 29.7, 9.9, 57.6, 31.0, 10.4),
+    "layerdrop": (88.7, 4.1, 4.0, 3.7, 3.0, 78.2, 47.9, 9.8),
+    "layershuffle-depth": (78.4, 76.9, 71.3, 60.2, 31.5, 72.0, 61.1, 32.2),
+}
+CONDITIONS = [
+    ("sequential", 12),
+    ("arbitrary", 12),
+    *(("arbitrary", kept) for kept in (9, 6, 3)),
+    *(("sequential", kept) for kept in (9, 6, 3)),
+]
+
+
+def write_study(
+    out: Path,
+    *,
+    seeds: Sequence[int] = (0,),
+    orders: int = 20,
+    arms: dict[str, str] | None = None,
+    undone: Sequence[str] = (),
+    failed: dict[str, str] | None = None,
+    draw: str = "pass",
+    hostile: str = "",
+) -> Path:
+    """Write a study into `out`; `arms` maps arm to method, `undone` and `failed` name runs."""
+    arms = arms or {arm: arm for arm in LEVELS}
+    runs = [
+        {"name": f"run{i}-{method}-seed{seed}", "arm": arm, "method": method, "seed": seed}
+        for i, (arm, method) in enumerate(arms.items())
+        for seed in seeds
+    ]
+    plan = {
+        "schema": 1,
+        "name": f"digits-quick{hostile}",
+        "code_version": "0.1.0",
+        "recipe": recipe(seeds, orders, hostile),
+        "runs": runs,
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "plan.json").write_text(json.dumps(plan, indent=1))
+    for run in runs:
+        directory = out / "runs" / run["name"]
+        if run["name"] in undone:
+            continue
+        directory.mkdir(parents=True)
+        if run["name"] in (failed or {}):
+            (directory / "failure.txt").write_text((failed or {})[run["name"]])
+            continue
+        write_rows(directory / "results.csv", run_rows(run, orders, draw))
+        (directory / "result.json").write_text(json.dumps(facts(run, hostile), indent=1))
+    return out
+
+
+def recipe(seeds: Sequence[int], orders: int, hostile: str) -> dict[str, Any]:
+    return {
+        "model": "bundled:digits",
+        "data": f"digit-pairs{hostile}",
+        "seeds": list(seeds),
+        "fit": {
+            "steps": 1500,
+            "batch_size": 64,
+            "learning_rate": 0.001,
+            "optimizer": "Adam(0.9, 0.999, 1e-6)",
+            "warmup_steps": 50,
+        },
+        "evaluate": {"modes": "sequential,arbitrary", "num_orders": orders, "max_images": None},
+    }
+
+
+def run_rows(run: dict[str, Any], orders: int, draw: str) -> list[dict[str, Any]]:
+    method = run["method"]
+    noise = random.Random(f"{method}-{run['seed']}")
+    shift = noise.gauss(0, 0.8)
+    rows = []
+    for (mode, kept), level in zip(CONDITIONS, LEVELS[method], strict=True):
+        for k in range(1 if (mode, kept) == ("sequential", DEPTH) else orders):
+            shuffled = random.Random(f"order-{k}").sample(range(DEPTH), DEPTH)[:kept]
+            order = sorted(shuffled) if mode == "sequential" else shuffled
+            spread = 0.3 if (mode, kept) == ("sequential", DEPTH) else min(3.0, level / 4)
+            top1 = min(99.9, max(0.2, level + shift * level / 80 + noise.gauss(0, spread)))
+            correct = round(top1 * IMAGES / 100)
+            rows.append(
+                {
+                    "method": run["arm"],
+                    "seed": run["seed"],
+                    "mode": mode,
+                    "kept": kept,
+                    "choose": "" if kept == DEPTH else "random",
+                    "order_seed": k,
+                    "order": ",".join(map(str, order)) if draw == "pass" else "",
+                    "n": IMAGES,
+                    "top1": 100 * correct / IMAGES,
+                    "top5": min(100.0, 100 * correct / IMAGES + 8.5),
+                    "cross_entropy": round(4.6 * (1 - top1 / 105), 4),
+                    "draw": draw,
+                }
+            )
+    return rows
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def facts(run: dict[str, Any], hostile: str) -> dict[str, Any]:
+    noise = random.Random(f"facts-{run['name']}")
+    arbitrary = run["method"].startswith("layershuffle")
+    return {
+        "schema": 1,
+        "run": run["name"],
+        "arm": run["arm"],
+        "method": run["method"],
+        "seed": run["seed"],
+        "settings_hash": f"{noise.getrandbits(64):016x}",
+        "finished": "2026-11-21T05:00:00Z",
+        "train_seconds": round(noise.uniform(140, 160), 1),
+        "eval_seconds": round(noise.uniform(18, 25), 1),
+        "images_per_second": round(noise.uniform(600, 700), 1),
+        "steps": 1500,
+        "selected": {
+            "step": noise.choice([1400, 1450, 1500]),
+            "metric": f"holdout cross-entropy, {'arbitrary' if arbitrary else 'sequential'} orders",
+            "value": round(noise.uniform(0.3, 0.9), 4),
+        },
+        "paper_protocol": False,
+        "settings": {
+            "method": run["method"],
+            "steps": 1500,
+            "batch_size": 64,
+            "learning_rate": 0.001,
+            "precision": "fp32",
+            "policy": {"policy": "shuffled" if arbitrary else "sequential", "drop": None},
+        },
+        "data": {
+            "spec": f"digit-pairs{hostile}",
+            "classes": 100,
+            "sizes": {"train": 20000, "holdout": 2000, "test": 5000},
+            "notes": [f"digits split by instance before pairs are made{hostile}"],
+        },
+        "hardware": {
+            "processor": "x86_64, 2.5 GHz",
+            "cores": 2,
+            "threads": 1,
+            "gpu": None,
+            "precision": "fp32",
+        },
+        "versions": {
+            "layershuffle": "0.1.0",
+            "torch": "2.9.1",
+            "timm": "1.0.22",
+            "transformers": "5.9.0",
+            "python": "3.11.2",
+        },
+    }

@@ -1,0 +1,175 @@
+"""The figure: its artists hold the summary's numbers, its axis says what it counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from xml.etree import ElementTree
+
+import matplotlib
+import pytest
+from fixture import write_study
+from matplotlib.axes import Axes
+from matplotlib.container import ErrorbarContainer
+
+from layershuffle.study.figures import (
+    STYLES,
+    describe_panel,
+    draw_figure,
+    figure_bytes,
+    inline_svg,
+)
+from layershuffle.study.paper import NUMBERS
+from layershuffle.study.results import read_study
+from layershuffle.study.summary import Summary, summarise
+
+
+@pytest.fixture(scope="module")
+def summary(tmp_path_factory: pytest.TempPathFactory) -> Summary:
+    out = write_study(tmp_path_factory.mktemp("figure"), seeds=(0, 1, 2), orders=3)
+    return summarise(read_study(out))
+
+
+def _lines(axes: Axes) -> dict[str, list[ErrorbarContainer]]:
+    found: dict[str, list[ErrorbarContainer]] = {}
+    for container in axes.containers:
+        found.setdefault(str(container.get_label()), []).append(container)
+    return found
+
+
+def test_axes_count_blocks_kept(summary: Summary):
+    figure = draw_figure(summary)
+    assert [axes.get_xlabel() for axes in figure.axes] == ["blocks kept (of 12)"] * 2
+    assert figure.axes[0].get_ylabel() == "top-1 accuracy (%)"
+    assert [list(axes.get_xticks()) for axes in figure.axes] == [[3, 6, 9, 12]] * 2
+    titles = [axes.get_title(loc="left") for axes in figure.axes]
+    assert "Sequential" in titles[0]
+    assert "Figure 1b" in titles[0]
+    assert "Arbitrary" in titles[1]
+    assert "Figure 1c" in titles[1]
+
+
+def test_lines_and_intervals_equal_the_summary(summary: Summary):
+    for axes, mode in zip(draw_figure(summary).axes, ("sequential", "arbitrary"), strict=True):
+        for arm in summary.arms:
+            (container,) = _lines(axes)[arm]
+            cells = summary.curve(arm, mode)
+            x, y = container.lines[0].get_data()
+            assert [round(value) for value in x] == [cell.kept for cell in cells] == [3, 6, 9, 12]
+            assert list(y) == [cell.top1.mean for cell in cells]
+            (bars,) = container.lines[2]
+            for segment, cell in zip(bars.get_segments(), cells, strict=True):
+                bounds = (cell.top1.low, cell.top1.high)
+                assert segment[:, 1] == pytest.approx(bounds, abs=1e-9)
+
+
+def test_every_number_of_the_paper_is_drawn_hollow(summary: Summary):
+    for axes, mode in zip(draw_figure(summary).axes, ("sequential", "arbitrary"), strict=True):
+        drawn = {
+            (name.removeprefix("paper "), round(box.lines[0].get_ydata()[0], 9))
+            for name, boxes in _lines(axes).items()
+            for box in boxes
+            if name.startswith("paper ")
+        }
+        known = {(n.method, n.value) for n in NUMBERS if n.mode == mode}
+        assert drawn == {(arm, value) for arm, value in known if arm in summary.arms}
+        approximate = [n for n in NUMBERS if n.mode == mode and n.approximate]
+        assert [text.get_text() for text in axes.texts] == ["~"] * len(approximate)
+
+
+def test_arms_differ_in_colour_and_in_marker(summary: Summary):
+    assert len({colour for colour, _, _ in STYLES}) == len({m for _, m, _ in STYLES}) == len(STYLES)
+    axes = draw_figure(summary).axes[0]
+    markers = {_lines(axes)[arm][0].lines[0].get_marker() for arm in summary.arms}
+    assert len(markers) == len(summary.arms)
+
+
+def _contrast(colour: str, ground: str) -> float:
+    """WCAG 2 contrast of two #rrggbb colours."""
+
+    def luminance(text: str) -> float:
+        parts = [int(text[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+        return sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    light, dark = sorted((luminance(colour), luminance(ground)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+def test_lines_stand_out_from_white():
+    low = {colour: _contrast(colour, "#ffffff") for colour, _, _ in STYLES}
+    assert min(low.values()) >= 3.0, low
+
+
+def test_same_summary_same_bytes(summary: Summary):
+    for kind in ("svg", "png"):
+        first, second = (figure_bytes(draw_figure(summary), kind) for _ in range(2))
+        assert first == second
+
+
+def test_svg_has_real_text_and_no_date(summary: Summary):
+    svg = figure_bytes(draw_figure(summary), "svg").decode()
+    texts = {element.text for element in ElementTree.fromstring(svg).iter() if element.text}
+    assert {"blocks kept (of 12)", "LayerShuffle-depth", "baseline"} <= texts
+    assert "metadata" not in svg
+    assert "<dc:date" not in svg
+
+
+def test_png_is_a_png_without_metadata(summary: Summary):
+    png = figure_bytes(draw_figure(summary), "png")
+    assert png.startswith(b"\x89PNG")
+    assert b"tEXt" not in png
+
+
+def test_global_settings_are_left_alone(summary: Summary):
+    before = dict(matplotlib.rcParams)
+    figure_bytes(draw_figure(summary), "svg")
+    assert dict(matplotlib.rcParams) == before
+
+
+def test_inline_panels_share_no_id_and_fetch_nothing(summary: Summary):
+    panels = {mode: inline_svg(summary, mode) for mode in ("sequential", "arbitrary")}
+    ids = {}
+    for mode, svg in panels.items():
+        root = ElementTree.fromstring(svg)
+        ids[mode] = {element.get("id") for element in root.iter() if element.get("id")}
+        used = {
+            value.removeprefix("#")
+            for element in root.iter()
+            for name, value in element.items()
+            if name.endswith("href")
+        }
+        assert used
+        assert used <= ids[mode]
+        assert "http" not in svg
+        assert "<style" not in svg
+        assert root.get("role") == "img"
+        assert root.get("aria-label") == describe_panel(summary, mode)
+    assert not ids["sequential"] & ids["arbitrary"]
+
+
+def test_inline_colours_follow_the_page(summary: Summary):
+    svg = inline_svg(summary, "arbitrary")
+    assert "var(--arm-3, #00875f)" in svg
+    assert "var(--ink, #1c2126)" in svg
+    assert svg.count("#0072b2") == svg.count("var(--arm-1, #0072b2)") > 0
+
+
+def test_description_holds_the_numbers(summary: Summary):
+    words = describe_panel(summary, "arbitrary")
+    for cell in summary.curve("layershuffle", "arbitrary"):
+        assert f"{cell.top1.mean:.1f} % with {cell.kept}" in words
+
+
+def test_hostile_arm_names_are_drawn_as_text(tmp_path: Path):
+    names = {"<b>$\\frac$&": "baseline", "_hidden": "layershuffle", "$x$\x00": "layerdrop"}
+    out = write_study(tmp_path, orders=2, arms=names)
+    summary = summarise(read_study(out))
+    root = ElementTree.fromstring(figure_bytes(draw_figure(summary), "svg"))
+    texts = {element.text for element in root.iter() if element.text}
+    assert {"<b>$\\frac$&", "_hidden", "$x$?"} <= texts
+
+
+def test_more_arms_than_styles_still_draw(tmp_path: Path):
+    out = write_study(tmp_path, orders=2, arms={f"arm{i}": "baseline" for i in range(10)})
+    figure = draw_figure(summarise(read_study(out)))
+    assert len(_lines(figure.axes[0])) == 10

@@ -1,0 +1,106 @@
+"""Scores equal a slow path that runs every order by itself and counts with plain Python."""
+
+import math
+
+import pytest
+import torch
+from tests.common import CLASSES, FAMILIES, images, logits_of
+
+import layershuffle as ls
+from layershuffle.errors import DataError, UsageError
+from layershuffle.evaluation import evaluate
+from layershuffle.modes import Mode, parse_modes
+from layershuffle.stack import running
+
+VIT = FAMILIES["timm-vit"]
+BATCHES = [(images(3, seed=s), torch.tensor([0, 1, 2]) + s % 3) for s in range(3)] + [
+    (images(1, seed=9), torch.tensor([4]))
+]
+
+
+def slow_score(model, order_at):
+    """(top-1, top-5, cross-entropy) counted sample by sample."""
+    right, among, loss, n = 0, 0, 0.0, 0
+    for number, (batch, labels) in enumerate(BATCHES):
+        with torch.inference_mode(), running(model, order_at(number)):
+            rows = logits_of(model(batch)).tolist()
+        for row, label in zip(rows, labels.tolist(), strict=True):
+            better = sum(value > row[label] for value in row)
+            right += better == 0
+            among += better < 5
+            loss += math.log(sum(math.exp(v - max(row)) for v in row)) + max(row) - row[label]
+            n += 1
+    return 100 * right / n, 100 * among / n, loss / n
+
+
+def test_equal_to_the_slow_path():
+    model = VIT.wrapped()
+    modes = parse_modes("sequential,arbitrary,kept:2,kept:3:arbitrary,kept:2:sequential:spaced")
+    scores = evaluate(model, BATCHES, modes, num_orders=3, seed=4)
+    assert [s.mode for s in scores] == [m for m in modes for _ in range(3 if m.is_drawn else 1)]
+    for score in scores:
+        top1, top5, loss = slow_score(model, lambda _, order=score.order: order)
+        assert score.order == score.mode.policy().draw(4, seed=4, step=score.index)
+        assert (score.top1, score.top5, score.images) == (top1, top5, 10)
+        assert score.cross_entropy == pytest.approx(loss, rel=1e-5)
+
+
+def test_one_order_per_batch():
+    model = VIT.wrapped()
+    (mode,) = parse_modes("arbitrary")
+    scores = evaluate(model, BATCHES, [mode], num_orders=2, seed=1, draw="batch")
+    for score in scores:
+        assert score.order is None
+        top1, top5, loss = slow_score(
+            model,
+            lambda batch, index=score.index: ls.Shuffled().draw(
+                4, seed=1, step=batch, micro_batch=index
+            ),
+        )
+        assert (score.top1, score.top5) == (top1, top5)
+        assert score.cross_entropy == pytest.approx(loss, rel=1e-5)
+
+
+def test_fewer_classes_than_five_make_top5_all():
+    assert CLASSES == 5
+    (score,) = evaluate(VIT.wrapped(), BATCHES, parse_modes("sequential"))
+    assert score.top5 == 100.0
+
+
+def test_the_data_are_read_once():
+    reads = []
+
+    def batches():
+        for number, batch in enumerate(BATCHES):
+            reads.append(number)
+            yield batch
+
+    evaluate(VIT.wrapped(), batches(), parse_modes("sequential,arbitrary,kept:3"), num_orders=5)
+    assert reads == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_mode_of_the_model_comes_back(training):
+    model = VIT.wrapped().train(training)
+    evaluate(model, BATCHES, parse_modes("sequential"))
+    assert model.training is training
+    assert all(block.training is training for block in ls.blocks_of(model))
+
+
+def test_nothing_to_evaluate():
+    with pytest.raises(DataError, match="nothing to evaluate"):
+        evaluate(VIT.wrapped(), [], parse_modes("sequential"))
+
+
+def test_too_many_kept():
+    with pytest.raises(UsageError, match="5 blocks cannot be kept of a model with 4"):
+        evaluate(VIT.wrapped(), BATCHES, parse_modes("kept:5"))
+
+
+def test_a_fixed_order_is_replayed():
+    model = VIT.wrapped()
+    drawn = evaluate(model, BATCHES, parse_modes("arbitrary"), num_orders=2, seed=3)[1]
+    replay = evaluate(model, BATCHES, [Mode(order="arbitrary", fixed=drawn.order)])
+    assert [(s.top1, s.top5, s.cross_entropy) for s in replay] == [
+        (drawn.top1, drawn.top5, drawn.cross_entropy)
+    ]

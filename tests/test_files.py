@@ -1,0 +1,95 @@
+"""Files are whole or absent, whatever happens while they are written."""
+
+import errno
+import multiprocessing
+import os
+
+import pytest
+
+from layershuffle.errors import LayerShuffleError
+from layershuffle.files import explained, locked, remove_stale_stages, staged_directory, write_text
+
+
+def test_write_text_replaces_in_one_step(tmp_path):
+    path = tmp_path / "new" / "a.json"
+    write_text(path, "one")
+    write_text(path, "two")
+    assert path.read_text() == "two"
+    assert [p.name for p in path.parent.iterdir()] == ["a.json"]
+
+
+def fill_half(final):
+    with staged_directory(final) as stage:
+        (stage / "weights").write_text("half")
+        raise RuntimeError("killed")
+
+
+def test_a_failed_directory_leaves_the_old_one(tmp_path):
+    final = tmp_path / "model"
+    with staged_directory(final) as stage:
+        (stage / "weights").write_text("old")
+    with pytest.raises(RuntimeError, match="killed"):
+        fill_half(final)
+    assert (final / "weights").read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("swaps", [True, False])
+def test_a_directory_is_replaced_whole(tmp_path, monkeypatch, swaps):
+    if not swaps:
+        monkeypatch.setattr("layershuffle.files._exchange", lambda one, two: False)
+    final = tmp_path / "model"
+    for text, name in (("old", "a"), ("new", "b")):
+        with staged_directory(final) as stage:
+            (stage / name).write_text(text)
+    assert sorted(p.name for p in final.iterdir()) == ["b"]
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+def test_stale_stages_go_and_nothing_else(tmp_path):
+    (tmp_path / ".staged-abc").mkdir()
+    (tmp_path / ".staged-abc" / "weights").write_text("half")
+    (tmp_path / ".staged-7-a.json").write_text("half")
+    (tmp_path / "model").mkdir()
+    remove_stale_stages(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize(
+    ("number", "phrase"),
+    [
+        (errno.ENOSPC, "The disk is full"),
+        (errno.EROFS, "read-only"),
+        (errno.EACCES, "may not write here"),
+    ],
+)
+def test_system_errors_in_words(tmp_path, number, phrase):
+    with pytest.raises(LayerShuffleError, match=phrase) as caught, explained(tmp_path):
+        raise OSError(number, os.strerror(number))
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_other_system_errors_pass(tmp_path):
+    with pytest.raises(IsADirectoryError), explained(tmp_path):
+        raise IsADirectoryError(errno.EISDIR, "it is")
+
+
+def hold(directory, taken, release):
+    with locked(directory):
+        taken.set()
+        release.wait(30)
+
+
+def test_a_second_process_is_kept_out(tmp_path, monkeypatch):
+    monkeypatch.setattr("layershuffle.files._LOCK_SECONDS", 0.0)
+    spawn = multiprocessing.get_context("spawn")
+    taken, release = spawn.Event(), spawn.Event()
+    holder = spawn.Process(target=hold, args=(tmp_path, taken, release))
+    holder.start()
+    assert taken.wait(60)
+    with pytest.raises(LayerShuffleError, match="Another process is working"), locked(tmp_path):
+        pass
+    release.set()
+    holder.join(30)
+    with locked(tmp_path):  # the lock went with its process
+        pass

@@ -1,0 +1,328 @@
+"""The house rules, read from the source: layers, sizes, errors, and no global random generator.
+
+What a rule lets through stands in a table here, with the reason.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "layershuffle"
+PACKAGE = "layershuffle"
+
+# From the ground up (docs/decisions and the design's section 3): a module imports from its own
+# layer or from below. A package stands where its name does; "model_*" are the rooms of `models`.
+LAYERS = (
+    ("errors", "_version"),
+    ("files", "draws", "orders", "position_forms"),
+    ("policies", "parts", "discovery", "grouped", "modes", "machine"),
+    ("stack", "methods"),
+    ("position", "trie", "settings"),
+    ("model", "models", "data"),
+    ("scoring", "evaluation", "training", "merging", "analysis"),
+    ("study", "swarm"),
+    ("cli", "__main__"),
+)
+GROUND = ("errors", "files", "draws", "orders", "policies", "position_forms")
+FUNCTION_LINES, FILE_LINES, POSITIONAL = 50, 400, 2
+
+TREES = {
+    ".".join(path.relative_to(SOURCE).with_suffix("").parts): ast.parse(path.read_text("utf-8"))
+    for path in sorted(SOURCE.rglob("*.py"))
+}
+MODULES = {name: tree for name, tree in TREES.items() if name != "__init__"}
+
+
+# --- layers ---------------------------------------------------------------------------------------
+
+
+def room(module: str) -> str:
+    """The name in LAYERS that a module belongs to."""
+    first = module.split(".", maxsplit=1)[0]
+    return "model" if first.startswith("model_") else first
+
+
+def layer(module: str) -> int:
+    """Height of a module; one that no layer names is an error."""
+    for height, rooms in enumerate(LAYERS):
+        if room(module) in rooms:
+            return height
+    raise AssertionError(f"say in LAYERS of tests/test_house.py where {module!r} stands")
+
+
+@cache
+def imports(module: str) -> frozenset[str]:
+    """Modules of this package that `module` imports, also inside functions."""
+    found = set()
+    for node in ast.walk(MODULES[module]):
+        if isinstance(node, ast.ImportFrom):
+            found |= set(_targets(node))
+        elif isinstance(node, ast.Import):
+            found |= {a.name.partition(".")[2] for a in node.names if _ours(a.name)}
+    return frozenset(found)
+
+
+def _targets(node: ast.ImportFrom) -> Iterator[str]:
+    assert node.level == 0, "imports are absolute"
+    if not _ours(node.module or ""):
+        return
+    base = (node.module or "").partition(".")[2]
+    for alias in node.names:
+        below = f"{base}.{alias.name}".lstrip(".")
+        yield below if below in TREES or f"{below}.__init__" in TREES else base
+
+
+def _ours(name: str) -> bool:
+    return name.split(".", maxsplit=1)[0] == PACKAGE
+
+
+def _file_of(module: str) -> str:
+    return module if module in MODULES else f"{module}.__init__"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_arrows_point_down(module: str) -> None:
+    for target in imports(module):
+        assert target, f"{module} imports the package itself: the public face is for users"
+        assert _file_of(target) in MODULES, f"{module} imports {target}, which is not there"
+        assert layer(target) <= layer(module), f"{module} imports {target} from above"
+
+
+@pytest.mark.parametrize("module", GROUND)
+def test_the_ground_imports_only_itself(module: str) -> None:
+    assert {room(target) for target in imports(module)} <= set(GROUND)
+
+
+def test_nothing_imports_the_command_line() -> None:
+    users = [m for m in MODULES for target in imports(m) if room(target) == "cli"]
+    assert {room(user) for user in users} <= {"cli", "__main__"}
+
+
+def test_no_circles() -> None:
+    done: set[str] = set()
+
+    def visit(module: str, trail: tuple[str, ...]) -> None:
+        assert module not in trail, f"a circle: {' -> '.join((*trail, module))}"
+        if module not in done:
+            for target in imports(module):
+                visit(_file_of(target), (*trail, module))
+            done.add(module)
+
+    for module in MODULES:
+        visit(module, ())
+    assert done == set(MODULES)
+
+
+HEAVY = {
+    "torch",
+    "timm",
+    "transformers",
+    "torchvision",
+    "datasets",
+    "sklearn",
+    "scipy",
+    "accelerate",
+}
+LIGHT = ("errors", "files", "draws", "orders", "policies", "position_forms", "settings", "methods")
+
+
+@pytest.mark.parametrize(
+    "module", [*LIGHT, "study.plan", *(m for m in MODULES if room(m) == "cli")]
+)
+def test_light_modules_import_nothing_heavy_at_the_top(module: str) -> None:
+    top = [node for node in MODULES[module].body if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = {name.split(".")[0] for node in top for name in _imported(node)}
+    assert not names & HEAVY
+
+
+def _imported(node: ast.Import | ast.ImportFrom) -> list[str]:
+    if isinstance(node, ast.ImportFrom):
+        return [node.module or ""]
+    return [alias.name for alias in node.names]
+
+
+# --- sizes ----------------------------------------------------------------------------------------
+
+# (module, function): why more than two parameters may be given without their names.
+MANY_POSITIONAL = {
+    ("training.events", "on_step_end"): "transformers fixes the signature of its callbacks",
+    ("training.events", "on_log"): "as above",
+    ("training.events", "on_evaluate"): "as above",
+    ("training.events", "on_save"): "as above",
+    ("training.trainer", "compute_loss"): "transformers fixes the signature",
+    ("training.trainer", "on_optimizer_step"): "as above",
+}
+
+
+def functions(module: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Every function and method of a module, nested ones too."""
+    for node in ast.walk(TREES[module]):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+@pytest.mark.parametrize("module", TREES)
+def test_functions_are_short(module: str) -> None:
+    long = {f.name: _lines(f) for f in functions(module) if _lines(f) > FUNCTION_LINES}
+    assert not long
+
+
+def _lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    return (node.end_lineno or 0) - node.lineno + 1
+
+
+@pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda path: path.stem)
+def test_files_are_short(path: Path) -> None:
+    assert len(path.read_text("utf-8").splitlines()) <= FILE_LINES
+
+
+def positional(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Parameters that can be given without their names, beside `self` and `cls`."""
+    names = [a.arg for a in (*node.args.posonlyargs, *node.args.args)]
+    return len(names) - (bool(names) and names[0] in ("self", "cls"))
+
+
+def offered(module: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Functions and methods that other modules may call: no underscore, and not nested."""
+    for node in TREES[module].body:
+        inside = node.body if isinstance(node, ast.ClassDef) else []
+        for f in (node, *(() if getattr(node, "name", "_").startswith("_") else inside)):
+            if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef) and f.name[0] != "_":
+                yield f
+
+
+@pytest.mark.parametrize("module", TREES)
+def test_parameters_after_the_second_are_named(module: str) -> None:
+    """Of what a module offers; a helper of its own may take four."""
+    many = {(module, f.name) for f in offered(module) if positional(f) > POSITIONAL}
+    assert many - MANY_POSITIONAL.keys() == set()
+    unused = {key for key in MANY_POSITIONAL if key[0] == module} - many
+    assert unused == set(), "exceptions that are not needed any more"
+    fixed = {f for m, f in MANY_POSITIONAL if m == module}
+    assert all(positional(f) <= 2 * POSITIONAL for f in functions(module) if f.name not in fixed)
+
+
+@pytest.mark.parametrize("module", TREES)
+def test_documented(module: str) -> None:
+    assert ast.get_docstring(TREES[module]), "every module says what it is"
+
+
+# --- errors and output ----------------------------------------------------------------------------
+
+
+# Modules that may catch everything once, or print, and why.
+CATCH_ALL = {"cli.__init__": "the last line of defence: a paragraph for users, --debug for us"}
+PRINTS = {"study.worker": "a process of its own: what it prints is its log file"}
+
+
+@pytest.mark.parametrize("module", TREES)
+def test_no_catch_all(module: str) -> None:
+    handlers = [n for n in ast.walk(TREES[module]) if isinstance(n, ast.ExceptHandler)]
+    wide = [handler.lineno for handler in handlers if _catches_everything(handler)]
+    assert len(wide) == (module in CATCH_ALL), f"lines {wide}"
+
+
+def _catches_everything(handler: ast.ExceptHandler) -> bool:
+    caught = {ast.unparse(part) for part in ast.walk(handler.type or ast.Name("Exception"))}
+    return bool(caught & {"Exception", "BaseException"})
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if room(m) != "cli"])
+def test_the_library_prints_nothing(module: str) -> None:
+    calls = [n for n in ast.walk(MODULES[module]) if isinstance(n, ast.Call)]
+    prints = any(ast.unparse(call.func) == "print" for call in calls)
+    assert prints == (module in PRINTS)
+
+
+# --- randomness -----------------------------------------------------------------------------------
+
+DRAWS = {"rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial", "poisson"}
+DRAWS |= {"rand_like", "randn_like", "randint_like"}
+DRAWS_IN_PLACE = {"normal_", "uniform_", "bernoulli_", "random_", "exponential_", "trunc_normal_"}
+DRAWS_IN_PLACE |= {"xavier_uniform_", "xavier_normal_", "kaiming_uniform_", "kaiming_normal_"}
+SEEDS = {"manual_seed", "manual_seed_all", "seed_all", "set_rng_state", "set_seed"}
+SEEDS |= {"seed_everything", "enable_full_determinism"}
+HARMLESS = {"random.Random", "random.getstate", "np.random.get_state", "torch.get_rng_state"}
+HARMLESS |= {"np.random.default_rng", "torch.Generator().manual_seed"}
+
+# (module, call): why this touch of a global generator is none that a user can see.
+GLOBAL_GENERATORS = {
+    ("data.transforms", "random.seed"): "timm's augmentations draw globally; states are put back",
+    ("data.transforms", "np.random.seed"): "as above",
+    ("data.transforms", "torch.set_rng_state"): "as above",
+    ("data.transforms", "random.setstate"): "puts the state back",
+    ("data.transforms", "np.random.set_state"): "puts the state back",
+}
+
+
+def global_draws(tree: ast.AST) -> Iterator[str]:
+    """Calls that draw from, or seed, a global generator outside a `with ... fork_rng`."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.With) and "fork_rng(" in ast.unparse(node.items[0]):
+            continue
+        if isinstance(node, ast.Call) and _is_global_draw(node):
+            yield ast.unparse(node.func)
+        yield from global_draws(node)
+
+
+def _is_global_draw(call: ast.Call) -> bool:
+    name = ast.unparse(call.func)
+    first, _, last = name.rpartition(".")
+    if name in HARMLESS or "generator" in {keyword.arg for keyword in call.keywords}:
+        return False
+    if first == "random" or first.endswith((".random", "np.random")):
+        return True
+    return (
+        (first == "torch" and last in DRAWS | {"seed"})
+        or last in SEEDS
+        or (last in DRAWS_IN_PLACE and bool(first))
+    )
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_global_generator(module: str) -> None:
+    found = {(module, name) for name in global_draws(MODULES[module])}
+    assert found - GLOBAL_GENERATORS.keys() == set()
+    unused = {key for key in GLOBAL_GENERATORS if key[0] == module} - found
+    assert unused == set(), "exceptions that are not needed any more"
+
+
+BAD_CODE = {
+    "torch.rand(3)": True,
+    "torch.rand(3, generator=g)": False,
+    "torch.randn_like(x)": True,
+    "torch.manual_seed(0)": True,
+    "torch.Generator().manual_seed(0)": False,
+    "torch.default_generator.manual_seed(0)": True,
+    "with torch.random.fork_rng():\n    torch.manual_seed(0)": False,
+    "def f():\n    x = [random.random() for _ in y]": True,
+    "random.Random(0)": False,
+    "np.random.shuffle(x)": True,
+    "np.random.default_rng(0)": False,
+    "numpy.random.rand()": True,
+    "nn.init.normal_(x)": True,
+    "nn.init.normal_(x, generator=g)": False,
+    "x.uniform_(-1, 1)": True,
+    "transformers.set_seed(1)": True,
+}
+
+
+@pytest.mark.parametrize(("code", "wrong"), BAD_CODE.items(), ids=repr)
+def test_the_check_sees_global_draws(code: str, wrong: bool) -> None:
+    assert bool(list(global_draws(ast.parse(code)))) == wrong
+
+
+def test_the_check_sees_bad_arrows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layer test can fail: an order that imports the stack points up."""
+    check: Callable[[str], None] = test_arrows_point_down
+    bad = ast.parse("def f():\n    from layershuffle.stack import wrap")
+    monkeypatch.setitem(MODULES, "orders", bad)
+    imports.cache_clear()
+    with pytest.raises(AssertionError, match="orders imports stack from above"):
+        check("orders")
+    imports.cache_clear()

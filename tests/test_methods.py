@@ -1,0 +1,52 @@
+"""The table of methods."""
+
+import pytest
+
+from layershuffle.errors import UsageError
+from layershuffle.methods import METHODS, find_method
+from layershuffle.policies import LayerDrop, Sequential, Shuffled
+
+
+@pytest.mark.parametrize(
+    ("name", "policy", "selects_by", "parts"),
+    [
+        ("baseline", Sequential(), "sequential", (False, False)),
+        ("layershuffle", Shuffled(), "arbitrary", (False, False)),
+        ("layershuffle-position", Shuffled(), "arbitrary", (True, False)),
+        ("layershuffle-predict", Shuffled(), "arbitrary", (False, True)),
+        ("layerdrop", LayerDrop(0.2), "sequential", (False, False)),
+        ("layershuffle-depth", Shuffled(depth=(3, None)), "arbitrary", (False, False)),
+    ],
+)
+def test_table(name, policy, selects_by, parts):
+    method = find_method(name)
+    assert method.policy == policy
+    assert method.selects_by == selects_by
+    assert (method.encoding, method.prediction) == parts
+
+
+def test_every_method_is_tested_above_and_has_a_source():
+    assert len(METHODS) == 6
+    assert all(method.source and method.summary for method in METHODS.values())
+
+
+def test_options():
+    assert find_method("layerdrop", drop=0.5).policy == LayerDrop(0.5)
+    assert find_method("layershuffle", drop=0.2).policy == Shuffled(drop=0.2)
+    assert find_method("layershuffle-depth", min_blocks=2).policy == Shuffled(depth=(2, None))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "phrase"),
+    [
+        ("layershufle", {}, "did you mean 'layershuffle'"),
+        ("zzz", {}, "one of baseline"),
+        ("baseline", {"drop": 0.2}, "no drop probability"),
+        ("layershuffle-depth", {"drop": 0.2}, "no drop probability"),
+        ("layershuffle", {"min_blocks": 3}, "no smallest number of blocks"),
+        ("layerdrop", {"drop": 1.0}, r"lies in \[0, 1\)"),
+    ],
+)
+def test_wrong_options(name, options, phrase):
+    with pytest.raises(UsageError, match=phrase):
+        find_method(name, **options)

@@ -1,0 +1,63 @@
+"""Evaluation modes: what the words mean, and which orders they draw."""
+
+import pytest
+
+from layershuffle.errors import UsageError
+from layershuffle.modes import Mode, parse_modes
+from layershuffle.orders import ExecutionOrder
+from layershuffle.policies import Fixed, Kept, Sequential, Shuffled
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "policy", "drawn"),
+    [
+        ("sequential", Mode(order="sequential"), Sequential(), False),
+        ("arbitrary", Mode(order="arbitrary"), Shuffled(), True),
+        ("kept:9", Mode(order="sequential", kept=9), Kept(9), True),
+        ("kept:9:arbitrary", Mode(order="arbitrary", kept=9), Kept(9, order="arbitrary"), True),
+        (
+            "kept:6:sequential:spaced",
+            Mode(order="sequential", kept=6, choose="spaced"),
+            Kept(6, choose="spaced"),
+            False,
+        ),
+        (
+            "kept:6:arbitrary:last",
+            Mode(order="arbitrary", kept=6, choose="last"),
+            Kept(6, order="arbitrary", choose="last"),
+            True,
+        ),
+    ],
+)
+def test_words(text, mode, policy, drawn):
+    assert parse_modes(text) == (mode,)
+    assert mode.policy() == policy
+    assert mode.is_drawn is drawn
+    assert parse_modes(str(mode)) == (mode,)
+
+
+def test_a_fixed_order_is_one_order():
+    order = ExecutionOrder((2, 0, 1), 3)
+    mode = Mode(order="arbitrary", fixed=order)
+    assert mode.policy() == Fixed(order)
+    assert not mode.is_drawn
+    assert str(mode) == "order:2,0,1"
+
+
+@pytest.mark.parametrize(
+    ("text", "phrase"),
+    [
+        ("", "'' is not an evaluation mode"),
+        ("shuffled", "'shuffled' is not an evaluation mode"),
+        ("kept", "'kept' is not an evaluation mode"),
+        ("kept:", "is not an evaluation mode"),
+        ("kept:-3", "'kept:-3' is not an evaluation mode"),
+        ("kept:9:backwards", "order='backwards'"),
+        ("kept:9:sequential:best", "choose='best'"),
+        ("kept:9:sequential:first:more", "is not an evaluation mode"),
+        ("sequential,sequential", "named twice"),
+    ],
+)
+def test_wrong_words(text, phrase):
+    with pytest.raises(UsageError, match=phrase.replace("(", r"\(")):
+        parse_modes(text)

@@ -1,0 +1,176 @@
+"""Execution orders: parsing, printing, JSON, distances, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import kendalltau
+
+from layershuffle.errors import UsageError
+from layershuffle.orders import ExecutionOrder, order_of
+
+
+@st.composite
+def orders(draw: st.DrawFn) -> ExecutionOrder:
+    """Orders of any kind: permutations, subsets, with repeats, longer than the depth."""
+    depth = draw(st.integers(1, 30))
+    blocks = draw(st.lists(st.integers(0, depth - 1), min_size=1, max_size=40))
+    return ExecutionOrder(tuple(blocks), depth)
+
+
+@st.composite
+def subsets(draw: st.DrawFn) -> ExecutionOrder:
+    """At least two different blocks, in any order."""
+    depth = draw(st.integers(2, 20))
+    count = draw(st.integers(2, depth))
+    return ExecutionOrder(tuple(draw(st.permutations(range(depth)))[:count]), depth)
+
+
+@given(orders())
+def test_text_round_trip(order: ExecutionOrder) -> None:
+    assert ExecutionOrder.parse(str(order), depth=order.depth) == order
+    assert ExecutionOrder.parse(f" {str(order).replace(',', ' , ')}\n", depth=order.depth) == order
+
+
+@given(orders())
+def test_json_round_trip(order: ExecutionOrder) -> None:
+    assert ExecutionOrder.from_json(order.to_json()) == order
+    assert ExecutionOrder.from_json(json.loads(order.to_json())) == order
+    assert json.loads(order.to_json()) == {"blocks": list(order.blocks), "depth": order.depth}
+
+
+@given(orders())
+def test_marks_of_an_order(order: ExecutionOrder) -> None:
+    run = list(order)
+    assert order.has_repeats == any(run.count(block) > 1 for block in run)
+    assert order.missing == tuple(b for b in range(order.depth) if b not in run)
+    assert order.is_permutation == (sorted(run) == list(range(order.depth)))
+    assert order.is_sequential == (run == list(range(order.depth)))
+    assert len(order) == len(run)
+    assert ("repeats" in repr(order)) == order.has_repeats
+    assert (f"{len(order.missing)} missing" in repr(order)) == bool(order.missing)
+
+
+@given(subsets())
+def test_kendall_tau_is_scipys(order: ExecutionOrder) -> None:
+    wanted = kendalltau(range(len(order)), order.blocks).statistic
+    assert order.kendall_tau() == pytest.approx(wanted, abs=1e-12)
+
+
+@given(subsets())
+def test_kendall_distance_counts_neighbour_swaps(order: ExecutionOrder) -> None:
+    """Bubble sort needs exactly that many swaps of neighbours."""
+    run, swaps = list(order), 0
+    for _ in run:
+        for i in range(len(run) - 1):
+            if run[i] > run[i + 1]:
+                run[i], run[i + 1] = run[i + 1], run[i]
+                swaps += 1
+    assert order.kendall_distance() == swaps
+
+
+def test_kendall_at_its_ends() -> None:
+    assert ExecutionOrder.sequential(12).kendall_tau() == 1.0
+    assert ExecutionOrder(tuple(reversed(range(12))), 12).kendall_tau() == -1.0
+    assert ExecutionOrder((5,), 12).kendall_tau() == 1.0
+
+
+def test_sequential() -> None:
+    order = ExecutionOrder.sequential(3)
+    assert order.blocks == (0, 1, 2)
+    assert order.is_sequential
+    assert order.is_permutation
+    assert str(order) == "0,1,2"
+    assert repr(ExecutionOrder((2, 2), 3)) == "ExecutionOrder('2,2' of 3, 2 missing, repeats)"
+
+
+def test_a_value() -> None:
+    """Frozen, hashable, equal by content, the same through copy and pickle."""
+    order = ExecutionOrder.parse("3,0,2", depth=4)
+    assert len({order, ExecutionOrder((3, 0, 2), 4), ExecutionOrder((3, 0, 2), 5)}) == 2
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        order.depth = 5  # type: ignore[misc]
+    assert copy.deepcopy(order) == order
+    assert pickle.loads(pickle.dumps(order)) == order
+
+
+@pytest.mark.parametrize("blocks", [[2, 0], np.array([2, 0]), torch.tensor([2, 0]), iter((2, 0))])
+def test_integers_of_any_library_become_pythons(blocks: Any) -> None:
+    order = ExecutionOrder(blocks, 3)
+    assert order.blocks == (2, 0)
+    assert all(type(block) is int for block in order)
+    assert order.to_json() == '{"blocks": [2, 0], "depth": 3}'
+
+
+def test_order_of() -> None:
+    order = ExecutionOrder((1, 0), 2)
+    assert order_of(order, 2) is order
+    assert order_of([1, 0], 2) == order
+
+
+def test_permutation_where_required() -> None:
+    assert ExecutionOrder.parse("2,0,1", depth=3, permutation=True).blocks == (2, 0, 1)
+    assert ExecutionOrder((1, 0), 2).require_permutation() == ExecutionOrder((1, 0), 2)
+
+
+def _parse(text: str, **options: Any) -> Callable[[], ExecutionOrder]:
+    return lambda: ExecutionOrder.parse(text, **{"depth": 4, **options})
+
+
+def _json(data: Any) -> Callable[[], ExecutionOrder]:
+    return lambda: ExecutionOrder.from_json(data)
+
+
+BAD = {
+    "empty text": (_parse(""), "empty text"),
+    "blank text": (_parse("  \n"), "empty text"),
+    "a comma": (_parse(","), "'' in the execution order ',' is not a block id"),
+    "trailing comma": (_parse("1,2,"), "'' in the execution order '1,2,' is not a block id"),
+    "word": (_parse("1,two"), "'two' in the execution order '1,two' is not a block id"),
+    "fraction": (_parse("1.0"), "'1.0' in the execution order"),
+    "underscore": (_parse("1_0", depth=12), "'1_0' in the execution order"),
+    "other digits": (_parse("\u0663"), "is not a block id"),
+    "huge number": (_parse("9" * 5000), "is not a block id"),
+    "spaces for commas": (_parse("1 2"), "'1 2' in the execution order"),
+    "negative id": (_parse("0,-1"), "-1 is not a block of this model. Next: its blocks are 0 to 3"),
+    "unknown id": (_parse("0,4"), "4 is not a block of this model"),
+    "repeat refused": (_parse("0,1,1,3", permutation=True), r"repeats [1] and leaves out [2]"),
+    "subset refused": (_parse("0,3", permutation=True), r"repeats none and leaves out [1, 2]"),
+    "no blocks": (lambda: ExecutionOrder((), 4), "at least one block"),
+    "depth 0": (lambda: ExecutionOrder((0,), 0), "at least 1, not 0"),
+    "depth text": (lambda: ExecutionOrder((0,), "4"), "not '4'"),  # type: ignore[arg-type]
+    "depth True": (lambda: ExecutionOrder((0,), True), "not True"),
+    "sequential 0": (lambda: ExecutionOrder.sequential(0), "at least 1, not 0"),
+    "bool id": (lambda: ExecutionOrder((False,), 4), "False is not a block"),
+    "float id": (lambda: ExecutionOrder((1.0,), 4), "1.0 is not a block"),  # type: ignore[arg-type]
+    "text ids": (lambda: ExecutionOrder("10", 4), "'1' is not a block"),  # type: ignore[arg-type]
+    "other depth": (lambda: order_of(ExecutionOrder((0,), 3), 4), "made for 3 blocks, the model"),
+    "not JSON": (_json("{"), "not an execution order in JSON (JSONDecodeError"),
+    "JSON list": (_json("[1]"), "not an execution order in JSON (TypeError"),
+    "JSON no depth": (_json('{"blocks": [0]}'), "KeyError: 'depth'"),
+    "JSON text blocks": (_json('{"blocks": "0", "depth": 2}'), "must be a list of integers"),
+    "JSON float": (_json('{"blocks": [0.0], "depth": 2}'), "0.0 is not a block"),
+    "JSON true": (_json('{"blocks": [true], "depth": 2}'), "True is not a block"),
+    "JSON nested": (_json('{"blocks": [[0]], "depth": 2}'), "[0] is not a block"),
+    "JSON number": (_json(5), "TypeError"),
+    "tau of repeats": (ExecutionOrder((1, 1), 2).kendall_tau, "not defined with repeats"),
+    "distance of repeats": (ExecutionOrder((0, 0), 2).kendall_distance, "not defined with repeats"),
+}
+
+
+@pytest.mark.parametrize(("make", "phrase"), BAD.values(), ids=list(BAD))
+def test_refused_with_the_reason(make: Callable[[], object], phrase: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        make()
+    assert phrase in str(caught.value)
+    assert "\n" not in str(caught.value).replace("\\n", "")

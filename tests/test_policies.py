@@ -1,0 +1,279 @@
+"""Order policies: what they draw, how evenly, and that a draw is a pure function."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from itertools import permutations
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import binom, binomtest, chisquare
+
+import layershuffle as ls
+from common import global_generators_untouched
+from layershuffle.errors import UsageError
+from layershuffle.policies import POLICIES, OrderPolicy, policy_from_json, policy_to_json, spaced
+
+ALPHA = 1e-4  # seeds are fixed: a test that passes once passes always
+DRAWS = 4800
+
+EVERY_POLICY: dict[str, OrderPolicy] = {
+    "sequential": ls.Sequential(),
+    "shuffled": ls.Shuffled(),
+    "shuffled drop": ls.Shuffled(drop=0.3),
+    "shuffled depth": ls.Shuffled(depth=(3, None)),
+    "shuffled depth range": ls.Shuffled(depth=(2, 5)),
+    "layerdrop": ls.LayerDrop(0.2),
+    "kept": ls.Kept(5),
+    "kept arbitrary": ls.Kept(5, order="arbitrary"),
+    "kept spaced": ls.Kept(5, choose="spaced"),
+    "kept spaced arbitrary": ls.Kept(5, order="arbitrary", choose="spaced"),
+    "kept first": ls.Kept(5, choose="first"),
+    "kept last arbitrary": ls.Kept(5, order="arbitrary", choose="last"),
+    "fixed": ls.Fixed(ls.ExecutionOrder((3, 0, 2, 2), 12)),
+}
+ARBITRARY = {"Shuffled": ls.Shuffled(), "Kept(12)": ls.Kept(12, order="arbitrary")}
+
+
+def draws(policy: OrderPolicy, depth: int, *, count: int = DRAWS) -> Iterator[ls.ExecutionOrder]:
+    """`count` orders of one seed."""
+    for step in range(count):
+        yield policy.draw(depth, seed=2024, step=step)
+
+
+def assert_uniform(counts: Counter[Any], outcomes: list[Any]) -> None:
+    """Every outcome equally often, none beside them."""
+    assert set(counts) <= set(outcomes)
+    assert chisquare([counts[o] for o in outcomes]).pvalue > ALPHA
+
+
+# --- frozen draws ---------------------------------------------------------------------------------
+
+GOLDEN = {
+    "sequential": ("0,1,2,3,4,5,6,7,8,9,10,11", "0,1,2,3,4,5,6,7,8,9,10,11"),
+    "shuffled": ("3,2,9,6,5,8,7,1,10,11,4,0", "1,9,7,10,8,5,6,4,0,11,3,2"),
+    "shuffled drop": ("3,2,9,6,5,8,7,1,11,4,0", "1,9,7,8,0,11,3"),
+    "shuffled depth": ("3,2,9,6,5,8", "1,9,7,10,8,5"),
+    "shuffled depth range": ("3,2,9,6,5", "1,9,7,10,8"),
+    "layerdrop": ("0,1,4,5,6,7,8,9,10,11", "1,3,4,5,6,8,9,10,11"),
+    "kept": ("2,3,5,6,9", "1,7,8,9,10"),
+    "kept arbitrary": ("3,2,9,6,5", "1,9,7,10,8"),
+    "kept spaced": ("0,3,6,8,11", "0,3,6,8,11"),
+    "kept spaced arbitrary": ("3,6,8,11,0", "8,6,0,11,3"),
+    "kept first": ("0,1,2,3,4", "0,1,2,3,4"),
+    "kept last arbitrary": ("9,8,7,10,11", "9,7,10,8,11"),
+    "fixed": ("3,0,2,2", "3,0,2,2"),
+}
+
+
+@pytest.mark.parametrize("name", EVERY_POLICY)
+def test_golden_orders(name: str) -> None:
+    """Frozen for ever: the same on every machine and in every version."""
+    first = EVERY_POLICY[name].draw(12, seed=0, step=0)
+    second = EVERY_POLICY[name].draw(12, seed=17, step=345, micro_batch=2, rank=1)
+    assert (str(first), str(second)) == GOLDEN[name]
+
+
+@pytest.mark.parametrize("name", EVERY_POLICY)
+def test_a_draw_is_pure(name: str) -> None:
+    policy = EVERY_POLICY[name]
+    with global_generators_untouched():
+        first = policy.draw(12, seed=5, step=6)
+        policy.draw(12, seed=1, step=1)
+        assert policy.draw(12, seed=5, step=6, micro_batch=0, rank=0) == first
+    assert isinstance(policy, OrderPolicy)
+    assert first.depth == 12
+
+
+def test_every_coordinate_changes_the_draw() -> None:
+    names = [{"seed": 1, "step": 1}, {"seed": 2, "step": 1}, {"seed": 1, "step": 2}]
+    names += [{"seed": 1, "step": 1, "micro_batch": 1}, {"seed": 1, "step": 1, "rank": 1}]
+    assert len({ls.Shuffled().draw(12, **name) for name in names}) == len(names)
+
+
+# --- uniform where they say so --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ARBITRARY)
+def test_every_block_at_every_position(name: str) -> None:
+    seen = list(draws(ARBITRARY[name], 12))
+    assert all(order.is_permutation for order in seen)
+    for position in range(12):
+        assert_uniform(Counter(order.blocks[position] for order in seen), list(range(12)))
+
+
+@pytest.mark.parametrize("policy", [ls.Shuffled(), ls.Kept(4, order="arbitrary")], ids=str)
+def test_all_24_permutations(policy: OrderPolicy) -> None:
+    counts = Counter(order.blocks for order in draws(policy, 4, count=7200))
+    assert_uniform(counts, list(permutations(range(4))))
+
+
+def test_kept_at_random_is_a_uniform_ordered_subset() -> None:
+    arbitrary = Counter(o.blocks for o in draws(ls.Kept(2, order="arbitrary"), 4))
+    assert_uniform(arbitrary, list(permutations(range(4), 2)))
+    ascending = Counter(order.blocks for order in draws(ls.Kept(2), 4))
+    assert_uniform(ascending, [(a, b) for a in range(4) for b in range(a + 1, 4)])
+
+
+@pytest.mark.parametrize(
+    ("choose", "blocks"), [("spaced", (0, 3, 5)), ("first", (0, 1, 2)), ("last", (3, 4, 5))]
+)
+def test_chosen_blocks_in_uniform_order(choose: Any, blocks: tuple[int, ...]) -> None:
+    assert ls.Kept(3, choose=choose).draw(6, seed=9, step=9).blocks == blocks
+    counts = Counter(o.blocks for o in draws(ls.Kept(3, order="arbitrary", choose=choose), 6))
+    assert_uniform(counts, list(permutations(blocks)))
+
+
+@pytest.mark.parametrize(("low", "high"), [(3, None), (3, 12), (2, 5), (4, 4)])
+def test_number_kept_is_uniform(low: int, high: int | None) -> None:
+    seen = list(draws(ls.Shuffled(depth=(low, high)), 12))
+    numbers = list(range(low, (high or 12) + 1))
+    if len(numbers) > 1:
+        assert_uniform(Counter(map(len, seen)), numbers)
+    assert set(map(len, seen)) == set(numbers)
+    assert not any(order.has_repeats for order in seen)
+    for position in range(low):
+        assert_uniform(Counter(order.blocks[position] for order in seen), list(range(12)))
+
+
+@pytest.mark.parametrize("policy", [ls.Shuffled(drop=0.3), ls.LayerDrop(0.3)], ids=str)
+def test_number_left_by_dropping(policy: OrderPolicy) -> None:
+    """Binomial; where nothing would be left, one block is."""
+    depth = 6
+    shares = [binom.pmf(k, depth, 0.7) * DRAWS for k in range(depth + 1)]
+    wanted = [sum(shares[:3]), *shares[3:]]  # none (one stays), one and two: few, so together
+    counts = Counter(max(2, len(order)) for order in draws(policy, depth))
+    got = [counts[k] for k in range(2, depth + 1)]
+    assert chisquare(got, wanted).pvalue > ALPHA
+
+
+def test_shuffled_drop_is_uniform_in_order() -> None:
+    seen = [order.blocks for order in draws(ls.Shuffled(drop=0.3), 4, count=9600)]
+    assert_uniform(Counter(b for b in seen if len(b) == 4), list(permutations(range(4))))
+    assert_uniform(Counter(b for b in seen if len(b) == 2), list(permutations(range(4), 2)))
+
+
+@pytest.mark.parametrize("p", [0.0, 0.2, 0.7])
+def test_layerdrop_rate_of_each_block(p: float) -> None:
+    depth = 5
+    rate = 1 - p + p**depth / depth
+    seen = list(draws(ls.LayerDrop(p), depth))
+    assert all(list(order) == sorted(order) for order in seen)
+    for block in range(depth):
+        kept = sum(block in order.blocks for order in seen)
+        assert kept == DRAWS if p == 0 else binomtest(kept, DRAWS, rate).pvalue > ALPHA
+
+
+def test_one_block_stays_and_is_uniform() -> None:
+    for policy in (ls.LayerDrop(0.999), ls.Shuffled(drop=0.999)):
+        counts = Counter(order.blocks for order in draws(policy, 4))
+        alone = Counter({blocks: n for blocks, n in counts.items() if len(blocks) == 1})
+        assert alone.total() > 0.98 * DRAWS
+        assert_uniform(alone, [(block,) for block in range(4)])
+
+
+# --- choices --------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 30), st.integers(0, 10**6), st.integers(0, 10**6), st.data())
+def test_kept_orders_are_prefixes_of_each_other(
+    depth: int, seed: int, step: int, data: st.DataObject
+) -> None:
+    k = data.draw(st.integers(1, depth))
+    more = data.draw(st.integers(k, depth))
+    few, many = (ls.Kept(n, order="arbitrary").draw(depth, seed=seed, step=step) for n in (k, more))
+    assert many.blocks[:k] == few.blocks
+    assert ls.Kept(k).draw(depth, seed=seed, step=step).blocks == tuple(sorted(few))
+
+
+@given(st.integers(1, 60), st.data())
+def test_spaced_against_fractions(depth: int, data: st.DataObject) -> None:
+    k = data.draw(st.integers(1, depth))
+    step = Fraction(depth - 1, k - 1) if k > 1 else Fraction(0)
+    wanted = tuple(math.floor(i * step + Fraction(1, 2)) for i in range(k))
+    assert spaced(k, depth) == wanted
+    assert len(set(wanted)) == k
+    assert wanted[0] == 0
+    assert wanted[-1] == (depth - 1 if k > 1 else 0)
+
+
+def test_fixed_and_sequential() -> None:
+    order = ls.ExecutionOrder((2, 2, 0), 3)
+    assert ls.Fixed(order).draw(3, seed=1, step=2) is order
+    assert ls.Sequential().draw(3, seed=1, step=2).is_sequential
+
+
+# --- stored as JSON -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", EVERY_POLICY)
+def test_json_round_trip(name: str) -> None:
+    policy = EVERY_POLICY[name]
+    stored = json.loads(json.dumps(policy_to_json(policy)))
+    again = policy_from_json(stored)
+    assert again == policy
+    assert type(again) is type(policy)
+    assert again.draw(12, seed=3, step=4) == policy.draw(12, seed=3, step=4)
+
+
+def test_every_policy_can_be_stored() -> None:
+    assert {policy_to_json(policy)["policy"] for policy in EVERY_POLICY.values()} == set(POLICIES)
+
+
+# --- refused --------------------------------------------------------------------------------------
+
+
+def _draw(policy: OrderPolicy, depth: int = 12) -> Callable[[], ls.ExecutionOrder]:
+    return lambda: policy.draw(depth, seed=0, step=0)
+
+
+def _stored(data: Any) -> Callable[[], OrderPolicy]:
+    return lambda: policy_from_json(data)
+
+
+BAD: dict[str, tuple[Callable[[], object], str]] = {
+    "drop 1": (lambda: ls.Shuffled(drop=1.0), "[0, 1), 1.0 does not"),
+    "drop negative": (lambda: ls.Shuffled(drop=-0.1), "-0.1 does not"),
+    "drop nan": (lambda: ls.Shuffled(drop=math.nan), "nan does not"),
+    "drop text": (lambda: ls.Shuffled(drop="a"), "a does not"),  # type: ignore[arg-type]
+    "p 1": (lambda: ls.LayerDrop(1), "1 does not"),
+    "p None": (lambda: ls.LayerDrop(None), "None does not"),  # type: ignore[arg-type]
+    "drop and depth": (lambda: ls.Shuffled(drop=0.1, depth=(1, 2)), "not both"),
+    "depth number": (lambda: ls.Shuffled(depth=3), "depth=(low, high), not 3"),  # type: ignore[arg-type]
+    "depth single": (lambda: ls.Shuffled(depth=(3,)), "not (3,)"),  # type: ignore[arg-type]
+    "depth text": (lambda: ls.Shuffled(depth=("3", 4)), "not ('3', 4)"),  # type: ignore[arg-type]
+    "depth beyond": (_draw(ls.Shuffled(depth=(3, 13))), "between 3 and 13 does not fit"),
+    "depth from 0": (_draw(ls.Shuffled(depth=(0, 3))), "between 0 and 3 does not fit"),
+    "depth reversed": (_draw(ls.Shuffled(depth=(5, 4))), "between 5 and 4 does not fit"),
+    "kept beyond": (_draw(ls.Kept(13)), "13 blocks cannot be kept of a model with 12"),
+    "kept 0": (_draw(ls.Kept(0)), "choose a number between 1 and 12"),
+    "kept text": (lambda: ls.Kept("3"), "a number of blocks, not '3'"),  # type: ignore[arg-type]
+    "kept order": (lambda: ls.Kept(3, order="random"), "no order='random'"),  # type: ignore[arg-type]
+    "kept choice": (lambda: ls.Kept(3, choose="best"), "no choose='best'"),  # type: ignore[arg-type]
+    "fixed list": (lambda: ls.Fixed([1, 0]), "takes an ExecutionOrder"),  # type: ignore[arg-type]
+    "fixed other depth": (_draw(ls.Fixed(ls.ExecutionOrder((0,), 3))), "made for 3 blocks"),
+    "sequential 0": (_draw(ls.Sequential(), 0), "at least 1, not 0"),
+    "shuffled 0": (_draw(ls.Shuffled(), 0), "at least 1, not 0"),
+    "stored list": (_stored([1]), "stored as a mapping"),
+    "stored name": (_stored({"policy": "best"}), "'best' is not an order policy"),
+    "stored no name": (_stored({}), "None is not an order policy"),
+    "stored odd name": (_stored({"policy": ["kept"]}), "['kept'] is not an order policy"),
+    "stored option": (_stored({"policy": "kept", "k": 2, "j": 1}), "has other options"),
+    "stored missing": (_stored({"policy": "kept"}), "has other options"),
+    "stored text k": (_stored({"policy": "kept", "k": "2"}), "not '2'"),
+    "stored order": (_stored({"policy": "fixed", "order": [1]}), "takes an ExecutionOrder"),
+    "stored bad order": (_stored({"policy": "fixed", "order": {}}), "not an execution order"),
+}
+
+
+@pytest.mark.parametrize(("make", "phrase"), BAD.values(), ids=list(BAD))
+def test_refused_with_the_reason(make: Callable[[], object], phrase: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        make()
+    assert phrase in str(caught.value)

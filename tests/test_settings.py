@@ -1,0 +1,125 @@
+"""Settings: layers, validation, and errors that name the key and the nearest valid one."""
+
+import pytest
+import yaml
+
+from layershuffle.errors import SettingsError, UsageError
+from layershuffle.position_forms import EncodingForm
+from layershuffle.settings import (
+    EvalSettings,
+    FitSettings,
+    StudySettings,
+    digest,
+    from_environment,
+    read_recipe,
+)
+
+BASE = {"method": "layershuffle", "model": "bundled:digits", "data": "digit-pairs"}
+STUDY = {"name": "s", "model": "bundled:digits", "data": "digit-pairs"}
+
+
+def test_defaults_are_the_papers():
+    settings = FitSettings(**BASE)
+    assert (settings.lr, settings.batch_size, settings.schedule) == (1e-4, 128, "linear")
+    assert settings.clip == 1.0
+    assert settings.weight_decay == 0.0
+    assert not settings.paper_protocol
+    assert settings.encoding == EncodingForm()
+
+
+@pytest.mark.parametrize(
+    ("fields", "phrase"),
+    [
+        ({"lr": -1}, "lr: Input should be greater than 0"),
+        ({"lrr": 1e-3}, "'lrr' is not a setting, did you mean 'lr'"),
+        ({"batchsize": 64}, "did you mean 'batch_size'"),
+        ({"steps": 5, "epochs": 2}, "steps and epochs exclude each other"),
+        ({"batch_size": 10, "accumulate": 3}, "accumulate=3 does not divide batch_size=10"),
+        ({"method": "layershufle"}, "did you mean 'layershuffle'"),
+        ({"steps": "many"}, "steps: Input should be a valid integer"),
+        ({"encoding": {"table": "none"}}, "table"),
+        ({"holdout": 1.0}, "holdout"),
+    ],
+)
+def test_wrong_settings(fields, phrase):
+    with pytest.raises(SettingsError) as caught:
+        FitSettings(**{**BASE, **fields})
+    assert phrase in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_environment():
+    found = from_environment(FitSettings, {"LAYERSHUFFLE_LR": "3e-3", "LAYERSHUFFLE_EMA": "null"})
+    assert FitSettings(**{**BASE, **found}).lr == 3e-3
+    assert found["ema"] is None
+
+
+@pytest.mark.parametrize(
+    ("text", "phrase"),
+    [
+        ("- a\n- b\n", "a YAML mapping"),
+        ("a: [", "cannot be read"),
+        ("a: !!python/object/apply:os.system ['true']", "cannot be read"),
+        ("1: 2", "a YAML mapping"),
+        ("", "a YAML mapping"),
+        ("[" * 5000, "cannot be read"),
+    ],
+)
+def test_hostile_recipes(tmp_path, text, phrase):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=phrase) as caught:
+        read_recipe(path)
+    assert "recipe.yaml" in str(caught.value)
+
+
+def test_recipe_that_is_absent_or_huge(tmp_path):
+    with pytest.raises(UsageError, match="cannot be read"):
+        read_recipe(tmp_path / "none.yaml")
+    huge = tmp_path / "huge.yaml"
+    huge.write_text("a: " + "b" * (1 << 20))
+    with pytest.raises(UsageError, match="small YAML file"):
+        read_recipe(huge)
+
+
+def test_shipped_recipes_are_valid(repository):
+    fits, studies = ["digits-base.yaml"], ["digits-quick.yaml"]
+    for name in fits:
+        FitSettings(**read_recipe(repository / "recipes" / name))
+    for name in studies:
+        StudySettings(**read_recipe(repository / "recipes" / name))
+    assert sorted(p.name for p in (repository / "recipes").glob("*.yaml")) == sorted(fits + studies)
+
+
+def test_study_settings_reach_every_run():
+    study = StudySettings(
+        **STUDY,
+        arms=[{"method": "layerdrop", "name": "half", "fit": {"drop": 0.5, "lr": 1e-3}}],
+        fit={"steps": 7, "lr": 1e-2},
+        seeds=[3],
+    )
+    settings = study.fit_settings(study.arms[0], 3)
+    assert (settings.drop, settings.lr, settings.steps, settings.seed) == (0.5, 1e-3, 7, 3)
+    assert study.arms[0].label == "half"
+
+
+@pytest.mark.parametrize(
+    ("fields", "phrase"),
+    [
+        ({"arms": [{"method": "baseline"}, {"method": "baseline"}]}, "two arms have one label"),
+        ({"arms": [{"method": "baseline", "fit": {"lrr": 1}}]}, "did you mean 'lr'"),
+        ({"arms": [{"metod": "baseline"}]}, "metod"),
+        ({"arms": [], "evaluate": {"mode": "sequential"}}, "did you mean 'modes'"),
+    ],
+)
+def test_wrong_studies(fields, phrase):
+    with pytest.raises(SettingsError) as caught:
+        StudySettings(**{**STUDY, **fields})
+    assert phrase in str(caught.value)
+
+
+def test_digest_is_of_the_content():
+    one, same = FitSettings(**BASE), FitSettings(**yaml.safe_load(yaml.safe_dump(BASE)))
+    assert digest(one) == digest(same)
+    assert digest(one) != digest(FitSettings(**BASE, seed=1))
+    assert digest(EvalSettings()) != digest(one)

@@ -1,0 +1,355 @@
+"""The block stack itself: contexts, slices, walks, threads, and what it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError, checkpoint
+
+import layershuffle as ls
+from common import DEPTH, FAMILIES, LONGER, PERMUTED, PRUNED, SEQUENTIAL, images, logits_of, score
+from layershuffle.errors import StackError, UsageError
+from layershuffle.parts import Step
+from layershuffle.stack import BlockStack, stack_of, walking, with_parts
+
+VIT, TORCHVISION = FAMILIES["timm-vit"], FAMILIES["torchvision-vit"]
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    """A wrapped pico ViT."""
+    return VIT.wrapped()
+
+
+@torch.no_grad()
+def along(model: nn.Module, order: Any, batch: Tensor | None = None) -> Tensor:
+    """Logits of one order."""
+    with ls.running(model, order):
+        return logits_of(model(images() if batch is None else batch))
+
+
+# --- contexts -------------------------------------------------------------------------------------
+
+
+def test_running_yields_the_order(model: nn.Module) -> None:
+    with ls.running(model, [2, 0]) as order:
+        assert order == ls.ExecutionOrder((2, 0), DEPTH)
+    with ls.running(model, [order, order]) as orders:
+        assert orders == (order, order)
+
+
+@pytest.mark.parametrize(
+    "order",
+    [PERMUTED, list(PERMUTED), np.array(PERMUTED), torch.tensor(PERMUTED), iter(PERMUTED)],
+    ids=["tuple", "list", "numpy", "torch", "iterator"],
+)
+def test_orders_of_any_kind(model: nn.Module, order: Any) -> None:
+    wanted = along(model, ls.ExecutionOrder(PERMUTED, DEPTH))
+    assert torch.equal(along(model, order), wanted)
+
+
+def test_nested_orders_and_the_way_back(model: nn.Module) -> None:
+    outer, inner, plain = (along(model, o) for o in (PERMUTED, PRUNED, SEQUENTIAL))
+    with torch.no_grad(), ls.running(model, PERMUTED):
+        with ls.running(model, PRUNED):
+            assert torch.equal(model(images()), inner)
+        assert torch.equal(model(images()), outer)
+        with pytest.raises(ZeroDivisionError), ls.running(model, PRUNED):
+            raise ZeroDivisionError
+        assert torch.equal(model(images()), outer)
+        each = [ls.ExecutionOrder(PRUNED, DEPTH)] * 3
+        with ls.running(model, each):
+            assert torch.equal(model(images()), inner)
+            with ls.running(model, PERMUTED):
+                assert torch.equal(model(images()), outer)
+    with torch.no_grad():
+        assert torch.equal(model(images()), plain)
+
+
+def test_models_do_not_share_orders(model: nn.Module) -> None:
+    other = TORCHVISION.wrapped()
+    wanted = along(model, PERMUTED), along(other, PRUNED)
+    with torch.no_grad(), ls.running(model, PERMUTED), ls.running(other, PRUNED):
+        assert torch.equal(model(images()), wanted[0])
+        assert torch.equal(other(images()), wanted[1])
+
+
+def test_a_new_thread_starts_without_an_order(model: nn.Module) -> None:
+    got: list[Tensor] = []
+    with ls.running(model, PERMUTED):
+        thread = threading.Thread(target=lambda: got.append(model(images()).detach()))
+        thread.start()
+        thread.join()
+    assert torch.equal(got[0], along(model, SEQUENTIAL))
+
+
+def test_interleaved_tasks_never_mix(model: nn.Module) -> None:
+    """Two coroutines that take turns inside their `with` blocks keep their orders."""
+    wanted = [along(model, order) for order in (PERMUTED, PRUNED)]
+
+    async def task(order: tuple[int, ...]) -> list[Tensor]:
+        out = []
+        with ls.running(model, order):
+            for _ in range(3):
+                await asyncio.sleep(0)
+                out.append(model(images()).detach())
+        return out
+
+    async def both() -> list[list[Tensor]]:
+        return await asyncio.gather(task(PERMUTED), task(PRUNED))
+
+    for answers, right in zip(asyncio.run(both()), wanted, strict=True):
+        assert all(torch.equal(answer, right) for answer in answers)
+
+
+# --- the container's own interface ----------------------------------------------------------------
+
+
+def test_iteration_length_and_index_follow_the_order(model: nn.Module) -> None:
+    stack, blocks = stack_of(model), ls.blocks_of(model)
+    for order in (SEQUENTIAL, PERMUTED, PRUNED, LONGER):
+        with ls.running(model, order):
+            assert len(stack) == len(order)
+            assert list(stack) == [blocks[b] for b in order]
+            assert stack[0] is blocks[order[0]]
+            assert stack[-1] is blocks[order[-1]]
+            assert list(stack[1:3]) == [blocks[b] for b in order[1:3]]
+            assert list(stack[:DEPTH]) == [blocks[b] for b in order], "blocks[:depth] means all"
+            assert stack.depth == DEPTH
+            assert stack.block(2) is blocks[2]
+            with pytest.raises(IndexError):
+                stack[len(order)]
+
+
+@pytest.mark.parametrize("index", [slice(None, 2), slice(1, 3), slice(None, None, 2), slice(-2, 9)])
+@pytest.mark.parametrize(
+    "family", [VIT, TORCHVISION, FAMILIES["hf-vit"]], ids=lambda value: getattr(value, "name", None)
+)
+def test_slices_without_an_order_are_the_hosts(family: Any, index: slice) -> None:
+    """A wrapped container slices like the unwrapped one: same blocks, same keys."""
+    wanted = family.container(family.plain())[index]
+    part = family.container(family.wrapped())[index]
+    assert isinstance(part, BlockStack)
+    assert list(part.state_dict()) == list(wanted.state_dict())
+    host = ls.unwrap(part)
+    assert type(host) is type(wanted)
+
+
+def test_pruning_a_wrapped_timm_model(model: nn.Module) -> None:
+    """timm's `prune_intermediate_layers` cuts the stack by a slice; it stays a stack."""
+    plain = VIT.plain()
+    for one in (plain, model):
+        one.prune_intermediate_layers([1], prune_norm=False, prune_head=False)
+    assert ls.depth_of(model) == 2
+    assert list(model.state_dict()) == list(plain.state_dict())
+    with torch.no_grad():
+        assert torch.equal(along(model, (0, 1)), plain(images()))
+    assert not torch.equal(along(model, (1, 0)), along(model, (0, 1)))
+
+
+def test_repr_under_parts(model: nn.Module) -> None:
+    with ls.running(model, PRUNED), ls.tap(model):
+        assert "BlockStack" in repr(model)
+
+
+# --- parts and walks ------------------------------------------------------------------------------
+
+
+class Recording:
+    """A part that adds a constant and remembers its steps."""
+
+    def __init__(self, add: float, calls: list[tuple[str, Step]]) -> None:
+        self.add, self.calls = add, calls
+
+    def before(self, state: Tensor, step: Step) -> Tensor:
+        """Adds."""
+        self.calls.append((f"before {self.add}", step))
+        return state + self.add
+
+    def after(self, state: Tensor, step: Step) -> None:
+        """Remembers."""
+        self.calls.append((f"after {self.add}", step))
+
+
+def test_parts_run_in_the_order_they_were_added(model: nn.Module) -> None:
+    calls: list[tuple[str, Step]] = []
+    first, second = Recording(1.0, calls), Recording(2.0, calls)
+    with with_parts(model, first), ls.running(model, PRUNED), with_parts(model, second):
+        model(images())
+    names = ["before 1.0", "before 2.0", "after 1.0", "after 2.0"]
+    assert [name for name, _ in calls] == names * 2
+    assert [step for _, step in calls[::4]] == [Step(0, 3), Step(1, 1)]
+    calls.clear()
+    model(images())
+    assert calls == []
+
+
+def test_parts_without_an_order(model: nn.Module) -> None:
+    with ls.tap(model) as tap:
+        out = model(images())
+    assert torch.equal(out, VIT.plain()(images()))
+    assert [(r.position, r.block) for r in tap.records] == list(enumerate(SEQUENTIAL))
+
+
+def test_replays_are_marked(model: nn.Module) -> None:
+    calls: list[tuple[str, Step]] = []
+    model.set_grad_checkpointing(True)
+    model.train()
+    with with_parts(model, Recording(0.0, calls)), ls.running(model, PERMUTED):
+        out = model(images())
+        assert not any(step.replay for _, step in calls)
+        forward = len(calls)
+        out.sum().backward()
+    assert len(calls) > forward
+    assert all(step.replay for _, step in calls[forward:])
+
+
+def test_a_walk_of_ones_own(model: nn.Module) -> None:
+    def walk(call: Any, state: Tensor) -> Tensor:
+        for position, block in enumerate(PERMUTED):
+            state = call(block, position, state, None)
+        return state
+
+    with walking(model, walk), ls.tap(model) as tap, torch.no_grad():
+        assert torch.equal(model(images()), along(model, PERMUTED))
+    assert [(r.position, r.block, r.rows) for r in tap.records] == [
+        (position, block, None) for position, block in enumerate(PERMUTED)
+    ]
+
+
+def test_groups_share_one_run_of_a_block(model: nn.Module) -> None:
+    """Equal orders for every sample cost as many block runs as one shared order."""
+    runs: list[int] = []
+    for index, block in enumerate(ls.blocks_of(model)):
+        block.register_forward_hook(lambda *_, index=index: runs.append(index))
+    along(model, [ls.ExecutionOrder(PERMUTED, DEPTH)] * 3)
+    assert runs == list(PERMUTED)
+
+
+# --- refused --------------------------------------------------------------------------------------
+
+
+def test_functions_need_a_wrapped_model() -> None:
+    plain = VIT.plain()
+    for call in (ls.blocks_of, ls.depth_of, stack_of):
+        with pytest.raises(StackError, match="holds 0 block stacks"):
+            call(plain)
+    for context in (ls.tap(plain), ls.running(plain, PERMUTED)):
+        with pytest.raises(StackError, match=r"call layershuffle.wrap\(model\) first"), context:
+            pass
+
+
+BAD_ORDERS = {
+    "unknown": ([0, 4], "4 is not a block of this model"),
+    "negative": ([-1], "-1 is not a block"),
+    "empty": ([], "at least one block"),
+    "text": ("2,0", "'2' is not a block"),
+    "other depth": (ls.ExecutionOrder((0, 1), 5), "made for 5 blocks, the model has 4"),
+    "one of several": (
+        [ls.ExecutionOrder((0,), 4), ls.ExecutionOrder((0,), 5)],
+        "made for 5 blocks",
+    ),
+    "fractions": (torch.tensor([0.0, 1.0]), "is not a block"),
+}
+
+
+@pytest.mark.parametrize(("order", "phrase"), BAD_ORDERS.values(), ids=list(BAD_ORDERS))
+def test_bad_orders(model: nn.Module, order: Any, phrase: str) -> None:
+    with pytest.raises(UsageError) as caught, ls.running(model, order):
+        pass
+    assert phrase in str(caught.value)
+    assert torch.equal(along(model, SEQUENTIAL), VIT.plain()(images()))
+
+
+def test_wrap_at_another_place_is_refused(model: nn.Module) -> None:
+    for path in ("nowhere", "head", "blocks.0"):
+        with pytest.raises(StackError, match="wrapped already, and not at"):
+            ls.wrap(model, blocks=path)
+    assert ls.wrap(model, blocks="blocks") is model
+
+
+@pytest.mark.parametrize(
+    "family", [VIT, FAMILIES["hf-vit"], TORCHVISION], ids=lambda value: getattr(value, "name", None)
+)
+def test_data_parallel_replicas_are_refused(family: Any) -> None:
+    """`nn.DataParallel` makes copies of every module and runs them in threads without an order."""
+    model = family.wrapped()
+    container = family.container(model)
+    owner, _, name = family.path.rpartition(".")
+    replica = container._replicate_for_data_parallel()
+    assert replica._is_replica
+    model.get_submodule(owner)._modules[name] = replica
+    with pytest.raises(StackError, match="DataParallel copies the model into threads"):
+        model(images())
+
+
+def checkpointed_stack() -> nn.Module:
+    """A torchvision model whose whole stack is one checkpointed region."""
+    model = TORCHVISION.wrapped()
+    stack = stack_of(model)
+    stack.forward = partial(checkpoint, stack.forward, use_reentrant=False)
+    return model
+
+
+def _backward_error(loss: Tensor) -> list[Exception]:
+    """Run backward in a new thread, as autograd does for GPUs; what it raised."""
+    errors: list[Exception] = []
+
+    def work() -> None:
+        try:
+            loss.backward()
+        except StackError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    return errors
+
+
+def test_replay_of_the_stack_without_its_order_is_refused() -> None:
+    """Otherwise the backward pass would silently belong to the sequential order."""
+    model = checkpointed_stack()
+    with ls.running(model, PERMUTED):
+        errors = _backward_error(score(model(images())))
+        assert "where its execution order is not set" in str(errors[0])
+        outside = score(model(images()))
+    with pytest.raises(StackError, match="checkpoint the blocks one by one"):
+        outside.backward()
+
+
+def test_replay_of_a_plain_stack_is_allowed() -> None:
+    """Also after the model ran along an order: what counts is the last forward."""
+    model = checkpointed_stack()
+    along(model, PERMUTED)
+    assert _backward_error(score(model(images()))) == []
+    wanted = TORCHVISION.plain()
+    score(wanted(images())).backward()
+    for one, two in zip(model.parameters(), wanted.parameters(), strict=True):
+        assert torch.equal(one.grad, two.grad)
+
+
+def test_replay_of_the_stack_without_its_parts_is_refused_by_torch() -> None:
+    """The encoding is gone when a whole stack is replayed: torch notices the missing tensors."""
+    model = ls.add_position(checkpointed_stack(), encoding=ls.EncodingForm())
+    with ls.running(model, PERMUTED):
+        loss = score(model(images()))
+        with pytest.raises(CheckpointError, match="different number of tensors"):
+            loss.backward()
+
+
+def test_export_of_a_pruned_order(model: nn.Module) -> None:
+    """The exported program holds the parameters' names of the host and runs without us."""
+    wanted = along(model, PRUNED)
+    with ls.running(model, PRUNED):
+        program = torch.export.export(model, (images(),))
+    assert set(program.state_dict) == set(VIT.plain().state_dict())
+    assert torch.equal(program.module()(images()), wanted)
+    assert torch.equal(along(model, SEQUENTIAL), VIT.plain()(images()))

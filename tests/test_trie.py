@@ -1,0 +1,96 @@
+"""The prefix trie: exact counts, and outputs bit-equal to running the orders one by one."""
+
+from itertools import combinations
+from random import Random
+
+import pytest
+import torch
+from tests.common import FAMILIES, images, logits_of
+
+import layershuffle as ls
+from layershuffle.orders import ExecutionOrder
+from layershuffle.stack import running
+from layershuffle.trie import block_executions, build_trie, forward_trie
+
+DEPTH = 12
+VIT = "timm-vit"
+
+
+def orders(*blocks):
+    return [ExecutionOrder(tuple(one), DEPTH) for one in blocks]
+
+
+def ascending_without(missing):
+    kept = [tuple(b for b in range(DEPTH) if b not in gone) for gone in missing]
+    return orders(*kept)
+
+
+@pytest.mark.parametrize(
+    ("name", "swept", "runs"),
+    [
+        ("truncations", [tuple(range(k)) for k in range(1, DEPTH + 1)], 12),
+        ("all subsets", [c for k in range(1, 13) for c in combinations(range(12), k)], 4095),
+    ],
+)
+def test_counts_of_sweeps(name, swept, runs):
+    assert block_executions(build_trie(orders(*swept))) == runs, name
+
+
+def test_counts_of_missing_blocks():
+    base = orders(range(DEPTH))
+    one = ascending_without([{b} for b in range(DEPTH)])
+    two = ascending_without([set(pair) for pair in combinations(range(DEPTH), 2)])
+    assert block_executions(build_trie(base + one)) == 78
+    assert block_executions(build_trie(two)) == 285
+
+
+def test_count_of_random_orders():
+    random = Random(0)
+    drawn = orders(*(random.sample(range(DEPTH), DEPTH) for _ in range(64)))
+    assert block_executions(build_trie(drawn)) == 705
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_bit_equal_to_one_by_one(family):
+    model = FAMILIES[family].wrapped()
+    swept = [
+        ExecutionOrder(blocks, 4)
+        for blocks in [(0, 1, 2, 3), (2, 0, 3, 1), (2, 0), (2, 0, 3), (1,), (2, 0, 0, 3, 3), (2, 0)]
+    ]
+    batch = images(3)
+    found = {}
+    with torch.inference_mode():
+        for ends, out in forward_trie(
+            model, batch, build_trie(swept), forward=lambda x: logits_of(model(x))
+        ):
+            found.update(dict.fromkeys(ends, out))
+        assert sorted(found) == list(range(len(swept)))
+        for index, order in enumerate(swept):
+            with running(model, order):
+                expected = logits_of(model(batch))
+            assert torch.equal(found[index], expected), f"{family}: order {order}"
+
+
+def test_position_encoding_reaches_the_trie():
+    model = ls.add_position(FAMILIES[VIT].plain(), encoding=ls.EncodingForm()).eval()
+    swept = [ExecutionOrder(blocks, 4) for blocks in [(2, 0, 3, 1), (2, 0), (0, 1, 2, 3)]]
+    batch = images(2)
+    with torch.inference_mode():
+        for ends, out in forward_trie(
+            model, batch, build_trie(swept), forward=lambda x: logits_of(model(x))
+        ):
+            for index in ends:
+                with running(model, swept[index]):
+                    assert torch.equal(out, logits_of(model(batch)))
+
+
+def test_each_block_runs_once_per_node():
+    model = FAMILIES[VIT].wrapped()
+    runs = []
+    for number, block in enumerate(ls.blocks_of(model)):
+        block.register_forward_hook(lambda *_, number=number: runs.append(number))
+    swept = [ExecutionOrder(b, 4) for b in [(0, 1, 2, 3), (0, 1, 3, 2), (0, 1), (3,)]]
+    trie = build_trie(swept)
+    with torch.inference_mode():
+        list(forward_trie(model, images(1), trie, forward=lambda x: logits_of(model(x))))
+    assert len(runs) == block_executions(trie) == 7
