@@ -155,7 +155,6 @@ MANY_POSITIONAL = {
     ("training.events", "on_evaluate"): "as above",
     ("training.events", "on_save"): "as above",
     ("training.trainer", "compute_loss"): "transformers fixes the signature",
-    ("training.trainer", "on_optimizer_step"): "as above",
 }
 
 

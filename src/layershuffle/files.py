@@ -174,6 +174,7 @@ def _exchange(one: Path, two: Path) -> bool:
 def _flush(directory: Path) -> None:
     for path in sorted(directory.rglob("*")):
         if path.is_file():
+            os.chmod(path, 0o644)  # some savers write for their user alone
             descriptor = os.open(path, os.O_RDONLY)
             try:
                 os.fsync(descriptor)

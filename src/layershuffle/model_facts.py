@@ -92,6 +92,8 @@ def form_of(
     try:
         form = form_from_json(kind, data)
         TypeAdapter(kind).validate_python(dict(data))
+        if isinstance(form, EncodingForm) and not 0 <= form.dropout <= 1:
+            raise UsageError(f"dropout lies in [0, 1], {form.dropout} does not")
     except (UsageError, ValidationError, TypeError) as error:
         raise ModelFileError(
             f"The position part is not a {kind.__name__} ({' '.join(str(error).split())[:300]})",
@@ -123,8 +125,10 @@ def _check_policy(facts: Facts, path: Path) -> None:
         return
     try:
         policy_from_json(facts.policy)
-    except UsageError as error:
-        raise ModelFileError(error.cause, place=path, hint=error.hint) from error
+    except (UsageError, TypeError) as error:
+        raise ModelFileError(
+            f"The order policy is not one ({error})", place=path, hint="save the model again"
+        ) from error
 
 
 def _invalid(error: ValidationError, path: Path) -> ModelFileError:

@@ -241,8 +241,9 @@ def listed(names: Iterable[str], *, limit: int = 3) -> str:
 
 
 def _shards(directory: Path, index: Path) -> tuple[Path, ...]:
+    again = "take the model from its source again"
     weight_map = read_json(index, limit=MAX_INDEX_BYTES).get("weight_map")
-    names = set(weight_map.values()) if isinstance(weight_map, dict) else set()
+    names = list(weight_map.values()) if isinstance(weight_map, dict) else []
     for name in names:
         # A name with a path in it would make us read outside the directory.
         if (
@@ -250,12 +251,14 @@ def _shards(directory: Path, index: Path) -> tuple[Path, ...]:
             or Path(name).name != name
             or Path(name).suffix != ".safetensors"
         ):
-            raise ModelFileError(f"The shard {name!r} is not a safetensors file here", place=index)
+            raise ModelFileError(
+                f"The shard {name!r} is not a safetensors file here", place=index, hint=again
+            )
         if not (directory / name).is_file():
-            raise ModelFileError(f"The shard {name} is missing", place=directory)
+            raise ModelFileError(f"The shard {name} is missing", place=directory, hint=again)
     if not names:
-        raise ModelFileError("The index names no shard", place=index)
-    return tuple(directory / name for name in sorted(names))
+        raise ModelFileError("The index names no shard", place=index, hint=again)
+    return tuple(directory / name for name in sorted(set(names)))
 
 
 def _damaged(path: Path, error: Exception) -> ModelFileError:

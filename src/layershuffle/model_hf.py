@@ -206,7 +206,11 @@ def _checked_config(directory: Path) -> Any:
 def _refuse_code(data: Mapping[str, Any], place: Path) -> None:
     for key, value in data.items():
         where = f"{key} = {str(value)[:80]!r}"
-        if key.endswith("attn_implementation") and value is not None and value not in _ATTENTION:
+        if (
+            key.endswith("attn_implementation")
+            and value is not None
+            and str(value) not in _ATTENTION
+        ):
             raise ModelFileError(
                 f"The configuration asks for code from elsewhere ({where})",
                 place=place,

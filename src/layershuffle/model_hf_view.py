@@ -90,7 +90,7 @@ def _from_processor(
         mean=tuple(scale * one for one in per_channel(mean, channels)),
         std=tuple(scale * one for one in per_channel(std, channels)),
         interpolation=_interpolation(settings.get("resample"), habit),
-        crop_pct=min(1.0, min(height, width) / min(resized)),
+        crop_pct=min(1.0, min(height, width) / max(1, min(resized))),
     )
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from torch import nn
 
 from layershuffle.errors import ModelFileError
 from layershuffle.model_facts import FACTS, Facts, form_of
 from layershuffle.model_files import (
+    Shape,
     check_depth,
+    check_tensors,
     read_tensors,
     shapes_of,
     tensor_shapes,
@@ -30,30 +32,45 @@ def with_stored_parts(host: nn.Module, facts: Facts, *, directory: Path) -> nn.M
     if encoding is None and prediction is None:
         if path.exists():
             raise ModelFileError(
-                f"{FACTS} knows nothing of this file", place=path, hint="save again"
+                f"{FACTS} knows nothing of this file", place=path, hint="save the model again"
             )
         return host
-    depth, width, place = facts.depth, width_of(host), directory / FACTS
+    place = directory / FACTS
+    shapes = tensor_shapes(path)
+    _check_part_depth(shapes, facts.depth, path=path)
     model = PositionedModel(host)
-    # Without memory first: a form may ask for any size.
-    with torch.device("meta"):
-        if encoding is not None:
-            form = cast(EncodingForm, form_of(EncodingForm, encoding, path=place))
-            model.encoding = PositionEncoding(depth, width, form=form, seed=0)
-        if prediction is not None:
-            guess = cast(PredictionForm, form_of(PredictionForm, prediction, path=place))
-            model.prediction = PositionPrediction(depth, width, form=guess, seed=0)
+    if encoding is not None:
+        form = cast(EncodingForm, form_of(EncodingForm, encoding, path=place))
+        _check_features(shapes, form, path=path)
+        model.encoding = PositionEncoding(facts.depth, width_of(host), form=form, seed=0)
+    if prediction is not None:
+        guess = cast(PredictionForm, form_of(PredictionForm, prediction, path=place))
+        model.prediction = PositionPrediction(facts.depth, width_of(host), form=guess, seed=0)
     parts = _parts_of(model)
-    _check_part_depth(path, depth)
     tensors = read_tensors(path, shapes_of(parts.state_dict()))
     parts.load_state_dict(tensors, strict=True, assign=True)
     return model
 
 
-def _check_part_depth(path: Path, depth: int) -> None:
-    for name, shape in tensor_shapes(path).items():
-        if name in ("encoding.table", "prediction.classifiers.0.bias"):
-            check_depth(shape[-2] if name == "encoding.table" else shape[0], depth, place=path)
+def _check_part_depth(shapes: Mapping[str, Shape], depth: int, *, path: Path) -> None:
+    # A table is [depth, features] or [depth, depth, features]; a bias has a number per position.
+    for name, axis in (("encoding.table", -2), ("prediction.classifiers.0.bias", -1)):
+        if len(shapes.get(name, ())) >= -axis:
+            check_depth(shapes[name][axis], depth, place=path)
+
+
+def _check_features(shapes: Mapping[str, Shape], form: EncodingForm, *, path: Path) -> None:
+    # Before the part is built: a form may ask for any size.
+    stored = shapes.get("encoding.table", ())[-1:]
+    if stored and stored != (form.features,):
+        raise ModelFileError(
+            f"The tensor encoding.table has shape {shapes['encoding.table']}, {FACTS} says "
+            f"features = {form.features}",
+            place=path,
+            hint="the files come from different models: save the model again",
+        )
+    if not stored:
+        check_tensors(shapes, {"encoding.table": ()}, place=path)
 
 
 def _parts_of(model: PositionedModel) -> nn.ModuleDict:

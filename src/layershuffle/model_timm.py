@@ -314,7 +314,11 @@ def _plain_json(args: dict[str, Any]) -> dict[str, Any]:
 
 def _check_rebuilt(host: Host, name: str, args: Mapping[str, Any]) -> None:
     """Raises `UsageError` unless `name` and `args` give a model that computes the same."""
-    sketch = _sketch(name, args)
+    hint = "name what the model was built with: save(model, directory, model_args={'depth': 12})"
+    try:
+        sketch = _sketch(name, args)
+    except UsageError as error:
+        raise UsageError(error.cause, hint=hint) from error
     for what in (lambda m: shapes_of(m.state_dict()), _behaviour):
         ours, theirs = what(host), what(sketch)
         for key in sorted(ours.keys() | theirs.keys()):
@@ -322,8 +326,7 @@ def _check_rebuilt(host: Host, name: str, args: Mapping[str, Any]) -> None:
                 raise UsageError(
                     f"timm.create_model({name!r}) with {dict(args)} gives another model than this "
                     f"one: {key} is {theirs.get(key)!r} there and {ours.get(key)!r} here",
-                    hint="name what the model was built with: save(model, directory, "
-                    "model_args={'depth': 12, ...})",
+                    hint=hint,
                 )
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from layershuffle.errors import SettingsError, UsageError
 from layershuffle.methods import find_method
@@ -225,6 +225,18 @@ def from_environment(
         for name, variable in names.items()
         if variable in source
     }
+
+
+def field_value(kind: type[Settings], name: str, value: Any) -> Any:
+    """`value` as the type of that setting: YAML reads 1e-3 as text, and groups as mappings.
+
+    Raises `SettingsError` for a value that the setting cannot have.
+    """
+    try:
+        return TypeAdapter(kind.model_fields[name].rebuild_annotation()).validate_python(value)
+    except ValidationError as error:
+        problems = (_problem(kind, {**one, "loc": (name, *one["loc"])}) for one in error.errors())
+        raise SettingsError("; ".join(problems)) from error
 
 
 def digest(settings: Settings) -> str:

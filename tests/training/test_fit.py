@@ -4,6 +4,7 @@ The oracle for the whole trainer is a plain PyTorch loop written out below.
 """
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -83,26 +84,20 @@ def undisturbed(tmp_path_factory):
     return found
 
 
-# The run kills its own process, as a power cut would, right after the event it is told.
-KILLED = """
-import json, os, signal, sys, torch
-from pathlib import Path
-from layershuffle.settings import FitSettings
-from layershuffle.training import fit
-torch.set_num_threads(1)
-fields, out, kind, step, number = json.loads(sys.argv[1])
-def listen(event):
-    if event["kind"] == kind and event.get("step") == step:
-        os.kill(os.getpid(), number)
-fit(FitSettings(**fields), Path(out), listeners=[listen])
-"""
+# Processes to be killed are forked from one that has imported everything already.
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["layershuffle.training", "layershuffle.data.digits"])
 
 
-def run_killed(arm, out, *, kind, step, number=signal.SIGKILL):
-    fields = {**BASE, "method": "layershuffle", **arm}
-    argument = json.dumps([fields, str(out), kind, step, number])
-    command = [sys.executable, "-c", KILLED, argument]
-    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
+def fit_until_killed(arm, out, *, kind, step):
+    """A run that kills its own process, as a power cut would, at one of its events."""
+
+    def listen(event):
+        if event["kind"] == kind and event.get("step") == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    torch.set_num_threads(1)
+    fit(settings(**arm), out, listeners=[listen])
 
 
 @pytest.mark.parametrize(
@@ -119,8 +114,12 @@ def run_killed(arm, out, *, kind, step, number=signal.SIGKILL):
 )
 def test_killed_runs_end_at_the_same_weights(undisturbed, tmp_path, name, kind, step):
     out = tmp_path / "run"
-    killed = run_killed(ARMS[name], out, kind=kind, step=step)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    killed = SERVER.Process(
+        target=fit_until_killed, args=(ARMS[name], out), kwargs={"kind": kind, "step": step}
+    )
+    killed.start()
+    killed.join(300)
+    assert killed.exitcode == -signal.SIGKILL
     assert not (out / "result.json").exists()
     fit(settings(**ARMS[name]), out)
     assert_same_weights(weights(out), weights(undisturbed[name][0]))

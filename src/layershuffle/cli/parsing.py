@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,7 +10,7 @@ import tyro
 from pydantic_core import PydanticUndefined
 
 from layershuffle.errors import SettingsError, UsageError
-from layershuffle.settings import Settings, from_environment, read_recipe
+from layershuffle.settings import Settings, field_value, from_environment, read_recipe
 
 AnySettings = TypeVar("AnySettings", bound=Settings)
 Parsed = TypeVar("Parsed")
@@ -53,10 +52,8 @@ def _defaults(kind: type[AnySettings], fields: dict[str, Any]) -> AnySettings:
     values: dict[str, Any] = {}
     for name, field in kind.model_fields.items():
         default: Any = field.get_default(call_default_factory=True)
-        value = fields.get(name, tyro.MISSING if default is PydanticUndefined else default)
-        # A recipe's nested mapping becomes the dataclass that tyro shows as a group of flags.
-        is_group = isinstance(value, dict) and is_dataclass(default)
-        values[name] = replace(default, **value) if is_group else value
+        missing = tyro.MISSING if default is PydanticUndefined else default
+        values[name] = field_value(kind, name, fields[name]) if name in fields else missing
     return kind.model_construct(None, **values)
 
 
