@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from tests.common import CLASSES, FAMILIES, images, logits_of
 
 import layershuffle as ls
+from common import CLASSES, FAMILIES, images, logits_of
 from layershuffle.errors import DataError, UsageError
 from layershuffle.evaluation import evaluate
 from layershuffle.modes import Mode, parse_modes
@@ -36,7 +36,7 @@ def slow_score(model, order_at):
 def test_equal_to_the_slow_path():
     model = VIT.wrapped()
     modes = parse_modes("sequential,arbitrary,kept:2,kept:3:arbitrary,kept:2:sequential:spaced")
-    scores = evaluate(model, BATCHES, modes, num_orders=3, seed=4)
+    scores = evaluate(model, BATCHES, modes=modes, num_orders=3, seed=4)
     assert [s.mode for s in scores] == [m for m in modes for _ in range(3 if m.is_drawn else 1)]
     for score in scores:
         top1, top5, loss = slow_score(model, lambda _, order=score.order: order)
@@ -48,7 +48,7 @@ def test_equal_to_the_slow_path():
 def test_one_order_per_batch():
     model = VIT.wrapped()
     (mode,) = parse_modes("arbitrary")
-    scores = evaluate(model, BATCHES, [mode], num_orders=2, seed=1, draw="batch")
+    scores = evaluate(model, BATCHES, modes=[mode], num_orders=2, seed=1, draw="batch")
     for score in scores:
         assert score.order is None
         top1, top5, loss = slow_score(
@@ -63,7 +63,7 @@ def test_one_order_per_batch():
 
 def test_fewer_classes_than_five_make_top5_all():
     assert CLASSES == 5
-    (score,) = evaluate(VIT.wrapped(), BATCHES, parse_modes("sequential"))
+    (score,) = evaluate(VIT.wrapped(), BATCHES, modes=parse_modes("sequential"))
     assert score.top5 == 100.0
 
 
@@ -75,32 +75,34 @@ def test_the_data_are_read_once():
             reads.append(number)
             yield batch
 
-    evaluate(VIT.wrapped(), batches(), parse_modes("sequential,arbitrary,kept:3"), num_orders=5)
+    evaluate(
+        VIT.wrapped(), batches(), modes=parse_modes("sequential,arbitrary,kept:3"), num_orders=5
+    )
     assert reads == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("training", [True, False])
 def test_the_mode_of_the_model_comes_back(training):
     model = VIT.wrapped().train(training)
-    evaluate(model, BATCHES, parse_modes("sequential"))
+    evaluate(model, BATCHES, modes=parse_modes("sequential"))
     assert model.training is training
     assert all(block.training is training for block in ls.blocks_of(model))
 
 
 def test_nothing_to_evaluate():
     with pytest.raises(DataError, match="nothing to evaluate"):
-        evaluate(VIT.wrapped(), [], parse_modes("sequential"))
+        evaluate(VIT.wrapped(), [], modes=parse_modes("sequential"))
 
 
 def test_too_many_kept():
     with pytest.raises(UsageError, match="5 blocks cannot be kept of a model with 4"):
-        evaluate(VIT.wrapped(), BATCHES, parse_modes("kept:5"))
+        evaluate(VIT.wrapped(), BATCHES, modes=parse_modes("kept:5"))
 
 
 def test_a_fixed_order_is_replayed():
     model = VIT.wrapped()
-    drawn = evaluate(model, BATCHES, parse_modes("arbitrary"), num_orders=2, seed=3)[1]
-    replay = evaluate(model, BATCHES, [Mode(order="arbitrary", fixed=drawn.order)])
+    drawn = evaluate(model, BATCHES, modes=parse_modes("arbitrary"), num_orders=2, seed=3)[1]
+    replay = evaluate(model, BATCHES, modes=[Mode(order="arbitrary", fixed=drawn.order)])
     assert [(s.top1, s.top5, s.cross_entropy) for s in replay] == [
         (drawn.top1, drawn.top5, drawn.cross_entropy)
     ]

@@ -16,14 +16,14 @@ SOURCE = Path(__file__).parent.parent / "src" / "layershuffle"
 PACKAGE = "layershuffle"
 
 # From the ground up (docs/decisions and the design's section 3): a module imports from its own
-# layer or from below. A package stands where its name does; "model_*" are the rooms of `models`.
+# layer or from below. A package stands where its name does.
 LAYERS = (
     ("errors", "_version"),
     ("files", "draws", "orders", "position_forms"),
     ("policies", "parts", "discovery", "grouped", "modes", "machine"),
     ("stack", "methods"),
     ("position", "trie", "settings"),
-    ("model", "models", "data"),
+    ("models", "data"),
     ("scoring", "evaluation", "training", "merging", "analysis"),
     ("study", "swarm"),
     ("cli", "__main__"),
@@ -43,8 +43,7 @@ MODULES = {name: tree for name, tree in TREES.items() if name != "__init__"}
 
 def room(module: str) -> str:
     """The name in LAYERS that a module belongs to."""
-    first = module.split(".", maxsplit=1)[0]
-    return "model" if first.startswith("model_") else first
+    return module.split(".", maxsplit=1)[0]
 
 
 def layer(module: str) -> int:

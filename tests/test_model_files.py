@@ -21,7 +21,8 @@ from torch import nn
 import layershuffle as ls
 from common import FAMILIES
 from layershuffle.errors import ModelFileError
-from layershuffle.model_files import (
+from layershuffle.models import num_classes_of, read_record
+from layershuffle.models.files import (
     MAX_JSON_BYTES,
     read_json,
     stack_depth,
@@ -29,7 +30,6 @@ from layershuffle.model_files import (
     weight_files,
     write_tensors,
 )
-from layershuffle.models import num_classes_of, read_record
 
 Change = Callable[[Path], None]
 WEIGHTS, FACTS, CONFIG = "model.safetensors", "layershuffle.json", "config.json"
@@ -272,7 +272,7 @@ WRONG_FACTS: dict[str, tuple[Change, str]] = {
         edit(FACTS, "position", "encoding", "features", value="many"), "EncodingForm",
     ),
     "negative features": (
-        edit(FACTS, "position", "encoding", "features", value=-4), "shape",
+        edit(FACTS, "position", "encoding", "features", value=-4), "features=-4",
     ),
     "unknown table": (edit(FACTS, "position", "encoding", "table", value="x"), "EncodingForm"),
     "unknown field": (edit(FACTS, "position", "prediction", "x", value=1), "PredictionForm"),
@@ -599,7 +599,7 @@ def test_image_processors_that_do_not_hold(settings: dict[str, Any], stock: Path
         image_view(ls.load(f"hf:{stock}"))
 
 
-# --- the parts of model_files ---------------------------------------------------------------------
+# --- the parts of models.files --------------------------------------------------------------------
 
 
 def test_json_at_the_limit_is_read(tmp_path: Path) -> None:

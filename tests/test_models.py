@@ -27,8 +27,6 @@ import layershuffle as ls
 from common import CLASSES, FAMILIES, global_generators_untouched, images, redraw
 from layershuffle.data.view import ImageView
 from layershuffle.errors import LayerShuffleError, ModelFileError, StackError, UsageError
-from layershuffle.model_origin import origin_of
-from layershuffle.model_spec import parse_spec
 from layershuffle.models import (
     host_of,
     image_view,
@@ -36,6 +34,8 @@ from layershuffle.models import (
     num_classes_of,
     read_record,
 )
+from layershuffle.models.origin import origin_of
+from layershuffle.models.spec import parse_spec
 from layershuffle.policies import Shuffled, policy_from_json, policy_to_json
 from layershuffle.stack import BlockStack
 
@@ -380,7 +380,7 @@ def test_a_full_disk_is_said_to_be_full(tmp_path: Path, monkeypatch: pytest.Monk
     def full(*_: Any, **__: Any) -> None:
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr("layershuffle.model_files.save_file", full)
+    monkeypatch.setattr("layershuffle.models.files.save_file", full)
     with pytest.raises(LayerShuffleError, match="The disk is full"):
         ls.save(FAMILIES["timm-vit"].wrapped(), tmp_path / "m")
     assert list(tmp_path.iterdir()) == []
@@ -752,7 +752,7 @@ def test_a_network_that_is_down_says_so(hub: Path, monkeypatch: pytest.MonkeyPat
         raise LocalEntryNotFoundError("no connection")
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("layershuffle.model_timm.hf_hub_download", down)
+    monkeypatch.setattr("layershuffle.models.timm_host.hf_hub_download", down)
     with pytest.raises(ModelFileError, match="cannot be reached over the network"):
         ls.load("timm:test_vit")
 
@@ -779,7 +779,7 @@ def test_torchvision_weights_are_read_with_the_hash_checked_and_tensors_only(
 @pytest.fixture
 def assets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A package of the same name whose assets are empty."""
-    monkeypatch.setattr("layershuffle.models.resources.files", lambda _: tmp_path)
+    monkeypatch.setattr("layershuffle.models.store.resources.files", lambda _: tmp_path)
     (tmp_path / "assets").mkdir()
     return tmp_path / "assets"
 

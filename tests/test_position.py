@@ -31,6 +31,7 @@ from layershuffle.position import (
     Guess,
     PositionEncoding,
     PositionPrediction,
+    has_class_token,
     position_loss,
     width_of,
 )
@@ -381,3 +382,21 @@ def test_unknown_width_is_refused() -> None:
 @pytest.mark.parametrize("form", [ls.EncodingForm(dropout=0.1), AUTHORS_ENCODING, MEAN], ids=str)
 def test_forms_round_trip(form: Any) -> None:
     assert form_from_json(type(form), dict(vars(form))) == form
+
+
+def test_class_tokens_are_known() -> None:
+    without = {name for name, family in FAMILIES.items() if not has_class_token(family.wrapped())}
+    assert without == {"timm-xcit", "timm-mixer", "hf-siglip"}
+
+
+@pytest.mark.parametrize("name", ["timm-mixer", "timm-xcit", "hf-siglip"])
+def test_class_pooling_needs_a_class_token(name: str) -> None:
+    with pytest.raises(UsageError, match='pooling="mean"'):
+        ls.add_position(FAMILIES[name].wrapped(), prediction=ls.PredictionForm())
+
+
+def test_impossible_forms() -> None:
+    with pytest.raises(UsageError, match="features=0"):
+        ls.EncodingForm(features=0)
+    with pytest.raises(UsageError, match=r"dropout=1\.0"):
+        ls.EncodingForm(dropout=1.0)

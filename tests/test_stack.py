@@ -353,3 +353,34 @@ def test_export_of_a_pruned_order(model: nn.Module) -> None:
     assert set(program.state_dict) == set(VIT.plain().state_dict())
     assert torch.equal(program.module()(images()), wanted)
     assert torch.equal(along(model, SEQUENTIAL), VIT.plain()(images()))
+
+
+def test_masks_per_sample_cannot_be_regrouped() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+        def forward(self, state: Tensor, mask: Tensor) -> Tensor:
+            for block in self.blocks:
+                state = block(state, mask)
+            return state
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, state: Tensor, mask: Tensor) -> Tensor:
+            return self.inner(state) * mask
+
+    model = ls.wrap(Masked())
+    orders = [ls.ExecutionOrder((0, 1), 2), ls.ExecutionOrder((1, 0), 2)]
+    state = torch.ones(2, 3, 4)
+    with (
+        ls.running(model, orders),
+        pytest.raises(UsageError, match="an order per sample cannot split it"),
+    ):
+        model(state, torch.ones(2, 3, 4))
+    with ls.running(model, orders):
+        assert model(state, torch.ones(3, 4)).shape == (2, 3, 4)

@@ -5,9 +5,9 @@ from random import Random
 
 import pytest
 import torch
-from tests.common import FAMILIES, images, logits_of
 
 import layershuffle as ls
+from common import FAMILIES, images, logits_of
 from layershuffle.orders import ExecutionOrder
 from layershuffle.stack import running
 from layershuffle.trie import block_executions, build_trie, forward_trie
@@ -61,7 +61,7 @@ def test_bit_equal_to_one_by_one(family):
     found = {}
     with torch.inference_mode():
         for ends, out in forward_trie(
-            model, batch, build_trie(swept), forward=lambda x: logits_of(model(x))
+            model, batch, trie=build_trie(swept), forward=lambda x: logits_of(model(x))
         ):
             found.update(dict.fromkeys(ends, out))
         assert sorted(found) == list(range(len(swept)))
@@ -77,7 +77,7 @@ def test_position_encoding_reaches_the_trie():
     batch = images(2)
     with torch.inference_mode():
         for ends, out in forward_trie(
-            model, batch, build_trie(swept), forward=lambda x: logits_of(model(x))
+            model, batch, trie=build_trie(swept), forward=lambda x: logits_of(model(x))
         ):
             for index in ends:
                 with running(model, swept[index]):
@@ -92,5 +92,5 @@ def test_each_block_runs_once_per_node():
     swept = [ExecutionOrder(b, 4) for b in [(0, 1, 2, 3), (0, 1, 3, 2), (0, 1), (3,)]]
     trie = build_trie(swept)
     with torch.inference_mode():
-        list(forward_trie(model, images(1), trie, forward=lambda x: logits_of(model(x))))
+        list(forward_trie(model, images(1), trie=trie, forward=lambda x: logits_of(model(x))))
     assert len(runs) == block_executions(trie) == 7

@@ -79,8 +79,8 @@ class _Column:
 def evaluate(
     model: nn.Module,
     batches: Batches,
-    modes: Sequence[Mode],
     *,
+    modes: Sequence[Mode],
     num_orders: int = 20,
     seed: int = 0,
     draw: Draw = "pass",
@@ -102,7 +102,7 @@ def evaluate(
     try:
         with torch.inference_mode():
             for number, (images, labels) in enumerate(batches):
-                _score_batch(model, images, labels, columns, number)
+                _score_batch(model, (images, labels), columns=columns, number=number)
     finally:
         model.train(was_training)
     if not columns or not columns[0].images:
@@ -121,12 +121,12 @@ def _column(mode: Mode, index: int, depth: int, *, seed: int, draw: Draw) -> _Co
 
 
 def _score_batch(
-    model: nn.Module, images: Tensor, labels: Tensor, columns: Sequence[_Column], number: int
+    model: nn.Module, batch: tuple[Tensor, Tensor], *, columns: Sequence[_Column], number: int
 ) -> None:
     device = next(model.parameters()).device
-    images, labels = images.to(device), labels.to(device)
+    images, labels = (tensor.to(device) for tensor in batch)
     trie = build_trie([column.order_at(number) for column in columns])
-    results = forward_trie(model, images, trie, forward=lambda x: logits_of(model(x)))
+    results = forward_trie(model, images, trie=trie, forward=lambda x: logits_of(model(x)))
     for indices, logits in results:
         for index in indices:
             columns[index].add(logits, labels)

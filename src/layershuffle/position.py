@@ -24,6 +24,7 @@ from layershuffle.parts import Step
 from layershuffle.position_forms import EncodingForm, PredictionForm
 from layershuffle.stack import depth_of, stack_of, with_parts, wrap
 
+_LATE_CLASS_TOKEN = ("cls_attn_blocks", "blocks_token_only")  # XCiT, CaiT
 _WIDTH_NAMES = ("embed_dim", "hidden_dim", "hidden_size", "num_features")
 
 
@@ -220,9 +221,15 @@ def add_position(
 ) -> PositionedModel:
     """`model` with freshly initialised position parts of the given forms, on its device and dtype.
 
-    Raises `StackError` if the model's blocks cannot be found or its width is not known.
+    Raises `StackError` if the model's blocks cannot be found or its width is not known,
+    `UsageError` for class-token pooling where there is no class token.
     """
     depth, width = depth_of(wrap(model)), width_of(model)
+    if prediction is not None and prediction.pooling == "class" and not has_class_token(model):
+        raise UsageError(
+            f"{type(model).__name__} has no class token between its blocks to ask for the position",
+            hint='use pooling="mean" (--prediction.pooling mean)',
+        )
     positioned = PositionedModel(
         model,
         encoding=PositionEncoding(depth, width, form=encoding, seed=seed) if encoding else None,
@@ -249,6 +256,21 @@ def width_of(model: nn.Module) -> int:
         f"The width of {type(model).__name__} is not known",
         hint=f"give it one of the attributes {', '.join(_WIDTH_NAMES)}",
     )
+
+
+def has_class_token(model: nn.Module) -> bool:
+    """Whether the first token between the blocks is a class token.
+
+    timm counts such tokens (but XCiT and CaiT add theirs after the blocks, in blocks of their
+    own); in transformers and torchvision the model has one if it has a parameter of that name.
+    """
+    stack = stack_of(model)
+    owners = [module for module in model.modules() if stack in module.modules()]
+    if any(hasattr(owner, name) for owner in owners for name in _LATE_CLASS_TOKEN):
+        return False
+    if any(type(owner).__module__.startswith("timm.") for owner in owners):
+        return any(getattr(owner, "num_prefix_tokens", 0) > 0 for owner in owners)
+    return any(name.endswith(("cls_token", "class_token")) for name, _ in model.named_parameters())
 
 
 def _linear(inputs: int, outputs: int) -> nn.Linear:

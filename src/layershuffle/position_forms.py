@@ -39,6 +39,11 @@ class EncodingForm:
 
     def __post_init__(self) -> None:
         _check_choices(self)
+        if self.features < 1 or not 0.0 <= self.dropout < 1.0:
+            raise UsageError(
+                f"A position encoding has at least one feature and a dropout in [0, 1), not "
+                f"features={self.features} and dropout={self.dropout}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

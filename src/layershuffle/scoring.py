@@ -70,7 +70,7 @@ def score_model(
     scores = evaluate(
         model,
         batches,
-        modes,
+        modes=modes,
         num_orders=settings.num_orders,
         seed=settings.seed,
         draw=settings.draw,

@@ -227,7 +227,7 @@ def from_environment(
     }
 
 
-def field_value(kind: type[Settings], name: str, value: Any) -> Any:
+def field_value(kind: type[Settings], name: str, *, value: Any) -> Any:
     """`value` as the type of that setting: YAML reads 1e-3 as text, and groups as mappings.
 
     Raises `SettingsError` for a value that the setting cannot have.

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from layershuffle.discovery import find_blocks
-from layershuffle.errors import StackError
+from layershuffle.errors import StackError, UsageError
 from layershuffle.grouped import run_grouped
 from layershuffle.orders import ExecutionOrder, order_of
 from layershuffle.parts import Part, Step, Tap
@@ -169,11 +169,24 @@ class _Walked:
 
     def __call__(self, state: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         def call(block: int, position: int, chunk: Tensor, rows: tuple[int, ...] | None) -> Tensor:
+            if rows is not None:
+                _refuse_batched((*args, *kwargs.values()), batch=len(state))
             step = Step(position, block, rows)
             placed = Placed(self._stack.block(block), step, self._parts)
             return _state_of(placed(chunk, *args, **kwargs))
 
         return self._walk(call, state)
+
+
+def _refuse_batched(arguments: tuple[Any, ...], *, batch: int) -> None:
+    """Attention masks and the like that differ between samples cannot be regrouped here."""
+    for argument in arguments:
+        if isinstance(argument, Tensor) and argument.dim() > 2 and len(argument) == batch > 1:
+            raise UsageError(
+                f"The model hands its blocks a tensor of shape {tuple(argument.shape)} beside "
+                "their input, one part per sample; an order per sample cannot split it",
+                hint="use one order for the whole batch, or run the samples one by one",
+            )
 
 
 def wrap(model: nn.Module, blocks: str | None = None) -> nn.Module:

@@ -43,7 +43,7 @@ def block_executions(node: Node) -> int:
 
 
 def forward_trie(
-    model: nn.Module, images: Tensor, trie: Node, *, forward: Callable[[Tensor], Tensor]
+    model: nn.Module, images: Tensor, *, trie: Node, forward: Callable[[Tensor], Tensor]
 ) -> Iterator[tuple[list[int], Tensor]]:
     """(indices of orders, their logits) for every distinct order, depth first.
 

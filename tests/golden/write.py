@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from tests.training.test_fit import ARMS, GOLDEN, losses_of, machine, settings
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "training")]
+from test_fit import ARMS, GOLDEN, losses_of, machine, settings  # noqa: E402 -- found by the line above
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

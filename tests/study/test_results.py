@@ -347,4 +347,4 @@ def test_papers_table_1():
     ],
 )
 def test_the_papers_number_for_a_cell(arm: str, mode: str, kept: int, depth: int, shown: str):
-    assert str(paper_number(arm, mode, kept, depth=depth)) == shown
+    assert str(paper_number(arm, mode, kept=kept, depth=depth)) == shown

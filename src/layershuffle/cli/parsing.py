@@ -53,7 +53,7 @@ def _defaults(kind: type[AnySettings], fields: dict[str, Any]) -> AnySettings:
     for name, field in kind.model_fields.items():
         default: Any = field.get_default(call_default_factory=True)
         missing = tyro.MISSING if default is PydanticUndefined else default
-        values[name] = field_value(kind, name, fields[name]) if name in fields else missing
+        values[name] = field_value(kind, name, value=fields[name]) if name in fields else missing
     return kind.model_construct(None, **values)
 
 

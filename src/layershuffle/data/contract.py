@@ -145,7 +145,7 @@ def stratified_holdout(
     return sorted(kept), sorted(held)
 
 
-def limited_test(dataset: Dataset[Item], size: int, limit: int | None) -> Split:
+def limited_test(dataset: Dataset[Item], size: int, *, limit: int | None) -> Split:
     """The test split, or the first `limit` images of one fixed shuffle of it."""
     if limit is None or limit >= size:
         return Split(dataset=dataset, size=size)

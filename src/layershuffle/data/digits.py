@@ -180,7 +180,7 @@ def open_source(request: SourceRequest) -> ImageData:
         )
     counts = pair_counts(request.settings)
     test = DigitPairs("test", counts["test"], view=request.view)
-    splits = {"test": limited_test(test, len(test), request.options.max_test)}
+    splits = {"test": limited_test(test, len(test), limit=request.options.max_test)}
     if request.options.train:
         for name, source in (("train", "train"), ("holdout", "validation")):
             pairs = DigitPairs(source, counts[source], view=request.view)

@@ -53,10 +53,10 @@ def open_source(request: SourceRequest) -> ImageData:
     classes = class_names(reference)
     for other in (validation, test):
         if other is not None:
-            require_same_classes(reference, classes, other)
+            require_same_classes(reference, other, classes=classes)
     tables = Tables(
         classes=classes,
-        test=folder_table(test, classes, channels),
+        test=folder_table(test, classes, channels=channels),
         train=_wanted(request, train, classes),
         validation=_wanted(request, validation, classes),
     )
@@ -93,7 +93,7 @@ def class_names(split: Path) -> tuple[str, ...]:
     return names
 
 
-def require_same_classes(left: Path, classes: Sequence[str], right: Path) -> None:
+def require_same_classes(left: Path, right: Path, *, classes: Sequence[str]) -> None:
     """Raises DataError, naming a few, if `right` has other class folders than `classes`."""
     other = class_names(right)
     missing = [name for name in classes if name not in set(other)]
@@ -112,7 +112,7 @@ def require_same_classes(left: Path, classes: Sequence[str], right: Path) -> Non
     )
 
 
-def folder_table(split: Path, classes: Sequence[str], channels: int) -> FolderTable:
+def folder_table(split: Path, classes: Sequence[str], *, channels: int) -> FolderTable:
     """All images of a split, in sorted order. Raises DataError for a class without images."""
     files: list[str] = []
     labels: list[int] = []
@@ -148,7 +148,7 @@ def _wanted(
 ) -> FolderTable | None:
     if split is None or not request.options.train:
         return None
-    return folder_table(split, classes, request.view.channels)
+    return folder_table(split, classes, channels=request.view.channels)
 
 
 def _subfolders(folder: Path) -> list[str]:

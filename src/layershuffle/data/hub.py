@@ -49,8 +49,8 @@ def splits_to_data(request: SourceRequest, splits: Mapping[str, Any]) -> ImageDa
     train = _first(splits, TRAIN_NAMES)
     if train is None and request.options.train:
         raise _no_split("train", splits, request.spec)
-    columns = find_columns(request, train, splits)
-    validation, test, notes = reported_splits(request, splits, columns)
+    columns = find_columns(request, splits, train=train)
+    validation, test, notes = reported_splits(request, splits, columns=columns)
     if not request.options.train:
         train = validation = None
     parts = {"train": train, "validation": validation, "test": test}
@@ -104,7 +104,7 @@ def split_config(place: str) -> tuple[str, str | None]:
     return name, config or None
 
 
-def find_columns(request: SourceRequest, train: Any, splits: Mapping[str, Any]) -> Columns:
+def find_columns(request: SourceRequest, splits: Mapping[str, Any], *, train: Any) -> Columns:
     """Image and label columns and the classes, from the training split if there is one."""
     reference = train if train is not None else next(iter(splits.values()))
     features = reference.features
@@ -119,7 +119,7 @@ def find_columns(request: SourceRequest, train: Any, splits: Mapping[str, Any]) 
 
 
 def reported_splits(
-    request: SourceRequest, splits: Mapping[str, Any], columns: Columns
+    request: SourceRequest, splits: Mapping[str, Any], *, columns: Columns
 ) -> tuple[Any, Any, tuple[str, ...]]:
     """(validation or None, test, notes). Raises DataError if there is neither or names differ."""
     validation, test = _first(splits, VALIDATION_NAMES), _first(splits, TEST_NAMES)

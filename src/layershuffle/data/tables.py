@@ -131,7 +131,7 @@ def assemble(request: SourceRequest, tables: Tables) -> ImageData:
         rows[name] = good
     plain = PlainTransform(request.view, options.resize)
     test = TransformedImages(tables.test, rows["test"], plain)
-    splits = {"test": limited_test(test, len(test), options.max_test)}
+    splits = {"test": limited_test(test, len(test), limit=options.max_test)}
     if options.train and tables.train is not None:
         splits |= _training_splits(request, tables, rows, notes)
     return ImageData(

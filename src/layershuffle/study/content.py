@@ -75,7 +75,7 @@ def sections(summary: Summary) -> list[Section]:
             tables=(
                 recipe_table(study),
                 shared_table(
-                    "Settings of the runs", study, lambda facts: facts.settings, folded=True
+                    "Settings of the runs", study, of=lambda facts: facts.settings, folded=True
                 ),
             ),
         ),
@@ -84,7 +84,9 @@ def sections(summary: Summary) -> list[Section]:
             sentences=tuple(_notes(study)),
             tables=(
                 shared_table(
-                    "", study, lambda facts: {k: v for k, v in facts.data.items() if k != "notes"}
+                    "",
+                    study,
+                    of=lambda facts: {k: v for k, v in facts.data.items() if k != "notes"},
                 ),
             ),
         ),
@@ -92,8 +94,8 @@ def sections(summary: Summary) -> list[Section]:
             title="Hardware and versions",
             sentences=tuple(_versions(study)),
             tables=(
-                shared_table("Hardware", study, lambda facts: facts.hardware),
-                shared_table("Versions", study, lambda facts: facts.versions),
+                shared_table("Hardware", study, of=lambda facts: facts.hardware),
+                shared_table("Versions", study, of=lambda facts: facts.versions),
             ),
         ),
         Section(title="Orders drawn", sentences=(_DRAWN,), tables=tuple(orders_tables(summary))),

@@ -156,8 +156,8 @@ def recipe_table(study: Study) -> Table:
 def shared_table(
     title: str,
     study: Study,
-    of: Callable[[RunFacts], Mapping[str, Any]],
     *,
+    of: Callable[[RunFacts], Mapping[str, Any]],
     folded: bool = False,
 ) -> Table:
     """One line per setting; where runs differ, one per value with the runs that have it."""

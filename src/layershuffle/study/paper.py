@@ -61,7 +61,7 @@ NUMBERS: tuple[PaperNumber, ...] = (
 )
 
 
-def paper_number(arm: str, mode: str, kept: int, *, depth: int) -> PaperNumber | None:
+def paper_number(arm: str, mode: str, *, kept: int, depth: int) -> PaperNumber | None:
     """The paper's number for an arm of a model with `depth` blocks, if it has one.
 
     Arms with options of their own ("layerdrop-p0.5") have none. For another depth than the

@@ -65,7 +65,7 @@ class Summary:
 
     def paper(self, arm: str, column: Column) -> PaperNumber | None:
         """The paper's number for that cell, if it has one."""
-        return paper_number(arm, column.mode, column.kept, depth=self.depth)
+        return paper_number(arm, column.mode, kept=column.kept, depth=self.depth)
 
     def curve(self, arm: str, mode: str) -> tuple[Cell, ...]:
         """The cells of one line of the figure, by number of blocks kept, ascending."""

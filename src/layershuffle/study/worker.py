@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
     run = next(run for run in runs_of(study) if run.name == name)
     directory = run.directory(out)
     try:
-        execute(run, study, directory)
+        execute(run, study, directory=directory)
     except Interrupted as stopped:
         print(stopped, flush=True)
         return stopped.exit_code
@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def execute(run: RunSpec, study: StudySettings, directory: Path) -> None:
+def execute(run: RunSpec, study: StudySettings, *, directory: Path) -> None:
     """Train, score, and write the results of one run."""
     from layershuffle.scoring import score_model, scores_csv
     from layershuffle.training import fit

@@ -149,7 +149,7 @@ def _selection_scores(job: Job, model: nn.Module) -> dict[str, float]:
     scores = evaluate(
         model,
         batches,
-        [Mode(order="sequential"), Mode(order="arbitrary")],
+        modes=[Mode(order="sequential"), Mode(order="arbitrary")],
         num_orders=job.settings.eval_orders,
         seed=job.settings.seed,
     )

@@ -154,7 +154,9 @@ class OrderTrainer(Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         del model, trial
-        self._refuse_non_finite(float(self._tr_loss))
+        # A step that was still finite may have left weights that are not.
+        finite = all(bool(torch.isfinite(weight).all()) for weight in self.model.parameters())
+        self._refuse_non_finite(float(self._tr_loss) if finite else math.inf)
         final = self.checkpoints / CHECKPOINT_FORM.format(self.state.global_step)
         with staged_directory(final) as stage:
             # Not Trainer.save_model, which leaves a pickle of its arguments beside the weights.
@@ -183,8 +185,8 @@ class OrderTrainer(Trainer):
             return
         last = sorted(self.checkpoints.glob("step-*"))
         raise TrainingError(
-            f"The loss became {value} by step {self.state.global_step}; nothing was saved since "
-            f"{last[-1].name if last else 'the start'}",
+            f"Loss or weights became {value} by step {self.state.global_step}; nothing was saved "
+            f"since {last[-1].name if last else 'the start'}",
             place=self.checkpoints.parent,
             hint="start again in another --out with a lower --lr or a longer --warmup",
         )

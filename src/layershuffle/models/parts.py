@@ -9,8 +9,8 @@ from typing import Any, cast
 from torch import nn
 
 from layershuffle.errors import ModelFileError
-from layershuffle.model_facts import FACTS, Facts, form_of
-from layershuffle.model_files import (
+from layershuffle.models.facts import FACTS, Facts, form_of
+from layershuffle.models.files import (
     Shape,
     check_depth,
     check_tensors,

@@ -27,7 +27,7 @@ from transformers.utils import logging as hf_logging
 
 from layershuffle.data.view import ImageView
 from layershuffle.errors import ModelFileError, UsageError
-from layershuffle.model_files import (
+from layershuffle.models.files import (
     CONFIG,
     WEIGHTS,
     WEIGHTS_INDEX,
@@ -40,8 +40,8 @@ from layershuffle.model_files import (
     tensor_shapes,
     weight_files,
 )
-from layershuffle.model_hf_view import PROCESSOR, view_of
-from layershuffle.model_origin import (
+from layershuffle.models.hf_view import PROCESSOR, view_of
+from layershuffle.models.origin import (
     LOG,
     Host,
     Origin,

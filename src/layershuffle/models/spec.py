@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from layershuffle.errors import UsageError
-from layershuffle.model_origin import unknown_name
+from layershuffle.models.origin import unknown_name
 
 # Scheme: the form shown to the user. A "?" in the form: settings may follow.
 FORMS = {

@@ -22,13 +22,13 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from layershuffle import model_hf, model_timm, model_torchvision
 from layershuffle.data.view import ImageView
 from layershuffle.discovery import find_blocks
 from layershuffle.errors import ModelFileError, StackError, UsageError
 from layershuffle.files import staged_directory
-from layershuffle.model_card import render
-from layershuffle.model_facts import (
+from layershuffle.models import hf_host, timm_host, torchvision_host
+from layershuffle.models.card import render
+from layershuffle.models.facts import (
     FACTS,
     RECORD_KEYS,
     SCHEMA,
@@ -37,23 +37,23 @@ from layershuffle.model_facts import (
     read_facts,
     read_record,
 )
-from layershuffle.model_files import (
+from layershuffle.models.files import (
     CONFIG,
     PICKLE_SUFFIXES,
     check_depth,
     read_json,
     refuse_pickle,
 )
-from layershuffle.model_hf_view import PROCESSOR
-from layershuffle.model_origin import (
+from layershuffle.models.hf_view import PROCESSOR
+from layershuffle.models.origin import (
     origin_of,
     remember,
     unknown_name,
     view_from_json,
     view_to_json,
 )
-from layershuffle.model_parts import PARTS, position_facts, with_stored_parts, write_parts
-from layershuffle.model_spec import ModelSpec, parse_spec
+from layershuffle.models.parts import PARTS, position_facts, with_stored_parts, write_parts
+from layershuffle.models.spec import ModelSpec, parse_spec
 from layershuffle.position import PositionedModel
 from layershuffle.stack import BlockStack, depth_of, wrap
 
@@ -65,7 +65,7 @@ CARD = "README.md"
 
 
 class HostLibrary(Protocol):
-    """What `model_timm`, `model_hf` and `model_torchvision` each offer."""
+    """What `timm_host`, `hf_host` and `torchvision_host` each offer."""
 
     NAME: str
 
@@ -95,7 +95,7 @@ class HostLibrary(Protocol):
 
 
 LIBRARIES: dict[str, HostLibrary] = {
-    module.NAME: cast(HostLibrary, module) for module in (model_timm, model_hf, model_torchvision)
+    module.NAME: cast(HostLibrary, module) for module in (timm_host, hf_host, torchvision_host)
 }
 
 

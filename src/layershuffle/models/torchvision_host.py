@@ -22,7 +22,7 @@ from torchvision.models import VisionTransformer
 
 from layershuffle.data.view import ImageView
 from layershuffle.errors import ModelFileError, UsageError
-from layershuffle.model_files import (
+from layershuffle.models.files import (
     CONFIG,
     WEIGHTS,
     check_numbers,
@@ -34,7 +34,7 @@ from layershuffle.model_files import (
     weight_files,
     write_tensors,
 )
-from layershuffle.model_origin import (
+from layershuffle.models.origin import (
     Host,
     Origin,
     match_dtype,

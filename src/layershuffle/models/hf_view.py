@@ -12,8 +12,8 @@ from typing import Any
 
 from layershuffle.data.view import ImageView
 from layershuffle.errors import ModelFileError
-from layershuffle.model_origin import Host, per_channel, size_pair
-from layershuffle.model_timm import image_view as timm_view
+from layershuffle.models.origin import Host, per_channel, size_pair
+from layershuffle.models.timm_host import image_view as timm_view
 
 PROCESSOR = "preprocessor_config.json"
 _HALF = (0.5, 0.5, 0.5)

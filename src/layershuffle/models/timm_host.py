@@ -26,7 +26,7 @@ from torch import nn
 
 from layershuffle.data.view import INTERPOLATIONS, ImageView
 from layershuffle.errors import ModelFileError, UsageError
-from layershuffle.model_files import (
+from layershuffle.models.files import (
     CONFIG,
     WEIGHTS,
     check_numbers,
@@ -38,7 +38,7 @@ from layershuffle.model_files import (
     weight_files,
     write_tensors,
 )
-from layershuffle.model_origin import (
+from layershuffle.models.origin import (
     Host,
     Origin,
     hub_silence,

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
 
 from layershuffle.errors import ModelFileError, UsageError
-from layershuffle.model_files import check_numbers, read_json
+from layershuffle.models.files import check_numbers, read_json
 from layershuffle.policies import policy_from_json
 from layershuffle.position_forms import EncodingForm, PredictionForm, form_from_json
 

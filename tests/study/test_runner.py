@@ -1,0 +1,161 @@
+"""A study is killed, restarted, and told to fail; its runs end as if nobody had."""
+
+import csv
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from layershuffle.cli import main
+from layershuffle.errors import Interrupted, UsageError
+from layershuffle.settings import StudySettings
+from layershuffle.study.plan import plan_text, read_plan, runs_of, write_plan
+from layershuffle.study.runner import failure, run_study
+
+MODEL = (
+    "timm:vit_tiny_patch16_224?pretrained=false&num_classes=100&in_chans=1&img_size=12,20"
+    "&patch_size=4&embed_dim=32&depth=4&num_heads=2&mlp_ratio=2"
+)
+RECIPE = {
+    "name": "tiny",
+    "model": MODEL,
+    "data": "digit-pairs?train=64&validation=32&test=32",
+    "arms": [{"method": "baseline"}, {"method": "layershuffle"}],
+    "fit": {"steps": 4, "batch_size": 16, "lr": 1e-3, "eval_every": 2, "log_every": 1},
+    "evaluate": {"modes": "sequential,arbitrary,kept:2:arbitrary", "num_orders": 2},
+}
+
+
+def watch(states, seconds):
+    """Nobody watches."""
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    path = tmp_path_factory.mktemp("recipe") / "tiny.yaml"
+    path.write_text(yaml.safe_dump(RECIPE))
+    return path
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, recipe):
+    """The study as the command line runs it."""
+    out = tmp_path_factory.mktemp("study") / "out"
+    assert main(["reproduce", str(recipe), "--out", str(out)]) == 0
+    return out
+
+
+def results(out):
+    return {p.parent.name: p.read_text() for p in sorted(out.glob("runs/*/results.csv"))}
+
+
+def test_every_run_is_scored(undisturbed):
+    found = results(undisturbed)
+    assert sorted(found) == ["baseline-seed0", "layershuffle-seed0"]
+    for text in found.values():
+        rows = list(csv.DictReader(io.StringIO(text)))
+        assert [(row["mode"], row["kept"]) for row in rows] == [
+            ("sequential", "4"),
+            *[("arbitrary", "4")] * 2,
+            *[("arbitrary", "2")] * 2,
+        ]
+        assert {row["n"] for row in rows} == {"32"}
+    assert (undisturbed / "report.html").is_file()
+    assert "baseline" in (undisturbed / "table.md").read_text()
+
+
+def test_finished_runs_are_not_repeated(undisturbed, capsys):
+    before = {p: p.stat().st_mtime_ns for p in undisturbed.glob("runs/*/result.json")}
+    assert run_study(read_plan(undisturbed), undisturbed, watch=watch) == []
+    assert {p: p.stat().st_mtime_ns for p in before} == before
+
+
+def test_killed_and_restarted(undisturbed, recipe, tmp_path):
+    """kill -9 of the study in the middle of a run: its runs end with it, and nothing changes."""
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "layershuffle", "reproduce", str(recipe), "--out", str(out)]
+    with (tmp_path / "log").open("w") as log:
+        study = subprocess.Popen([*command, "--workers", "1"], stdout=log, stderr=log)
+    progress = out / "runs" / "baseline-seed0" / "progress.json"
+    wait_for(progress.exists)
+    workers = children_of(study.pid)
+    study.kill()
+    study.wait()
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
+    assert run_study(read_plan(out), out, watch=watch) == []
+    assert results(out) == results(undisturbed)
+
+
+def test_stopped_and_restarted(undisturbed, tmp_path):
+    out, study = tmp_path / "out", StudySettings(**RECIPE)
+
+    def stop_once(states, seconds):
+        if any(state.phase == "running" and state.fraction > 0 for state in states):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Interrupted, match="the same command goes on"):
+        run_study(study, out, workers=1, watch=stop_once)
+    assert run_study(study, out, watch=watch) == []
+    assert results(out) == results(undisturbed)
+
+
+def test_a_failing_run_is_reported_and_the_rest_goes_on(tmp_path, capsys):
+    arms = [{"method": "baseline", "fit": {"lr": 1e38, "clip": None}}, {"method": "layershuffle"}]
+    path = tmp_path / "r.yaml"
+    path.write_text(yaml.safe_dump({**RECIPE, "arms": arms}))
+    out = tmp_path / "out"
+    assert main(["reproduce", str(path), "--out", str(out)]) == 1
+    captured = capsys.readouterr()
+    assert "1 of the runs failed: baseline-seed0" in captured.err
+    assert sorted(results(out)) == ["layershuffle-seed0"]
+    run = runs_of(read_plan(out))[0]
+    assert "Loss or weights became" in failure(run, out)
+    assert "baseline" in (out / "report.md").read_text()
+
+
+def test_another_study_in_the_directory(tmp_path):
+    write_plan(StudySettings(**RECIPE), tmp_path)
+    with pytest.raises(UsageError, match="another --out"):
+        write_plan(StudySettings(**{**RECIPE, "seeds": [1]}), tmp_path)
+
+
+def test_dry_run_prints_and_does_nothing(recipe, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(["reproduce", str(recipe), "--out", str(out), "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    assert text.strip() == plan_text(StudySettings(**RECIPE))
+    assert "2 runs" in text
+    assert "scored under 5 orders" in text
+    assert not out.exists()
+
+
+def test_plans_are_data(tmp_path):
+    study = StudySettings(**{**RECIPE, "seeds": [0, 1]})
+    write_plan(study, tmp_path)
+    assert read_plan(tmp_path) == study
+    stored = json.loads((tmp_path / "plan.json").read_text())
+    assert [run["name"] for run in stored["runs"]] == [
+        "baseline-seed0",
+        "layershuffle-seed0",
+        "baseline-seed1",
+        "layershuffle-seed1",
+    ]
+
+
+def children_of(pid):
+    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [int(word) for word in text.split()]
+
+
+def wait_for(condition, seconds=120):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
