@@ -1,0 +1,102 @@
+"""What the docs say is what was measured, and what they show runs."""
+
+import csv
+import re
+import statistics
+
+import pytest
+import timm
+import torch
+
+ARMS = {
+    "baseline": "baseline",
+    "LayerShuffle": "layershuffle",
+    "LayerDrop (p = 0.2)": "layerdrop",
+    "LayerShuffle-depth (ours)": "layershuffle-depth",
+}
+COLUMNS = [
+    ("sequential", 12),
+    ("arbitrary", 12),
+    ("arbitrary", 9),
+    ("arbitrary", 6),
+    ("arbitrary", 3),
+]
+
+
+@pytest.fixture(scope="module")
+def rows(repository):
+    path = repository / "docs" / "results" / "digits-quick" / "results.csv"
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize("label", ARMS)
+def test_the_readme_table_is_the_measured_one(repository, rows, label):
+    text = (repository / "README.md").read_text()
+    line = next(line for line in text.splitlines() if line.startswith(f"| {label} |"))
+    cells = [cell.strip() for cell in line.strip("|").split("|")][1:]
+    for cell, (mode, kept) in zip(cells, COLUMNS, strict=False):
+        scores = [
+            float(row["top1"])
+            for row in rows
+            if (row["method"], row["mode"], int(row["kept"])) == (ARMS[label], mode, kept)
+        ]
+        assert len(scores) == (1 if (mode, kept) == ("sequential", 12) else 20)
+        expected = f"{statistics.mean(scores):.1f}"
+        if len(scores) > 1:
+            expected += f" &plusmn;{statistics.stdev(scores):.1f}"
+        assert cell == expected, f"{label}, {mode}, {kept} kept"
+
+
+def test_the_measured_table_keeps_its_promises(rows):
+    """The bounds that the quick study must meet (expected on any machine)."""
+
+    def mean(arm, mode):
+        found = [
+            float(row["top1"])
+            for row in rows
+            if (row["method"], row["mode"], row["kept"]) == (arm, mode, "12")
+        ]
+        return statistics.mean(found)
+
+    assert mean("baseline", "arbitrary") <= 10
+    assert mean("layershuffle", "arbitrary") >= 65
+    assert mean("layershuffle", "sequential") >= 78
+
+
+def test_links_lead_somewhere(repository):
+    pages = [repository / "README.md", *sorted((repository / "docs").rglob("*.md"))]
+    broken = []
+    for page in pages:
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            if "://" not in target and not (page.parent / target).exists():
+                broken.append(f"{page.name}: {target}")
+    assert broken == []
+
+
+def test_settings_named_in_the_docs_exist(repository):
+    """Every --flag in the pages of commands is one that `--help` knows."""
+    from layershuffle.settings import EvalSettings, FitSettings
+
+    own = {"out", "recipe", "debug", "json", "order", "data", "workers", "dry-run", "help"}
+    known = own | {name.replace("_", "-") for name in FitSettings.model_fields}
+    known |= {name.replace("_", "-") for name in EvalSettings.model_fields}
+    pages = [repository / "README.md", *sorted((repository / "docs" / "commands").glob("*.md"))]
+    named = {flag for page in pages for flag in re.findall(r"--([a-z][a-z-]+)", page.read_text())}
+    assert named - known == set()
+
+
+def test_the_readme_loop_runs(repository, tmp_path, monkeypatch):
+    """The ten lines, with a small model and two batches in place of what needs a download."""
+    text = (repository / "README.md").read_text()
+    code = re.search(r"```python\n(.*?)```", text, re.DOTALL).group(1)
+    assert len(code.splitlines()) <= 12
+    big = '"vit_base_patch16_224", pretrained=True'
+    assert big in code
+    small = '"vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=32, depth=3, num_heads=2'
+    monkeypatch.chdir(tmp_path)
+    loader = [(torch.randn(2, 3, 32, 32), torch.tensor([1, 7]))] * 2
+    exec(code.replace(big, small), {"loader": loader})
+    again = timm.create_model("local-dir:shuffled", pretrained=True)
+    assert again.num_classes == 10
+    assert len(again.blocks) == 3
