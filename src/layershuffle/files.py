@@ -34,16 +34,6 @@ _CAUSES = {
     errno.ENOTDIR: ("A file stands where a directory is needed", "choose another --out"),
     errno.EEXIST: ("A file stands where a directory is needed", "choose another --out"),
 }
-_NEARLY_FULL_BYTES = 1 << 20
-_CAUSES = {
-    errno.ENOSPC: ("The disk is full", "free some space and run the same command again"),
-    errno.EDQUOT: ("The disk quota is used up", "free some space and run the same command again"),
-    errno.EROFS: ("The file system is read-only", "choose another --out"),
-    errno.EACCES: ("This user may not write here", "choose another --out"),
-    errno.EPERM: ("This user may not write here", "choose another --out"),
-    errno.ENOTDIR: ("A file stands where a directory is needed", "choose another --out"),
-    errno.EEXIST: ("A file stands where a directory is needed", "choose another --out"),
-}
 _LOCK_SECONDS = 30.0
 _LOCK_POLL_SECONDS = 0.2
 

@@ -57,7 +57,13 @@ def score_model(
     """
     model = load(model_spec)
     modes = parse_modes(settings.modes) if order is None else (_fixed(order, depth_of(model)),)
-    options = DataOptions(train=False, max_test=settings.max_images)
+    options = DataOptions(
+        train=False,
+        max_test=settings.max_images,
+        resize=settings.resize,
+        skip_corrupt=settings.skip_corrupt,
+        streaming=settings.streaming,
+    )
     data = open_data(data_spec, image_view(model), options=options)
     check_class_count(data, num_classes_of(model), place=model_spec)
     model.to("cuda" if torch.cuda.is_available() else "cpu")

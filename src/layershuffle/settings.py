@@ -149,6 +149,12 @@ class EvalSettings(Settings):
     """Images per forward."""
     max_images: Positive | None = None
     """Score the first images only (of a fixed shuffle)."""
+    resize: Literal["crop", "squash"] = "crop"
+    """Shorter side to size and centre crop, or both sides to size; as the model was trained."""
+    skip_corrupt: bool = False
+    """Leave unreadable images out, counted and named, instead of stopping."""
+    streaming: bool = False
+    """Read hf: data as a stream."""
 
 
 class Arm(Settings):

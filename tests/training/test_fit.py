@@ -307,3 +307,12 @@ def test_sampler_tells_the_data_set():
     data = Data(range(3))
     EpochSampler(data, 0).set_epoch(2)
     assert data.epoch == 2
+
+
+def test_a_positioned_model_goes_on_with_its_own_method(undisturbed, tmp_path):
+    out, _ = undisturbed["position"]
+    model = f"dir:{out / 'model'}"
+    with pytest.raises(UsageError, match="position encoding: True, prediction: False"):
+        fit(settings(model=model), tmp_path / "one")
+    fit(settings(model=model, method="layershuffle-position", steps=1), tmp_path / "two")
+    assert weights(tmp_path / "two").keys() == weights(out).keys()

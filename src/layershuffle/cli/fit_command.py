@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import quote
 
 from layershuffle.cli.parsing import settings_from, take_option
 from layershuffle.errors import UsageError
@@ -41,6 +42,6 @@ def fit_from(argv: Sequence[str], *, recipe: Path | None, command: str, about: s
         f"({result.hardware['gpu'] or result.hardware['processor']}, "
         f"{result.hardware['precision']}, batch {settings.batch_size})\n"
         f"Model: {out}/model\n"
-        f"Next: layershuffle eval {out} --data {settings.data}"
+        f"Next: layershuffle eval {quote(out)} --data {quote(settings.data)}"
     )
     return 0

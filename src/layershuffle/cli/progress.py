@@ -86,7 +86,7 @@ def _bar() -> Iterator[Listener]:
 
     columns = (
         MofNCompleteColumn(),
-        BarColumn(bar_width=24),
+        BarColumn(bar_width=12),
         TimeRemainingColumn(),
         TextColumn("{task.fields[training]}"),
         TextColumn("{task.fields[scores]}"),
@@ -98,8 +98,14 @@ def _bar() -> Iterator[Listener]:
             if event["kind"] == "start":
                 progress.update(task, total=event["steps"], completed=event["at"])
             elif event["kind"] == "log":
-                progress.update(task, completed=event["step"], training=describe(event))
+                training = f"loss {event['loss']:.3f}, acc {event['accuracy']:.1f} %"
+                progress.update(task, completed=event["step"], training=training)
             elif event["kind"] == "scores":
-                progress.update(task, scores=describe(event).removeprefix("held-out top-1 "))
+                progress.update(task, scores=_short_scores(event))
 
         yield listen
+
+
+def _short_scores(event: dict[str, Any]) -> str:
+    sequential, arbitrary = event["eval_sequential_top1"], event["eval_arbitrary_top1"]
+    return f"held out: seq {sequential:.1f}, arb {arbitrary:.1f} %"

@@ -54,13 +54,22 @@ def execute(run: RunSpec, study: StudySettings, *, directory: Path) -> None:
     fitted = fit(run.settings, directory / "fit", listeners=[_progress_writer(directory)])
     started = time.monotonic()
     write_text(directory / PROGRESS_FILE, json.dumps({"phase": "scoring"}))
-    scoring = score_model(f"dir:{directory / 'fit'}", run.settings.data, settings=study.evaluate)
+    scoring = score_model(
+        f"dir:{directory / 'fit'}",
+        run.settings.data,
+        settings=study.evaluate.model_copy(update=_as_trained(run)),
+    )
     rows = scores_csv(scoring, method=run.arm, seed=run.settings.seed, draw=study.evaluate.draw)
     write_text(directory / "results.csv", rows)
     facts: dict[str, Any] = {**asdict(fitted), "run": run.name, "arm": run.arm}
     facts["eval_seconds"] = round(time.monotonic() - started, 2)
     write_text(directory / RESULT_FILE, json.dumps(facts, indent=2))
     (directory / PROGRESS_FILE).unlink()
+
+
+def _as_trained(run: RunSpec) -> dict[str, Any]:
+    """The images are scored as they were prepared for training."""
+    return {name: getattr(run.settings, name) for name in ("resize", "skip_corrupt", "streaming")}
 
 
 def end_with_parent() -> None:

@@ -12,9 +12,9 @@ from torch import nn
 from transformers import TrainingArguments
 
 from layershuffle.data import DataOptions, ImageData, Split, open_data
-from layershuffle.errors import DataError, TrainingError
+from layershuffle.errors import DataError, TrainingError, UsageError
 from layershuffle.methods import Method, find_method
-from layershuffle.models import image_view, load
+from layershuffle.models import image_view, load, num_classes_of
 from layershuffle.position import PositionedModel, add_position
 from layershuffle.settings import DEFAULT_EPOCHS, FitSettings
 
@@ -52,7 +52,7 @@ class Job:
 def prepare(settings: FitSettings, out: Path) -> Job:
     """Load the model and open the data; the head is resized to the classes of the data."""
     method = find_method(settings.method, drop=settings.drop, min_blocks=settings.min_blocks)
-    view = image_view(load(settings.model, seed=settings.seed))
+    host = load(settings.model, seed=settings.seed)
     options = DataOptions(
         holdout=settings.holdout,
         augment=settings.augment,
@@ -61,8 +61,9 @@ def prepare(settings: FitSettings, out: Path) -> Job:
         streaming=settings.streaming,
         seed=settings.seed,
     )
-    data = open_data(settings.data, view, options=options)
-    host = load(settings.model, num_classes=len(data.classes), seed=settings.seed)
+    data = open_data(settings.data, image_view(host), options=options)
+    if num_classes_of(host) != len(data.classes):
+        host = load(settings.model, num_classes=len(data.classes), seed=settings.seed)
     steps, per_epoch = _steps(settings, data.splits["train"])
     return Job(
         settings=settings,
@@ -78,6 +79,7 @@ def prepare(settings: FitSettings, out: Path) -> Job:
 
 def _positioned(host: nn.Module, method: Method, settings: FitSettings) -> PositionedModel:
     if isinstance(host, PositionedModel):
+        _check_parts(host, method, settings)
         return host
     return add_position(
         host,
@@ -85,6 +87,17 @@ def _positioned(host: nn.Module, method: Method, settings: FitSettings) -> Posit
         prediction=settings.prediction if method.prediction else None,
         seed=settings.seed,
     )
+
+
+def _check_parts(host: PositionedModel, method: Method, settings: FitSettings) -> None:
+    found = (host.encoding is not None, host.prediction is not None)
+    if found != (method.encoding, method.prediction):
+        raise UsageError(
+            f"The model has position encoding: {found[0]}, prediction: {found[1]}; the method "
+            f"{method.name!r} trains encoding: {method.encoding}, prediction: {method.prediction}",
+            place=settings.model,
+            hint="go on with the method that the model was trained by",
+        )
 
 
 def _steps(settings: FitSettings, train: Split) -> tuple[int, int]:
