@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: quickstart test test-slow check clean help
+.PHONY: quickstart test clean help
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -14,11 +14,6 @@ quickstart: $(VENV)/.installed ## see the paper's effect on this machine: about 
 
 test: $(VENV)/.tests-installed ## lint, types and the test suite
 	scripts/check
-
-test-slow: $(VENV)/.tests-installed ## the tests that train for minutes
-	$(BIN)/python -m pytest -m slow
-
-check: test
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "layershuffle needs Python 3.11 or newer; name one: make PYTHON=python3.11 ...")'
