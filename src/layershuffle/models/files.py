@@ -25,6 +25,7 @@ from layershuffle.errors import ModelFileError
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
+PROCESSOR = "preprocessor_config.json"
 PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"})
 
 MAX_JSON_BYTES = 1 << 20

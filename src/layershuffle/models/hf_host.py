@@ -29,6 +29,7 @@ from layershuffle.data.view import ImageView
 from layershuffle.errors import ModelFileError, UsageError
 from layershuffle.models.files import (
     CONFIG,
+    PROCESSOR,
     WEIGHTS,
     WEIGHTS_INDEX,
     check_depth,
@@ -40,7 +41,7 @@ from layershuffle.models.files import (
     tensor_shapes,
     weight_files,
 )
-from layershuffle.models.hf_view import PROCESSOR, view_of
+from layershuffle.models.hf_view import view_of
 from layershuffle.models.origin import (
     LOG,
     Host,

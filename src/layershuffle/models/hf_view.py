@@ -12,10 +12,10 @@ from typing import Any
 
 from layershuffle.data.view import ImageView
 from layershuffle.errors import ModelFileError
+from layershuffle.models.files import PROCESSOR
 from layershuffle.models.origin import Host, per_channel, size_pair
 from layershuffle.models.timm_host import image_view as timm_view
 
-PROCESSOR = "preprocessor_config.json"
 _HALF = (0.5, 0.5, 0.5)
 _IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 # Pillow's numbers, as image processor files store them; 1 is Lanczos, nearest to bicubic.

@@ -13,9 +13,10 @@ place for stands beside it (layershuffle.json, layershuffle.safetensors, README.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from importlib import resources
+from importlib import import_module, resources
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -26,7 +27,6 @@ from layershuffle.data.view import ImageView
 from layershuffle.discovery import find_blocks
 from layershuffle.errors import ModelFileError, StackError, UsageError
 from layershuffle.files import staged_directory
-from layershuffle.models import hf_host, timm_host, torchvision_host
 from layershuffle.models.card import render
 from layershuffle.models.facts import (
     FACTS,
@@ -40,11 +40,11 @@ from layershuffle.models.facts import (
 from layershuffle.models.files import (
     CONFIG,
     PICKLE_SUFFIXES,
+    PROCESSOR,
     check_depth,
     read_json,
     refuse_pickle,
 )
-from layershuffle.models.hf_view import PROCESSOR
 from layershuffle.models.origin import (
     origin_of,
     remember,
@@ -94,9 +94,8 @@ class HostLibrary(Protocol):
         """Read what `write` wrote."""
 
 
-LIBRARIES: dict[str, HostLibrary] = {
-    module.NAME: cast(HostLibrary, module) for module in (timm_host, hf_host, torchvision_host)
-}
+# Imported when needed: transformers alone takes seconds.
+_ADAPTERS = {"timm": "timm_host", "transformers": "hf_host", "torchvision": "torchvision_host"}
 
 
 def load(spec: str, *, num_classes: int | None = None, seed: int = 0) -> nn.Module:
@@ -203,15 +202,20 @@ def _opened(spec: ModelSpec, seed: int) -> nn.Module:
         return _load_bundled(spec.place, seed=seed)
     if spec.scheme == "dir":
         return _load_directory(Path(spec.place), seed=seed)
-    library = LIBRARIES[_BUILDERS[spec.scheme]]
+    library = _library(_BUILDERS[spec.scheme])
     return wrap(library.build(spec.place, spec.settings, seed=seed))
+
+
+def _library(name: str) -> HostLibrary:
+    return cast(HostLibrary, import_module(f"layershuffle.models.{_ADAPTERS[name]}"))
 
 
 def _library_of(host: nn.Module) -> HostLibrary:
     # transformers first: its wrapper around timm models has attributes of both.
-    for library in (LIBRARIES["transformers"], LIBRARIES["torchvision"], LIBRARIES["timm"]):
-        if library.owns(host):
-            return library
+    for name in ("transformers", "torchvision", "timm"):
+        # Nobody has a model of a library that was never imported.
+        if name in sys.modules and _library(name).owns(host):
+            return _library(name)
     raise UsageError(
         f"{type(host).__name__} is not a model of timm, transformers or torchvision",
         hint="wrap and run it as you like; loading and saving need one of these libraries",
@@ -241,7 +245,7 @@ def _load_directory(place: Path, *, seed: int) -> nn.Module:
     path = directory / FACTS
     facts = read_facts(read_json(path), path)
     view = view_from_json(facts.image_view, path)
-    library = LIBRARIES[facts.library]
+    library = _library(facts.library)
     host, name = library.read(directory, seed=seed)
     record = facts.model_dump(include=set(RECORD_KEYS), exclude_none=True)
     origin = replace(origin_of(host), view=view, base_model=facts.base_model, record=record)
