@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from dataclasses import dataclass
@@ -13,11 +14,13 @@ from transformers import TrainingArguments
 
 from layershuffle.data import DataOptions, ImageData, Split, open_data
 from layershuffle.errors import DataError, TrainingError, UsageError
+from layershuffle.machine import cpu_has_bf16
 from layershuffle.methods import Method, find_method
 from layershuffle.models import image_view, load, num_classes_of
 from layershuffle.position import PositionedModel, add_position
 from layershuffle.settings import DEFAULT_EPOCHS, FitSettings
 
+_log = logging.getLogger("layershuffle")
 METRIC = "eval_{}_cross_entropy"
 
 
@@ -51,6 +54,8 @@ class Job:
 
 def prepare(settings: FitSettings, out: Path) -> Job:
     """Load the model and open the data; the head is resized to the classes of the data."""
+    if settings.precision == "bf16" and _device(settings) == "cpu" and not cpu_has_bf16():
+        _log.warning("this processor has no bf16 arithmetic: bf16 will be several times slower")
     method = find_method(settings.method, drop=settings.drop, min_blocks=settings.min_blocks)
     host = load(settings.model, seed=settings.seed)
     options = DataOptions(
