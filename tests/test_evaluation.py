@@ -10,6 +10,7 @@ from common import CLASSES, FAMILIES, images, logits_of
 from layershuffle.errors import DataError, UsageError
 from layershuffle.evaluation import evaluate
 from layershuffle.modes import Mode, parse_modes
+from layershuffle.scoring import _fixed
 from layershuffle.stack import running
 
 VIT = FAMILIES["timm-vit"]
@@ -106,3 +107,25 @@ def test_a_fixed_order_is_replayed():
     assert [(s.top1, s.top5, s.cross_entropy) for s in replay] == [
         (drawn.top1, drawn.top5, drawn.cross_entropy)
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "order", "kept"),
+    [
+        ("0,1,2", "sequential", None),
+        ("0,2", "sequential", 2),
+        ("0,0,1", "arbitrary", None),
+        ("0,1,2,0", "arbitrary", 4),
+    ],
+)
+def test_one_given_order_is_called_what_it_is(text, order, kept):
+    mode = _fixed(text, 3)
+    assert (mode.order, mode.kept) == (order, kept)
+
+
+def test_modes_as_text():
+    model = VIT.wrapped()
+    text = "sequential,kept:2:arbitrary"
+    assert evaluate(model, BATCHES, modes=text, num_orders=2) == evaluate(
+        model, BATCHES, modes=parse_modes(text), num_orders=2
+    )

@@ -39,6 +39,11 @@ def test_defaults_are_the_papers():
         ({"steps": "many"}, "steps: Input should be a valid integer"),
         ({"encoding": {"table": "none"}}, "table"),
         ({"holdout": 1.0}, "holdout"),
+        ({"encoding": {"featurs": 3}}, "'encoding.featurs' is not a setting, did you mean 'featur"),
+        ({"seed": -1}, "seed: Input should be greater than or equal to 0"),
+        ({"seed": 1 << 32}, "seed: Input should be less than 4294967296"),
+        ({"epochs": float("inf")}, "epochs: Input should be a finite number"),
+        ({"modle": "m"}, "did you mean 'model'?"),
     ],
 )
 def test_wrong_settings(fields, phrase):
@@ -52,6 +57,15 @@ def test_environment():
     found = from_environment(FitSettings, {"LAYERSHUFFLE_LR": "3e-3", "LAYERSHUFFLE_EMA": "null"})
     assert FitSettings(**{**BASE, **found}).lr == 3e-3
     assert found["ema"] is None
+    with pytest.raises(UsageError, match="LAYERSHUFFLE_LR"):
+        from_environment(FitSettings, {"LAYERSHUFFLE_LR": "["})
+
+
+def test_an_error_within_an_error_has_one_next_step():
+    with pytest.raises(SettingsError) as caught:
+        FitSettings(**{**BASE, "method": "layershufle"})
+    assert "Next" not in str(caught.value)
+    assert str(caught.value).endswith("did you mean 'layershuffle'?")
 
 
 @pytest.mark.parametrize(
@@ -110,6 +124,10 @@ def test_study_settings_reach_every_run():
         ({"arms": [{"method": "baseline", "fit": {"lrr": 1}}]}, "did you mean 'lr'"),
         ({"arms": [{"metod": "baseline"}]}, "metod"),
         ({"arms": [], "evaluate": {"mode": "sequential"}}, "did you mean 'modes'"),
+        ({"arms": []}, "arms: Tuple should have at least 1 item"),
+        ({"arms": [{"method": "baseline"}], "seeds": [1, 1]}, "a seed is named twice"),
+        ({"arms": [{"method": "baseline", "name": "../up"}]}, "name: String should match"),
+        ({"arms": [{"method": "baseline"}], "evaluate": {"modes": "kept"}}, "not an evaluation"),
     ],
 )
 def test_wrong_studies(fields, phrase):

@@ -250,7 +250,7 @@ BAD_ORDERS = {
     "unknown": ([0, 4], "4 is not a block of this model"),
     "negative": ([-1], "-1 is not a block"),
     "empty": ([], "at least one block"),
-    "text": ("2,0", "'2' is not a block"),
+    "text": ("2,x", "'x' in the execution order '2,x' is not a block id"),
     "other depth": (ls.ExecutionOrder((0, 1), 5), "made for 5 blocks, the model has 4"),
     "one of several": (
         [ls.ExecutionOrder((0,), 4), ls.ExecutionOrder((0,), 5)],
@@ -384,3 +384,13 @@ def test_masks_per_sample_cannot_be_regrouped() -> None:
         model(state, torch.ones(2, 3, 4))
     with ls.running(model, orders):
         assert model(state, torch.ones(3, 4)).shape == (2, 3, 4)
+
+
+def test_orders_written_as_text() -> None:
+    model = FAMILIES["timm-vit"].wrapped()
+    batch = images(2)
+    with torch.inference_mode():
+        with ls.running(model, PERMUTED):
+            expected = logits_of(model(batch))
+        with ls.running(model, ",".join(map(str, PERMUTED))):
+            assert torch.equal(logits_of(model(batch)), expected)

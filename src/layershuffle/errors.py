@@ -20,13 +20,24 @@ class LayerShuffleError(Exception):
     def __init__(
         self, cause: str, *, place: str | Path | None = None, hint: str | None = None
     ) -> None:
-        self.cause, self.place, self.hint = cause, place, hint
-        parts = [cause.rstrip(".") + "."]
+        self.cause, self.place, self.hint = self._own_words(cause), place, hint
+        parts = [_sentence(self.cause)]
         if place is not None:
             parts.append(f"Where: {place}.")
         if hint is not None:
-            parts.append(f"Next: {hint}" if hint.endswith("?") else f"Next: {hint.rstrip('.')}.")
+            parts.append(f"Next: {_sentence(hint)}")
         super().__init__(" ".join(parts))
+
+    @classmethod
+    def _own_words(cls, cause: str) -> str:
+        # torch's loader processes hand an error over as its whole traceback in text, and make a new
+        # one of that; our paragraph is what follows the last mention of the class.
+        traceback, _, paragraph = cause.rpartition(f"{cls.__module__}.{cls.__qualname__}: ")
+        return " ".join(paragraph.split()) if "Traceback (most recent" in traceback else cause
+
+
+def _sentence(text: str) -> str:
+    return text if text.endswith("?") else text.rstrip(".") + "."
 
 
 class UsageError(LayerShuffleError, ValueError):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from layershuffle.errors import DataError
 from layershuffle.models import logits_of
-from layershuffle.modes import Mode
+from layershuffle.modes import Mode, parse_modes
 from layershuffle.orders import ExecutionOrder
 from layershuffle.stack import depth_of
 from layershuffle.trie import build_trie, forward_trie
@@ -80,21 +80,23 @@ def evaluate(
     model: nn.Module,
     batches: Batches,
     *,
-    modes: Sequence[Mode],
+    modes: str | Sequence[Mode],
     num_orders: int = 20,
     seed: int = 0,
     draw: Draw = "pass",
 ) -> list[Score]:
     """The scores of every mode and draw, from one pass over `batches`.
 
-    `batches` yields (images `[n, channels, height, width]`, labels `[n]`). A mode with a single
+    `batches` yields (images `[n, channels, height, width]`, labels `[n]`). `modes` as in
+    "sequential,arbitrary,kept:9" (`layershuffle.modes`). A mode with a single
     order gets one score, the others `num_orders`. Orders with common beginnings share their work
     (`layershuffle.trie`). The model comes back in the train or eval mode it was in. Raises
     `UsageError` for a mode that does not fit the depth, `DataError` if there is no image.
     """
+    wanted = parse_modes(modes) if isinstance(modes, str) else modes
     columns = [
         _column(mode, index, depth_of(model), seed=seed, draw=draw)
-        for mode in modes
+        for mode in wanted
         for index in range(num_orders if mode.is_drawn else 1)
     ]
     was_training = model.training

@@ -34,7 +34,7 @@ _CAUSES = {
     errno.ENOTDIR: ("A file stands where a directory is needed", "choose another --out"),
     errno.EEXIST: ("A file stands where a directory is needed", "choose another --out"),
 }
-_LOCK_SECONDS = 30.0
+_LOCK_SECONDS = 90.0  # longer than a study gives its runs to save and end
 _LOCK_POLL_SECONDS = 0.2
 
 

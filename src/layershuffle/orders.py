@@ -140,8 +140,13 @@ class ExecutionOrder:
         return iter(self.blocks)
 
 
-def order_of(blocks: ExecutionOrder | Iterable[int], depth: int) -> ExecutionOrder:
-    """`blocks` as an order of a model with `depth` blocks; an order of another depth is refused."""
+def order_of(blocks: ExecutionOrder | str | Iterable[int], depth: int) -> ExecutionOrder:
+    """`blocks`, also as "3,0,2", as an order of a model with `depth` blocks.
+
+    Raises `UsageError` for an order of another depth, and as `ExecutionOrder` does.
+    """
+    if isinstance(blocks, str):
+        return ExecutionOrder.parse(blocks, depth=depth)
     if not isinstance(blocks, ExecutionOrder):
         return ExecutionOrder(tuple(blocks), depth)
     if blocks.depth != depth:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from layershuffle.errors import UsageError
 
@@ -30,6 +30,9 @@ class EncodingForm:
     torch's default, or zero, so that the first step computes the unchanged model. `features`: F of
     the paper. `dropout`: the paper names a dropout and no rate, the authors' code uses 0.
     """
+
+    # What pydantic reads where it checks settings; it ignores unknown fields otherwise.
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     table: Literal["per-block", "shared"] = "per-block"
     table_init: Literal["normal", "zero"] = "normal"
@@ -53,6 +56,8 @@ class PredictionForm:
     `pooling`: the class token, or the mean over all tokens (authors' code); models without a class
     token need "mean". `loss`: sum over blocks (paper) or mean (authors' code), times `weight`.
     """
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     pooling: Literal["class", "mean"] = "class"
     loss: Literal["sum", "mean"] = "sum"

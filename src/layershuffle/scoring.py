@@ -6,6 +6,7 @@ import csv
 import io
 import os
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch.utils.data import DataLoader
@@ -84,6 +85,13 @@ def score_model(
     return Scoring(scores=scores, depth=depth_of(model), data=data)
 
 
+def check_modes(model_spec: str, settings: EvalSettings) -> None:
+    """Raises `UsageError` if a mode keeps more blocks than the model has."""
+    depth = depth_of(load(model_spec))
+    for mode in parse_modes(settings.modes):
+        mode.policy().draw(depth, seed=settings.seed, step=0)
+
+
 def scores_csv(scoring: Scoring, *, method: str, seed: int, draw: str) -> str:
     """One row per score, under `COLUMNS`; accuracies in percent."""
     text = io.StringIO()
@@ -111,6 +119,6 @@ def scores_csv(scoring: Scoring, *, method: str, seed: int, draw: str) -> str:
 
 def _fixed(text: str, depth: int) -> Mode:
     order = ExecutionOrder.parse(text, depth=depth)
-    ascending = list(order) == sorted(order)
-    kept = len(order) if len(order) < depth else None
+    ascending = all(first < second for first, second in pairwise(order))
+    kept = None if len(order) == depth else len(order)
     return Mode(order="sequential" if ascending else "arbitrary", kept=kept, fixed=order)

@@ -10,6 +10,8 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import fields as dataclass_fields
+from dataclasses import is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 
 from layershuffle.errors import SettingsError, UsageError
 from layershuffle.methods import find_method
+from layershuffle.modes import parse_modes
 from layershuffle.position_forms import EncodingForm, PredictionForm
 
 _ENVIRONMENT_PREFIX = "LAYERSHUFFLE_"
@@ -26,12 +29,18 @@ _MAX_RECIPE_BYTES = 1 << 20
 DEFAULT_EPOCHS = 20.0  # paper, section 4: performance "plateaus at 20 epochs the latest"
 Positive = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(gt=0.0, lt=1.0)]
+Seed = Annotated[int, Field(ge=0, lt=1 << 32)]
+"""What numpy's generator, which augmentation uses, can take."""
+Name = Annotated[str, Field(pattern=r"^[^/.][^/]*$")]
+"""Becomes part of a path."""
 
 
 class Settings(BaseModel):
     """Frozen, and strict about unknown keys."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False
+    )
 
     def __init__(self, **fields: Any) -> None:
         """Raises `SettingsError` in one paragraph: which key, what is wrong, the nearest key."""
@@ -52,7 +61,7 @@ class FitSettings(Settings):
     """Host model: bundled:digits, timm:NAME, hf:NAME_OR_DIR, torchvision:NAME, dir:PATH."""
     data: str
     """Images: digit-pairs, folder:DIR, hf:NAME_OR_DIR, cifar100:DIR, wds:SHARDS."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of orders, data order, augmentation, dropout and new weights."""
     drop: float | None = None
     """layerdrop: drop probability (0.2); layershuffle: leave blocks out at random as well."""
@@ -141,7 +150,7 @@ class EvalSettings(Settings):
     (choices: random, spaced, first, last)."""
     num_orders: Positive = 20
     """Orders drawn per mode."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the drawn orders."""
     draw: Literal["pass", "batch"] = "pass"
     """One order per pass over the data, or a new one for every batch as in the paper."""
@@ -156,12 +165,17 @@ class EvalSettings(Settings):
     streaming: bool = False
     """Read hf: data as a stream."""
 
+    @model_validator(mode="after")
+    def _check(self) -> EvalSettings:
+        parse_modes(self.modes)
+        return self
+
 
 class Arm(Settings):
     """A row of a study: a method with its options."""
 
     method: str
-    name: str | None = None
+    name: Name | None = None
     """Label in tables (default: the method)."""
     fit: dict[str, Any] = {}
     """Settings of this arm alone, over those of the study."""
@@ -175,12 +189,12 @@ class Arm(Settings):
 class StudySettings(Settings):
     """All runs, evaluations, tables and figures of one experiment."""
 
-    name: str
+    name: Name
     model: str
     data: str
-    seeds: tuple[int, ...] = (0,)
+    seeds: Annotated[tuple[Seed, ...], Field(min_length=1)] = (0,)
     """One run per arm and seed."""
-    arms: tuple[Arm, ...]
+    arms: Annotated[tuple[Arm, ...], Field(min_length=1)]
     fit: dict[str, Any] = {}
     """Training settings shared by all arms."""
     evaluate: EvalSettings = EvalSettings()
@@ -192,6 +206,8 @@ class StudySettings(Settings):
         labels = [arm.label for arm in self.arms]
         if len(set(labels)) < len(labels):
             raise ValueError(f"two arms have one label: {sorted(labels)}; give them a name")
+        if len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(f"a seed is named twice: {list(self.seeds)}")
         for arm in self.arms:
             for seed in self.seeds:
                 self.fit_settings(arm, seed)
@@ -227,10 +243,26 @@ def from_environment(
     source = os.environ if environment is None else environment
     names = {name: f"{_ENVIRONMENT_PREFIX}{name.upper()}" for name in kind.model_fields}
     return {
-        name: yaml.safe_load(source[variable])
+        name: _scalar(source[variable], variable)
         for name, variable in names.items()
         if variable in source
     }
+
+
+def _scalar(text: str, variable: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise UsageError(
+            f"{text!r} is not a value", place=variable, hint="write it as in a YAML recipe"
+        ) from error
+
+
+def check_known(kind: type[Settings], fields: Mapping[str, Any]) -> None:
+    """Raises `SettingsError` for keys that are no settings, with the nearest that is one."""
+    unknown = [name for name in fields if name not in kind.model_fields]
+    if unknown:
+        raise SettingsError("; ".join(_unknown(kind, name) for name in unknown))
 
 
 def field_value(kind: type[Settings], name: str, *, value: Any) -> Any:
@@ -253,16 +285,32 @@ def digest(settings: Settings) -> str:
 
 def _problem(kind: type[Settings], error: dict[str, Any]) -> str:
     name = ".".join(map(str, error["loc"]))
-    if error["type"] == "extra_forbidden":
-        near = get_close_matches(name.rpartition(".")[2], _all_fields(kind), n=1)
-        return f"{name!r} is not a setting" + (f", did you mean {near[0]!r}?" if near else "")
-    message = error["msg"].removeprefix("Value error, ")
+    if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        return _unknown(kind, name)
+    message = _message(error)
     return f"{name}: {message}" if name else message
 
 
-def _all_fields(kind: type[Settings]) -> list[str]:
-    nested = [f.annotation for f in kind.model_fields.values()]
-    inner = [
-        n for a in nested if isinstance(a, type) and issubclass(a, Settings) for n in a.model_fields
-    ]
-    return [*kind.model_fields, *inner]
+def _message(error: dict[str, Any]) -> str:
+    ours = error.get("ctx", {}).get("error")
+    if not isinstance(ours, UsageError):
+        return str(error["msg"]).removeprefix("Value error, ")
+    return ours.cause if ours.hint is None else f"{ours.cause}: {ours.hint}"
+
+
+def _unknown(kind: type[Settings], name: str) -> str:
+    group, _, word = name.rpartition(".")
+    near = get_close_matches(word, _names_in(kind, group), n=1)
+    # A key of another group last: `modle` is as near to `modes` as it is to `model`.
+    near += [m for g in kind.model_fields for m in get_close_matches(word, _names_in(kind, g), n=1)]
+    return f"{name!r} is not a setting" + (f", did you mean {near[0]!r}?" if near else "")
+
+
+def _names_in(kind: type[Settings], group: str) -> list[str]:
+    """The keys of a group of settings; of the settings themselves for the empty word."""
+    nested = kind.model_fields[group].annotation if group in kind.model_fields else kind
+    if is_dataclass(nested):
+        return [field.name for field in dataclass_fields(nested)]
+    if isinstance(nested, type) and issubclass(nested, Settings):
+        return list(nested.model_fields)
+    return []

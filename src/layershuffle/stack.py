@@ -242,7 +242,7 @@ def depth_of(model: nn.Module) -> int:
 
 @contextmanager
 def running(
-    model: nn.Module, order: ExecutionOrder | Sequence[int] | Sequence[ExecutionOrder]
+    model: nn.Module, order: ExecutionOrder | str | Sequence[int] | Sequence[ExecutionOrder]
 ) -> Iterator[ExecutionOrder | tuple[ExecutionOrder, ...]]:
     """Run `model` along `order` inside the `with` block, in this thread only.
 
@@ -306,6 +306,7 @@ def _set(stack: BlockStack, **changes: Any) -> Iterator[None]:
 def _is_per_sample(order: object) -> bool:
     return (
         isinstance(order, Sequence)
+        and not isinstance(order, str)
         and bool(order)
         and isinstance(order[0], ExecutionOrder | Sequence)
     )

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from layershuffle.cli import COMMANDS, main
+from layershuffle.errors import SettingsError
 from layershuffle.settings import EvalSettings, FitSettings
 
 MODEL = (
@@ -103,7 +104,7 @@ def test_errors_are_one_paragraph(capsys, fitted, words, code, phrase):
 
 
 def test_debug_shows_where(fitted):
-    with pytest.raises(ValueError, match="not an evaluation mode"):
+    with pytest.raises(SettingsError, match="not an evaluation mode"):
         main(["eval", str(fitted), "--data", DATA, "--modes", "shuffled", "--debug"])
 
 
@@ -136,6 +137,15 @@ def test_unknown_key_in_a_recipe(capsys, tmp_path):
     assert code == 2
     assert "'stepz' is not a setting, did you mean 'steps'" in err
     assert "r.yaml" in err
+
+
+@pytest.mark.parametrize("command", ["fit --recipe", "reproduce"])
+def test_a_misspelt_key_is_named_before_what_is_missing(capsys, tmp_path, command):
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("modle: bundled:digits\n")
+    code, _, err = run(capsys, *command.split(), str(recipe), "--out", str(tmp_path / "o"))
+    assert code == 2
+    assert f"'modle' is not a setting, did you mean 'model'? Where: {recipe}. Next: " in err
 
 
 def test_doctor(capsys):

@@ -213,3 +213,12 @@ def test_a_model_with_four_channels_is_refused_at_once(root: Path) -> None:
     view = ImageView(channels=4, height=8, width=8, mean=(0.0,) * 4, std=(1.0,) * 4)
     with pytest.raises(UsageError, match="takes 4 channels"):
         opened(root, view)
+
+
+def test_files_of_other_kinds_are_counted_in_the_notes(root: Path) -> None:
+    first = sorted((root / "train").iterdir())[0]
+    (first / "a.gif").write_bytes(b"GIF89a")
+    (first / "b.txt").write_text("words")
+    (note,) = [n for n in opened(root, VIEW).notes if "left out" in n and "known" in n]
+    assert note.startswith("train: 2 files are no images of a known kind and were left out")
+    assert f"{first.name}/a.gif" in note

@@ -126,6 +126,29 @@ def test_another_study_in_the_directory(tmp_path):
         write_plan(StudySettings(**{**RECIPE, "seeds": [1]}), tmp_path)
 
 
+def test_what_may_change_and_what_not(tmp_path):
+    write_plan(StudySettings(**RECIPE), tmp_path)
+    write_plan(StudySettings(**RECIPE, workers=1), tmp_path)
+    evaluate = {"modes": "sequential"}
+    write_plan(StudySettings(**{**RECIPE, "evaluate": evaluate}, workers=1), tmp_path)
+    assert read_plan(tmp_path).evaluate.modes == "sequential"
+    result = tmp_path / "runs" / "baseline-seed0" / "result.json"
+    result.parent.mkdir(parents=True)
+    result.write_text("{}")
+    with pytest.raises(UsageError, match="other settings: evaluate, workers"):
+        write_plan(StudySettings(**RECIPE), tmp_path)
+
+
+def test_modes_are_checked_before_the_training(tmp_path, capsys):
+    path = tmp_path / "r.yaml"
+    recipe = {**RECIPE, "arms": [{"method": "baseline"}], "evaluate": {"modes": "kept:9"}}
+    path.write_text(yaml.safe_dump(recipe))
+    assert main(["reproduce", str(path), "--out", str(tmp_path / "out")]) == 1
+    run = tmp_path / "out" / "runs" / "baseline-seed0"
+    assert "9 blocks cannot be kept of a model with 4" in (run / "failure.txt").read_text()
+    assert not (run / "fit").exists()
+
+
 def test_dry_run_prints_and_does_nothing(recipe, tmp_path, capsys):
     out = tmp_path / "out"
     assert main(["reproduce", str(recipe), "--out", str(out), "--dry-run"]) == 0

@@ -257,6 +257,16 @@ def test_other_settings_in_one_directory(undisturbed):
         fit(settings(lr=2e-3), out)
 
 
+def test_a_run_that_never_began_binds_nobody(tmp_path):
+    with pytest.raises(LayerShuffleError, match="There is no timm model"):
+        fit(settings(model="timm:vit_tiny_patch16_22"), tmp_path)
+    result = fit(settings(steps=1), tmp_path)
+    assert result.settings["model"] == MODEL
+    (tmp_path / "settings.yaml").write_text("lr: [")
+    with pytest.raises(UsageError, match="cannot be read"):
+        fit(settings(steps=1), tmp_path)
+
+
 def test_a_directory_of_something_else(tmp_path):
     (tmp_path / "thesis.tex").write_text("ten years")
     with pytest.raises(UsageError, match="not empty and holds no run"):
@@ -324,3 +334,36 @@ def test_bf16_on_a_cpu_without_it_is_said(tmp_path, monkeypatch, caplog, has_bf1
     result = fit(settings(steps=1, precision="bf16", device="cpu"), tmp_path / "run")
     assert result.hardware["precision"] == "bf16"
     assert ("several times slower" in caplog.text) is not has_bf16
+
+
+def test_a_gpu_that_is_not_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UsageError, match="There is no GPU"):
+        fit(settings(device="cuda"), tmp_path / "run")
+
+
+def test_a_run_says_what_it_read(tmp_path):
+    events = []
+    fit(settings(steps=1), tmp_path / "run", listeners=[events.append])
+    assert events[0]["kind"] == "data"
+    assert events[0]["text"].startswith("96 train, 32 holdout, 32 test images of 100 classes")
+    assert "model of 4 blocks" in events[0]["text"]
+
+
+def test_killed_after_the_last_checkpoint_trains_no_further(tmp_path, monkeypatch):
+    """In the middle of an epoch, between the last checkpoint and the result."""
+    module, run = sys.modules["layershuffle.training.fit"], settings(steps=4, schedule="constant")
+    finish = module._finish
+
+    def killed(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "_finish", killed)
+    with pytest.raises(KeyboardInterrupt):
+        fit(run, tmp_path / "run")
+    before = weights(tmp_path / "run")
+    monkeypatch.setattr(module, "_finish", finish)
+    events = []
+    fit(run, tmp_path / "run", listeners=[events.append])
+    assert [event["kind"] for event in events] == ["data", "start", "end"]
+    assert_same_weights(weights(tmp_path / "run"), before)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib import import_module
 
@@ -29,9 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
     arguments = [word for word in arguments if word != "--debug"]
-    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     try:
-        return _dispatch(arguments)
+        with _warnings_shown():
+            return _dispatch(arguments)
     except LayerShuffleError as error:
         if debug:
             raise
@@ -50,6 +51,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 1
+
+
+@contextmanager
+def _warnings_shown() -> Iterator[None]:
+    """Our own warnings on standard error; other libraries show theirs themselves."""
+    log, handler = logging.getLogger("layershuffle"), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
 
 
 def _dispatch(arguments: list[str]) -> int:

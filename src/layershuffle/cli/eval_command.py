@@ -61,6 +61,7 @@ def _report(scoring: Scoring, settings: EvalSettings, *, model: str) -> dict[str
         "notes": list(scoring.data.notes),
         "draw": f"one order per {settings.draw}",
         "seed": settings.seed,
+        "batch_size": settings.batch_size,
         "modes": [_mode_report(name, group, scoring) for name, group in groups.items()],
         "hardware": hardware("fp32"),
         "versions": versions(),

@@ -10,7 +10,13 @@ import tyro
 from pydantic_core import PydanticUndefined
 
 from layershuffle.errors import SettingsError, UsageError
-from layershuffle.settings import Settings, field_value, from_environment, read_recipe
+from layershuffle.settings import (
+    Settings,
+    check_known,
+    field_value,
+    from_environment,
+    read_recipe,
+)
 
 AnySettings = TypeVar("AnySettings", bound=Settings)
 Parsed = TypeVar("Parsed")
@@ -32,16 +38,15 @@ def settings_from(
 ) -> AnySettings:
     """The settings of a command, every layer checked. Raises `UsageError` in one paragraph."""
     fields = {**(read_recipe(recipe) if recipe else {}), **from_environment(kind)}
-    unknown = {name: fields.pop(name) for name in fields.keys() - kind.model_fields.keys()}
     try:
-        flags = tyro.cli(
+        check_known(kind, fields)  # before tyro, which would ask for what was misspelt
+        return tyro.cli(
             kind,
             args=list(argv),
             prog=f"layershuffle {command}",
             description=about,
             default=_defaults(kind, fields),
         )
-        return kind(**flags.model_dump(), **unknown) if unknown else flags
     except SettingsError as error:
         raise SettingsError(
             error.cause, place=recipe, hint=f"layershuffle {command} --help"

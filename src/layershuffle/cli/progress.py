@@ -46,6 +46,9 @@ class _Lines:
         self._clock = _Clock()
 
     def __call__(self, event: dict[str, Any]) -> None:
+        if event["kind"] == "data":
+            print(told(event), flush=True)
+            return
         text = describe(event)
         if event["kind"] == "start":
             self._clock.start(event)
@@ -55,6 +58,11 @@ class _Lines:
             print(
                 f"step {event.get('step', event.get('at'))}/{self._clock.steps}: {text}", flush=True
             )
+
+
+def told(event: dict[str, Any]) -> str:
+    """What the run read, a line each."""
+    return "\n".join([event["text"], *(f"note: {note}" for note in event["notes"])])
 
 
 def describe(event: dict[str, Any]) -> str:
@@ -95,7 +103,9 @@ def _bar() -> Iterator[Listener]:
         task = progress.add_task("fit", total=None, training="", scores="")
 
         def listen(event: dict[str, Any]) -> None:
-            if event["kind"] == "start":
+            if event["kind"] == "data":
+                progress.print(told(event), highlight=False, markup=False)
+            elif event["kind"] == "start":
                 progress.update(task, total=event["steps"], completed=event["at"])
             elif event["kind"] == "log":
                 training = f"loss {event['loss']:.3f}, acc {event['accuracy']:.1f} %"

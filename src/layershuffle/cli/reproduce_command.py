@@ -10,8 +10,8 @@ from typing import Annotated
 import tyro
 
 from layershuffle.cli.parsing import parse
-from layershuffle.errors import LayerShuffleError, UsageError
-from layershuffle.settings import StudySettings, read_recipe
+from layershuffle.errors import LayerShuffleError, SettingsError, UsageError
+from layershuffle.settings import StudySettings, check_known, read_recipe
 from layershuffle.study.plan import plan_text, read_plan
 
 _ABOUT = (
@@ -37,7 +37,7 @@ def run(argv: Sequence[str]) -> int:
     options = parse(_Options, argv, command="reproduce", about=_ABOUT)
     if options.workers is not None and options.workers < 1:
         raise UsageError(f"--workers is a number of processes, not {options.workers}")
-    study = StudySettings(**read_recipe(options.recipe))
+    study = _study(options.recipe)
     out = options.out or Path("runs") / study.name
     if options.dry_run:
         print(plan_text(study))
@@ -56,6 +56,17 @@ def run(argv: Sequence[str]) -> int:
             hint="each has a failure.txt or log.txt; mend the cause and give the same command",
         )
     return 0
+
+
+def _study(recipe: Path) -> StudySettings:
+    fields = read_recipe(recipe)
+    try:
+        check_known(StudySettings, fields)
+        return StudySettings(**fields)
+    except SettingsError as error:
+        raise SettingsError(
+            error.cause, place=recipe, hint="recipes/digits-quick.yaml is an example"
+        ) from None
 
 
 def show_report(out: Path) -> None:

@@ -24,10 +24,16 @@ TEST_NAME = "test"
 
 
 class FolderTable:
-    """The images below one split folder; `files[i]` has class `labels[i]`."""
+    """The images below one split folder; `files[i]` has class `labels[i]`.
 
-    def __init__(self, files: Sequence[str], labels: Sequence[int], channels: int) -> None:
+    `others` are the names of files beside them that are no images of a known kind.
+    """
+
+    def __init__(
+        self, files: Sequence[str], labels: Sequence[int], *, channels: int, others: Sequence[str]
+    ) -> None:
         self.files, self.labels, self.channels = files, labels, channels
+        self.others = others
 
     def image(self, index: int) -> Image.Image:
         """Image `index`, decoded. Raises DataError naming the file."""
@@ -54,11 +60,16 @@ def open_source(request: SourceRequest) -> ImageData:
     for other in (validation, test):
         if other is not None:
             require_same_classes(reference, other, classes=classes)
+    tested = folder_table(test, classes, channels=channels)
+    trained = _wanted(request, train, classes)
+    validated = _wanted(request, validation, classes)
+    notes = [
+        _other_files(split, table)
+        for split, table in ((test, tested), (train, trained), (validation, validated))
+        if split is not None and table is not None and table.others
+    ]
     tables = Tables(
-        classes=classes,
-        test=folder_table(test, classes, channels=channels),
-        train=_wanted(request, train, classes),
-        validation=_wanted(request, validation, classes),
+        classes=classes, test=tested, train=trained, validation=validated, notes=tuple(notes)
     )
     return assemble(request, tables)
 
@@ -116,6 +127,7 @@ def folder_table(split: Path, classes: Sequence[str], *, channels: int) -> Folde
     """All images of a split, in sorted order. Raises DataError for a class without images."""
     files: list[str] = []
     labels: list[int] = []
+    left_out: list[str] = []
     for label, name in enumerate(classes):
         images, others = image_files(split / name)
         if not images:
@@ -127,7 +139,15 @@ def folder_table(split: Path, classes: Sequence[str], *, channels: int) -> Folde
             )
         files += images
         labels += [label] * len(images)
-    return FolderTable(files, labels, channels)
+        left_out += [f"{name}/{other}" for other in others if not other.startswith(".")]
+    return FolderTable(files, labels, channels=channels, others=left_out)
+
+
+def _other_files(split: Path, table: FolderTable) -> str:
+    return (
+        f"{split.name}: {len(table.others)} files are no images of a known kind and were left out, "
+        f"such as {table.others[0]} (known: {', '.join(EXTENSIONS)})"
+    )
 
 
 def image_files(folder: Path) -> tuple[list[str], list[str]]:

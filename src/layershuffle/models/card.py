@@ -94,7 +94,8 @@ def _summary(facts: Mapping[str, Any]) -> str:
     if facts.get("method"):
         lines.append(f"Training method: {facts['method']}.")
     provenance = facts.get("provenance") or {}
-    lines += [f"{key}: {value}." for key, value in provenance.items() if isinstance(value, str)]
+    told = [f"- {key}: {value}" for key, value in provenance.items() if isinstance(value, str)]
+    lines += ["", *told, ""] if told else []
     parts = [name for name, form in facts["position"].items() if form]
     if parts:
         lines.append(

@@ -188,7 +188,8 @@ def _replay(study: Study) -> Section:
     command = shlex.join([*words, "--order", row.order])
     sentence = (
         "Every line of results.csv with an order can be computed again from the run's model. "
-        f"From this report's directory, the command below gives {label(row.method)}, seed "
+        "From this report's directory (a relative path to data counts from where the study was "
+        f"started), the command below gives {label(row.method)}, seed "
         f"{row.seed}, in {row.mode} order with {row.kept} blocks: top-1 {row.top1:.2f} %, "
         f"cross-entropy {row.cross_entropy:.4f}, on {row.n:,} images."
     )

@@ -46,17 +46,28 @@ def runs_of(study: StudySettings) -> tuple[RunSpec, ...]:
 
 
 def write_plan(study: StudySettings, out: Path) -> None:
-    """Keep the plan in `out`; raises `UsageError` if another study lives there."""
+    """Keep the plan in `out`; raises `UsageError` naming what differs if another study lives there.
+
+    The number of workers may change at any time, the evaluation until a run is finished.
+    """
     path = out / PLAN_FILE
     if path.is_file():
-        if read_plan(out) != study:
+        differing = _differing(read_plan(out), study)
+        finished = any(out.glob("runs/*/result.json"))
+        free = {"workers"} if finished else {"workers", "evaluate"}
+        if set(differing) - free:
             raise UsageError(
-                "This directory holds a study with other settings",
+                f"This directory holds a study with other settings: {', '.join(differing)}",
                 place=path,
                 hint="give the same recipe to go on, or another --out to start afresh",
             )
-        return
+        if not differing:
+            return
     write_text(path, json.dumps(plan_json(study), indent=2))
+
+
+def _differing(one: StudySettings, two: StudySettings) -> list[str]:
+    return [name for name in type(one).model_fields if getattr(one, name) != getattr(two, name)]
 
 
 def plan_json(study: StudySettings) -> dict[str, Any]:

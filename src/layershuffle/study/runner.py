@@ -20,6 +20,7 @@ from types import FrameType
 from typing import Any
 
 from layershuffle.errors import Interrupted
+from layershuffle.files import explained, locked
 from layershuffle.settings import StudySettings
 from layershuffle.study.plan import RunSpec, runs_of, write_plan
 from layershuffle.study.worker import FAILURE_FILE, PROGRESS_FILE, RESULT_FILE
@@ -58,8 +59,12 @@ class _Pool:
         gpu = self._least_used_gpu()
         if gpu is not None:
             self.gpu_of[run.name] = gpu
-        directory.mkdir(parents=True, exist_ok=True)
-        with (directory / _LOG_FILE).open("ab") as log:
+        with explained(directory):
+            directory.mkdir(parents=True, exist_ok=True)
+            for stale in (FAILURE_FILE, PROGRESS_FILE):
+                (directory / stale).unlink(missing_ok=True)
+            log = (directory / _LOG_FILE).open("ab")
+        with log:
             self.running[run.name] = subprocess.Popen(
                 [sys.executable, "-m", "layershuffle.study.worker", str(self.out), run.name],
                 stdin=subprocess.DEVNULL,
@@ -103,12 +108,21 @@ def run_study(
     Raises `UsageError` if `out` holds another study, `Interrupted` after SIGTERM or Ctrl-C with
     every running run's checkpoint saved.
     """
-    write_plan(study, out)
-    runs = runs_of(study)
-    gpus = _gpu_count()
-    limit = workers or study.workers or gpus or len(os.sched_getaffinity(0))
-    waiting = [run for run in runs if not _is_finished(run, out)]
-    pool = _Pool(out, threads=None if gpus else 1, gpus=gpus)
+    with locked(out):
+        write_plan(study, out)
+        runs = runs_of(study)
+        gpus = _gpu_count()
+        pool = _Pool(out, threads=None if gpus else 1, gpus=gpus)
+        limit = workers or study.workers or gpus or len(os.sched_getaffinity(0))
+        try:
+            _run_all(runs, pool, limit=limit, watch=watch)
+        finally:
+            pool.stop()
+    return [run.name for run in runs if not _is_finished(run, out)]
+
+
+def _run_all(runs: tuple[RunSpec, ...], pool: _Pool, *, limit: int, watch: Watcher) -> None:
+    waiting = [run for run in runs if not _is_finished(run, pool.out)]
     codes: dict[str, int] = {}
     with _stopping() as stopping:
         started = time.monotonic()
@@ -117,18 +131,18 @@ def run_study(
                 pool.start(waiting.pop(0))
             time.sleep(_POLL_SECONDS)
             codes.update(pool.reap())
-            watch([_state(run, out, pool, codes) for run in runs], time.monotonic() - started)
+            watch([_state(run, pool, codes) for run in runs], time.monotonic() - started)
             if stopping():
                 pool.stop()
                 raise Interrupted(
                     "The study was stopped; running runs saved a checkpoint",
-                    place=out,
+                    place=pool.out,
                     hint="the same command goes on",
                 )
-    return [run.name for run in runs if not _is_finished(run, out)]
 
 
-def _state(run: RunSpec, out: Path, pool: _Pool, codes: dict[str, int]) -> RunState:
+def _state(run: RunSpec, pool: _Pool, codes: dict[str, int]) -> RunState:
+    out = pool.out
     if _is_finished(run, out):
         return RunState(run.name, "done", fraction=1.0)
     if run.name in pool.running:

@@ -47,10 +47,11 @@ def main(argv: list[str]) -> int:
 
 def execute(run: RunSpec, study: StudySettings, *, directory: Path) -> None:
     """Train, score, and write the results of one run."""
-    from layershuffle.scoring import score_model, scores_csv
+    from layershuffle.scoring import check_modes, score_model, scores_csv
     from layershuffle.training import fit
 
     (directory / FAILURE_FILE).unlink(missing_ok=True)
+    check_modes(run.settings.model, study.evaluate)  # before the training, not after it
     fitted = fit(run.settings, directory / "fit", listeners=[_progress_writer(directory)])
     started = time.monotonic()
     write_text(directory / PROGRESS_FILE, json.dumps({"phase": "scoring"}))

@@ -9,12 +9,13 @@ import yaml
 
 from layershuffle.errors import UsageError
 from layershuffle.files import remove_stale_stages, write_text
-from layershuffle.settings import FitSettings
+from layershuffle.settings import FitSettings, read_recipe
 
 CHECKPOINT_FORM = "step-{:08d}"
 SETTINGS_FILE = "settings.yaml"
 # These change where and how fast a run computes, not what: a resumed run may change them.
 _MAY_CHANGE = frozenset({"log_every", "workers"})
+_NOTHING_YET = frozenset({".lock", SETTINGS_FILE, "checkpoints", "tensorboard"})
 
 
 def latest_checkpoint(checkpoints: Path) -> Path | None:
@@ -34,13 +35,13 @@ def prepare_run(out: Path, settings: FitSettings) -> None:
     """Make or take up the run directory `out`.
 
     Raises `UsageError` if it holds a run with other settings (naming them) or files of something
-    else.
+    else. A run that ended before it had anything to keep, as with a misspelt path, binds nobody.
     """
     resolved = settings.model_dump(mode="json")
     path = out / SETTINGS_FILE
-    if path.is_file():
+    if path.is_file() and _has_something(out):
         _refuse_other_settings(path, resolved)
-    elif any(child.name != ".lock" for child in out.iterdir()):
+    elif not path.is_file() and any(child.name != ".lock" for child in out.iterdir()):
         raise UsageError(
             "The output directory is not empty and holds no run of ours",
             place=out,
@@ -52,8 +53,13 @@ def prepare_run(out: Path, settings: FitSettings) -> None:
     remove_stale_stages(out / "checkpoints")
 
 
+def _has_something(out: Path) -> bool:
+    others = {child.name for child in out.iterdir()} - _NOTHING_YET
+    return bool(others) or latest_checkpoint(out / "checkpoints") is not None
+
+
 def _refuse_other_settings(path: Path, resolved: dict[str, object]) -> None:
-    stored = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    stored = read_recipe(path)
     differing = [
         f"{name} ({stored.get(name)!r} there, {resolved.get(name)!r} now)"
         for name in sorted(stored.keys() | resolved.keys())

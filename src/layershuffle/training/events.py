@@ -13,8 +13,9 @@ from transformers import TrainerCallback
 
 Event = dict[str, Any]
 Listener = Callable[[Event], None]
-"""Events: kind "start" (steps, at), "log" (step, loss, accuracy, learning_rate), "scores" (step and
-metrics), "checkpoint" (step), "best" (step, metric), "end" (step)."""
+"""Events: kind "data" (text, notes), "start" (steps, at), "log" (step, loss, accuracy,
+learning_rate), "scores" (step and metrics), "checkpoint" (step), "best" (step, cross_entropy),
+"end" (step)."""
 
 
 class Flow(TrainerCallback):

@@ -23,6 +23,7 @@ from layershuffle.models import save
 from layershuffle.modes import Mode
 from layershuffle.policies import policy_to_json
 from layershuffle.settings import FitSettings, digest
+from layershuffle.stack import depth_of
 from layershuffle.training.checkpoints import latest_checkpoint, prepare_run
 from layershuffle.training.events import Flow, Listener, stopping_on_signals
 from layershuffle.training.job import (
@@ -100,19 +101,36 @@ def _run(job: Job, listeners: Sequence[Listener]) -> FitResult:
     checkpoint = latest_checkpoint(trainer.checkpoints)
     if checkpoint is not None:
         trainer.take_up(checkpoint)
-    flow.tell("start", steps=job.steps, at=_step_of(checkpoint))
-    with stopping_on_signals(flow.stop_asked):
-        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    flow.tell("end", step=trainer.state.global_step)
-    if trainer.state.global_step < job.steps:
+    flow.tell("data", text=_what_was_read(job), notes=job.data.notes)
+    begun = _step_of(checkpoint)
+    flow.tell("start", steps=job.steps, at=begun)
+    if begun < job.steps:  # else it was killed between its last checkpoint and its result
+        with stopping_on_signals(flow.stop_asked):
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    reached = max(begun, trainer.state.global_step)
+    flow.tell("end", step=reached)
+    if reached < job.steps:
         raise Interrupted(
-            f"Stopped at step {trainer.state.global_step} of {job.steps}; a checkpoint is saved",
+            f"Stopped at step {reached} of {job.steps}; a checkpoint is saved",
             place=job.out,
             hint="the same command goes on from there",
         )
     result = _finish(job, trainer.seconds())
     shutil.rmtree(trainer.checkpoints)  # they serve to go on, and there is nothing left to do
     return result
+
+
+def _what_was_read(job: Job) -> str:
+    sizes = (
+        f"{'?' if split.size is None else format(split.size, ',')} {name}"
+        for name in ("train", "holdout", "test")
+        if (split := job.data.splits.get(name)) is not None
+    )
+    parameters = sum(parameter.numel() for parameter in job.model.parameters())
+    return (
+        f"{', '.join(sizes)} images of {len(job.data.classes)} classes; model of "
+        f"{depth_of(job.model)} blocks, {parameters:,} parameters"
+    )
 
 
 def _trainer(job: Job, flow: Flow) -> OrderTrainer:

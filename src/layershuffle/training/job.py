@@ -56,6 +56,8 @@ def prepare(settings: FitSettings, out: Path) -> Job:
     """Load the model and open the data; the head is resized to the classes of the data."""
     if settings.precision == "bf16" and _device(settings) == "cpu" and not cpu_has_bf16():
         _log.warning("this processor has no bf16 arithmetic: bf16 will be several times slower")
+    if settings.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("There is no GPU that torch can use here", hint="leave --device at auto")
     method = find_method(settings.method, drop=settings.drop, min_blocks=settings.min_blocks)
     host = load(settings.model, seed=settings.seed)
     options = DataOptions(

@@ -1,0 +1,29 @@
+"""Errors: one paragraph, also when a loader process hands it over as its traceback."""
+
+import pytest
+from torch.utils.data import DataLoader, Dataset
+
+from layershuffle.errors import DataError, LayerShuffleError, UsageError
+
+
+class Broken(Dataset):
+    """Two images that cannot be read."""
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        raise DataError("cannot read image", place=f"{index}.png", hint="repair the file")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_errors_of_loader_processes_are_one_paragraph(workers):
+    with pytest.raises(DataError) as caught:
+        list(DataLoader(Broken(), num_workers=workers))
+    assert str(caught.value) == "cannot read image. Where: 0.png. Next: repair the file."
+
+
+def test_questions_keep_their_mark():
+    error = LayerShuffleError("no key 'a', did you mean 'b'?", hint="is it 'c'?")
+    assert str(error) == "no key 'a', did you mean 'b'? Next: is it 'c'?"
+    assert str(UsageError("wrong.", hint="mend it.")) == "wrong. Next: mend it."
