@@ -100,3 +100,15 @@ def test_the_readme_loop_runs(repository, tmp_path, monkeypatch):
     again = timm.create_model("local-dir:shuffled", pretrained=True)
     assert again.num_classes == 10
     assert len(again.blocks) == 3
+
+
+def test_the_python_page_runs_from_top_to_bottom(repository, tmp_path, monkeypatch):
+    text = (repository / "docs" / "python.md").read_text()
+    code = "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    exec(code, names)
+    assert names["logits"].shape == (3, 3)
+    assert len(names["tap"].records) == 3
+    assert len(names["scores"]) == 1 + 20 + 20
+    assert (tmp_path / "mine" / "model.safetensors").is_file()

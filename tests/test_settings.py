@@ -68,6 +68,13 @@ def test_an_error_within_an_error_has_one_next_step():
     assert str(caught.value).endswith("did you mean 'layershuffle'?")
 
 
+def test_a_misspelt_variable():
+    with pytest.raises(UsageError, match="did you mean LAYERSHUFFLE_BATCH_SIZE"):
+        from_environment(FitSettings, {"LAYERSHUFFLE_BATCHSIZE": "4"})
+    # One environment serves all commands.
+    assert from_environment(FitSettings, {"LAYERSHUFFLE_NUM_ORDERS": "4"}) == {}
+
+
 @pytest.mark.parametrize(
     ("text", "phrase"),
     [

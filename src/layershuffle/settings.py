@@ -219,6 +219,9 @@ class StudySettings(Settings):
         return FitSettings(**{**fields, "method": arm.method, "seed": seed})
 
 
+_SET_BY_ENVIRONMENT = {*FitSettings.model_fields, *EvalSettings.model_fields}
+
+
 def read_recipe(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file. Raises `UsageError` for anything else, or an absurd size."""
     try:
@@ -241,12 +244,24 @@ def from_environment(
 ) -> dict[str, Any]:
     """The settings of `kind` found as LAYERSHUFFLE_NAME variables, read as YAML scalars."""
     source = os.environ if environment is None else environment
+    _refuse_unknown_variables(source)
     names = {name: f"{_ENVIRONMENT_PREFIX}{name.upper()}" for name in kind.model_fields}
     return {
         name: _scalar(source[variable], variable)
         for name, variable in names.items()
         if variable in source
     }
+
+
+def _refuse_unknown_variables(source: Mapping[str, str]) -> None:
+    known = {f"{_ENVIRONMENT_PREFIX}{n.upper()}" for n in _SET_BY_ENVIRONMENT}
+    for variable in sorted(name for name in source if name.startswith(_ENVIRONMENT_PREFIX)):
+        if variable not in known:
+            near = get_close_matches(variable, known, n=1)
+            raise UsageError(
+                f"The environment variable {variable} names no setting",
+                hint=f"did you mean {near[0]}?" if near else "unset it",
+            )
 
 
 def _scalar(text: str, variable: str) -> Any:

@@ -38,7 +38,8 @@ def _lines() -> Watcher:
         for state in states:
             if phases.get(state.name, "waiting") != state.phase:
                 phases[state.name] = state.phase
-                print(f"[{clock(seconds)}] {state.name}: {state.phase} {state.detail}", flush=True)
+                words = ": ".join(word for word in (state.name, state.phase, state.detail) if word)
+                print(f"[{clock(seconds)}] {words}", flush=True)
         if seconds - last >= _LINE_SECONDS:
             last = seconds
             running = [f"{s.name} {s.detail}" for s in states if s.phase == "running"]
