@@ -52,6 +52,10 @@ def test_one_order_per_batch():
     scores = evaluate(model, BATCHES, modes=[mode], num_orders=2, seed=1, draw="batch")
     for score in scores:
         assert score.order is None
+        assert score.batch_orders == tuple(
+            ls.Shuffled().draw(4, seed=1, step=batch, micro_batch=score.index)
+            for batch in range(len(BATCHES))
+        )
         top1, top5, loss = slow_score(
             model,
             lambda batch, index=score.index: ls.Shuffled().draw(

@@ -23,6 +23,7 @@ LAYERS = (
     ("policies", "parts", "discovery", "grouped", "modes", "machine"),
     ("stack", "methods"),
     ("position", "trie", "settings"),
+    ("recipes",),
     ("models", "data"),
     ("scoring", "evaluation", "training", "merging", "analysis"),
     ("study", "swarm"),

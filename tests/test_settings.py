@@ -5,14 +5,8 @@ import yaml
 
 from layershuffle.errors import SettingsError, UsageError
 from layershuffle.position_forms import EncodingForm
-from layershuffle.settings import (
-    EvalSettings,
-    FitSettings,
-    StudySettings,
-    digest,
-    from_environment,
-    read_recipe,
-)
+from layershuffle.recipes import from_environment, read_recipe
+from layershuffle.settings import EvalSettings, FitSettings, StudySettings, digest
 
 BASE = {"method": "layershuffle", "model": "bundled:digits", "data": "digit-pairs"}
 STUDY = {"name": "s", "model": "bundled:digits", "data": "digit-pairs"}

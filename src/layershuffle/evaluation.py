@@ -8,7 +8,7 @@ per batch, as the paper's section 4.2 has it ("randomly for every forward path")
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -32,7 +32,8 @@ class Score:
     """One mode under one drawn order; drawn per batch, one pass with a new order for every batch.
 
     `top1` and `top5` in percent, `cross_entropy` in nats, over `images` images. `index` numbers the
-    draws of the mode. `order` is `None` when drawn per batch.
+    draws of the mode. `order` is `None` when drawn per batch; `batch_orders` then holds the order
+    of every batch.
     """
 
     mode: Mode
@@ -42,6 +43,7 @@ class Score:
     top1: float
     top5: float
     cross_entropy: float
+    batch_orders: tuple[ExecutionOrder, ...] = ()
 
 
 @dataclass
@@ -56,6 +58,14 @@ class _Column:
     top1: int = 0
     top5: int = 0
     loss: float = 0.0
+    batch_orders: list[ExecutionOrder] = field(default_factory=list)
+
+    def next_order(self, batch: int) -> ExecutionOrder:
+        """The order for batch number `batch`, kept where every batch has its own."""
+        order = self.order_at(batch)
+        if self.order is None:
+            self.batch_orders.append(order)
+        return order
 
     def add(self, logits: Tensor, labels: Tensor) -> None:
         ranks = logits.topk(min(_TOP, logits.shape[-1])).indices == labels[:, None]
@@ -73,6 +83,7 @@ class _Column:
             top1=100.0 * self.top1 / self.images,
             top5=100.0 * self.top5 / self.images,
             cross_entropy=self.loss / self.images,
+            batch_orders=tuple(self.batch_orders),
         )
 
 
@@ -127,7 +138,7 @@ def _score_batch(
 ) -> None:
     device = next(model.parameters()).device
     images, labels = (tensor.to(device) for tensor in batch)
-    trie = build_trie([column.order_at(number) for column in columns])
+    trie = build_trie([column.next_order(number) for column in columns])
     results = forward_trie(model, images, trie=trie, forward=lambda x: logits_of(model(x)))
     for indices, logits in results:
         for index in indices:

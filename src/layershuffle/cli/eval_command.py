@@ -85,6 +85,7 @@ def _mode_report(name: str, scores: list[Score], scoring: Scoring) -> dict[str, 
         "scores": [
             {
                 "order": None if s.order is None else str(s.order),
+                "batch_orders": [str(order) for order in s.batch_orders],
                 "top1": s.top1,
                 "top5": s.top5,
                 "cross_entropy": s.cross_entropy,

@@ -10,13 +10,8 @@ import tyro
 from pydantic_core import PydanticUndefined
 
 from layershuffle.errors import SettingsError, UsageError
-from layershuffle.settings import (
-    Settings,
-    check_known,
-    field_value,
-    from_environment,
-    read_recipe,
-)
+from layershuffle.recipes import from_environment, read_recipe
+from layershuffle.settings import Settings, check_known, field_value
 
 AnySettings = TypeVar("AnySettings", bound=Settings)
 Parsed = TypeVar("Parsed")

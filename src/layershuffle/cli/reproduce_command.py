@@ -11,7 +11,8 @@ import tyro
 
 from layershuffle.cli.parsing import parse
 from layershuffle.errors import LayerShuffleError, SettingsError, UsageError
-from layershuffle.settings import StudySettings, check_known, read_recipe
+from layershuffle.recipes import read_recipe
+from layershuffle.settings import StudySettings, check_known
 from layershuffle.study.plan import plan_text, read_plan
 
 _ABOUT = (

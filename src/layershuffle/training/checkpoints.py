@@ -9,7 +9,8 @@ import yaml
 
 from layershuffle.errors import UsageError
 from layershuffle.files import remove_stale_stages, write_text
-from layershuffle.settings import FitSettings, read_recipe
+from layershuffle.recipes import read_recipe
+from layershuffle.settings import FitSettings
 
 CHECKPOINT_FORM = "step-{:08d}"
 SETTINGS_FILE = "settings.yaml"
