@@ -9,6 +9,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -120,17 +121,25 @@ def explained(place: Path) -> Iterator[None]:
     """Turn a full disk, a read-only place or a missing permission into one paragraph."""
     try:
         yield
-    except OSError as error:
-        if error.errno not in _CAUSES:
+    except (OSError, SafetensorError, RuntimeError) as error:
+        number = _error_number(error, place)
+        if number not in _CAUSES:
             raise
-        cause, hint = _CAUSES[error.errno]
-        raise LayerShuffleError(cause, place=error.filename or place, hint=hint) from error
-    except (SafetensorError, RuntimeError) as error:
-        # The savers of safetensors and torch hide the system's error number behind their own.
-        if shutil.disk_usage(_existing(place)).free > _NEARLY_FULL_BYTES:
-            raise
-        cause, hint = _CAUSES[errno.ENOSPC]
-        raise LayerShuffleError(cause, place=place, hint=hint) from error
+        cause, hint = _CAUSES[number]
+        where = getattr(error, "filename", None) or place
+        raise LayerShuffleError(cause, place=where, hint=hint) from error
+
+
+def _error_number(error: Exception, place: Path) -> int | None:
+    """The system's error number behind what a saver raised."""
+    if isinstance(error, OSError):
+        return error.errno
+    told = re.search(r"os error (\d+)", str(error))
+    if told is not None:  # safetensors tells it in its text
+        return int(told[1])
+    # torch's saver does not tell: a disk with nothing left explains it.
+    full = shutil.disk_usage(_existing(place)).free <= _NEARLY_FULL_BYTES
+    return errno.ENOSPC if full else None
 
 
 def _existing(path: Path) -> Path:

@@ -243,9 +243,8 @@ def add_position(
 
 def width_of(model: nn.Module) -> int:
     """Width of a wrapped model's stream between the blocks, by the names host libraries use."""
-    stack = stack_of(model)
     # Nearest the blocks first: a model around another one may have widths of its own.
-    for owner in reversed([module for module in model.modules() if stack in module.modules()]):
+    for owner in reversed(_around_the_stack(model)):
         config = getattr(owner, "config", None)
         for place in (owner, config, getattr(config, "vision_config", None)):
             for name in _WIDTH_NAMES:
@@ -264,13 +263,18 @@ def has_class_token(model: nn.Module) -> bool:
     timm counts such tokens (but XCiT and CaiT add theirs after the blocks, in blocks of their
     own); in transformers and torchvision the model has one if it has a parameter of that name.
     """
-    stack = stack_of(model)
-    owners = [module for module in model.modules() if stack in module.modules()]
+    owners = _around_the_stack(model)
     if any(hasattr(owner, name) for owner in owners for name in _LATE_CLASS_TOKEN):
         return False
     if any(type(owner).__module__.startswith("timm.") for owner in owners):
         return any(getattr(owner, "num_prefix_tokens", 0) > 0 for owner in owners)
     return any(name.endswith(("cls_token", "class_token")) for name, _ in model.named_parameters())
+
+
+def _around_the_stack(model: nn.Module) -> list[nn.Module]:
+    """The modules that hold the block stack, from the outside in."""
+    stack = stack_of(model)
+    return [module for module in model.modules() if stack in module.modules()]
 
 
 def _linear(inputs: int, outputs: int) -> nn.Linear:

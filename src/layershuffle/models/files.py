@@ -8,11 +8,9 @@ before a byte of them is read. Whatever is wrong becomes one `ModelFileError`.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -171,20 +169,7 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     """Write `tensors` as safetensors, bit for bit, from any device and memory layout."""
     # Copies: tensors that share memory are refused by the format, and so are strided ones.
     plain = {name: t.detach().to("cpu", copy=True).contiguous() for name, t in tensors.items()}
-    with disk_errors(path):
-        save_file(plain, path, metadata={"format": "pt"})
-
-
-@contextmanager
-def disk_errors(path: Path) -> Iterator[None]:
-    """Raise what safetensors says of a full or read-only disk as the `OSError` it is."""
-    try:
-        yield
-    except SafetensorError as error:
-        number = re.search(r"os error (\d+)", str(error))
-        if number is None:
-            raise
-        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
+    save_file(plain, path, metadata={"format": "pt"})
 
 
 def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, Shape]:

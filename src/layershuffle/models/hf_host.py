@@ -34,7 +34,6 @@ from layershuffle.models.files import (
     WEIGHTS_INDEX,
     check_depth,
     check_numbers,
-    disk_errors,
     listed,
     read_json,
     stack_depth,
@@ -147,7 +146,7 @@ def write(
         )
     before = dict(vars(host.config))  # save_pretrained notes architecture and dtype in it
     try:
-        with _quiet(), disk_errors(directory):
+        with _quiet():
             host.save_pretrained(directory)
     finally:
         vars(host.config).clear()

@@ -108,37 +108,30 @@ def run_study(
     Raises `UsageError` if `out` holds another study, `Interrupted` after SIGTERM or Ctrl-C with
     every running run's checkpoint saved.
     """
-    with locked(out):
+    with locked(out), _stopping() as stopping:
         write_plan(study, out)
         runs = runs_of(study)
         gpus = _gpu_count()
         pool = _Pool(out, threads=None if gpus else 1, gpus=gpus)
         limit = workers or study.workers or gpus or len(os.sched_getaffinity(0))
+        waiting = [run for run in runs if not _is_finished(run, out)]
+        started, codes = time.monotonic(), dict[str, int]()
         try:
-            _run_all(runs, pool, limit=limit, watch=watch)
+            while (waiting or pool.running) and not stopping():
+                while waiting and len(pool.running) < limit:
+                    pool.start(waiting.pop(0))
+                time.sleep(_POLL_SECONDS)
+                codes.update(pool.reap())
+                watch([_state(run, pool, codes) for run in runs], time.monotonic() - started)
         finally:
             pool.stop()
+        if stopping():
+            raise Interrupted(
+                "The study was stopped; running runs saved a checkpoint",
+                place=out,
+                hint="the same command goes on",
+            )
     return [run.name for run in runs if not _is_finished(run, out)]
-
-
-def _run_all(runs: tuple[RunSpec, ...], pool: _Pool, *, limit: int, watch: Watcher) -> None:
-    waiting = [run for run in runs if not _is_finished(run, pool.out)]
-    codes: dict[str, int] = {}
-    with _stopping() as stopping:
-        started = time.monotonic()
-        while waiting or pool.running:
-            while waiting and len(pool.running) < limit:
-                pool.start(waiting.pop(0))
-            time.sleep(_POLL_SECONDS)
-            codes.update(pool.reap())
-            watch([_state(run, pool, codes) for run in runs], time.monotonic() - started)
-            if stopping():
-                pool.stop()
-                raise Interrupted(
-                    "The study was stopped; running runs saved a checkpoint",
-                    place=pool.out,
-                    hint="the same command goes on",
-                )
 
 
 def _state(run: RunSpec, pool: _Pool, codes: dict[str, int]) -> RunState:
