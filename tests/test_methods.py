@@ -4,7 +4,7 @@ import pytest
 
 from layershuffle.errors import UsageError
 from layershuffle.methods import METHODS, find_method
-from layershuffle.policies import LayerDrop, Sequential, Shuffled
+from layershuffle.policies import Kept, LayerDrop, Sequential, Shuffled
 
 
 @pytest.mark.parametrize(
@@ -26,8 +26,16 @@ def test_table(name, policy, selects_by, parts):
 
 
 def test_every_method_is_tested_above_and_has_a_source():
-    assert len(METHODS) == 6
+    assert len(METHODS) == 7
     assert all(method.source and method.summary for method in METHODS.values())
+
+
+def test_truncated_names_its_blocks():
+    method = find_method("truncated", kept=3)
+    assert (method.policy, method.selects_by) == (Sequential(), "sequential")
+    assert method.blocks == Kept(3, choose="spaced")
+    assert method.blocks.draw(12, seed=0, step=0).blocks == (0, 6, 11)
+    assert find_method("truncated", kept=3, choose="last").blocks == Kept(3, choose="last")
 
 
 def test_options():
@@ -44,6 +52,9 @@ def test_options():
         ("baseline", {"drop": 0.2}, "no drop probability"),
         ("layershuffle-depth", {"drop": 0.2}, "no drop probability"),
         ("layershuffle", {"min_blocks": 3}, "no smallest number of blocks"),
+        ("truncated", {}, "--kept 6"),
+        ("layershuffle", {"kept": 6}, "trains all blocks"),
+        ("baseline", {"choose": "first"}, "trains all blocks"),
         ("layerdrop", {"drop": 1.0}, r"lies in \[0, 1\)"),
     ],
 )

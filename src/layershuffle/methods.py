@@ -6,7 +6,15 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
 from layershuffle.errors import UsageError
-from layershuffle.policies import LayerDrop, OrderMode, OrderPolicy, Sequential, Shuffled
+from layershuffle.policies import (
+    Choice,
+    Kept,
+    LayerDrop,
+    OrderMode,
+    OrderPolicy,
+    Sequential,
+    Shuffled,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,7 +22,8 @@ class Method:
     """One way of training.
 
     `policy` draws the order of every forward. `selects_by` is the order mode in which held-out data
-    picks the checkpoint. `encoding` and `prediction` say which position parts are added.
+    picks the checkpoint. `encoding` and `prediction` say which position parts are added. Models
+    that are `shortened` are made of some of the pretrained blocks, which `blocks` names.
     """
 
     name: str
@@ -24,6 +33,8 @@ class Method:
     selects_by: OrderMode
     encoding: bool = False
     prediction: bool = False
+    shortened: bool = False
+    blocks: Kept | None = None
 
 
 _TABLE = (
@@ -65,6 +76,14 @@ _TABLE = (
         selects_by="sequential",
     ),
     Method(
+        name="truncated",
+        summary="sequential, a model made of some of the blocks",
+        source="paper, section 4.2",
+        policy=Sequential(),
+        selects_by="sequential",
+        shortened=True,
+    ),
+    Method(
         name="layershuffle-depth",
         summary="shuffled, a uniform number of blocks kept",
         source="this project",
@@ -75,12 +94,20 @@ _TABLE = (
 METHODS: dict[str, Method] = {method.name: method for method in _TABLE}
 
 
-def find_method(name: str, *, drop: float | None = None, min_blocks: int | None = None) -> Method:
+def find_method(
+    name: str,
+    *,
+    drop: float | None = None,
+    min_blocks: int | None = None,
+    kept: int | None = None,
+    choose: Choice | None = None,
+) -> Method:
     """The method of that name with its options set.
 
     `drop`: p of `layerdrop`, or blocks left out at random in `layershuffle`. `min_blocks`: the
-    fewest blocks `layershuffle-depth` keeps. Raises `UsageError` for unknown names (with the
-    nearest) and for an option that the method does not have.
+    fewest blocks `layershuffle-depth` keeps. `kept` and `choose`: how many and which pretrained
+    blocks a `truncated` model is made of. Raises `UsageError` for unknown names (with the nearest)
+    and for an option that the method does not have, or lacks.
     """
     if name not in METHODS:
         near = get_close_matches(name, METHODS, n=1)
@@ -93,7 +120,7 @@ def find_method(name: str, *, drop: float | None = None, min_blocks: int | None 
         method = replace(method, policy=_with_drop(method, drop))
     if min_blocks is not None:
         method = replace(method, policy=_with_min_blocks(method, min_blocks))
-    return method
+    return replace(method, blocks=_blocks(method, kept, choose))
 
 
 def _with_drop(method: Method, drop: float) -> OrderPolicy:
@@ -114,3 +141,18 @@ def _with_min_blocks(method: Method, min_blocks: int) -> OrderPolicy:
             hint="only layershuffle-depth keeps a random number of blocks",
         )
     return Shuffled(depth=(min_blocks, None))
+
+
+def _blocks(method: Method, kept: int | None, choose: Choice | None) -> Kept | None:
+    if not method.shortened:
+        if kept is not None or choose is not None:
+            raise UsageError(
+                f"The method {method.name!r} trains all blocks of the model",
+                hint="only truncated takes a number of blocks and a choice of them",
+            )
+        return None
+    if kept is None:
+        raise UsageError(
+            "truncated needs the number of blocks that the model is made of", hint="--kept 6"
+        )
+    return Kept(kept, choose=choose or "spaced")

@@ -17,8 +17,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from layershuffle.errors import SettingsError, UsageError
-from layershuffle.methods import find_method
+from layershuffle.methods import Method, find_method
 from layershuffle.modes import parse_modes
+from layershuffle.policies import Choice
 from layershuffle.position_forms import EncodingForm, PredictionForm
 
 DEFAULT_EPOCHS = 20.0  # paper, section 4: performance "plateaus at 20 epochs the latest"
@@ -50,7 +51,7 @@ class FitSettings(Settings):
     """One training run. Defaults are the paper's section 4 where it speaks."""
 
     method: str
-    """baseline, layershuffle, layershuffle-position, layershuffle-predict, layerdrop or
+    """baseline, layershuffle, layershuffle-position, layershuffle-predict, layerdrop, truncated or
     layershuffle-depth."""
     model: str
     """Host model: bundled:digits, timm:NAME, hf:NAME_OR_DIR, torchvision:NAME, dir:PATH."""
@@ -62,6 +63,10 @@ class FitSettings(Settings):
     """layerdrop: drop probability (0.2); layershuffle: leave blocks out at random as well."""
     min_blocks: Positive | None = None
     """layershuffle-depth: fewest blocks kept (3)."""
+    kept: Positive | None = None
+    """truncated: how many of the pretrained blocks the model is made of."""
+    choose: Choice | None = None
+    """truncated: which ones: spaced (evenly, the default), first, last or random (by the seed)."""
     encoding: EncodingForm = EncodingForm()
     """Form of the position encoding (layershuffle-position)."""
     prediction: PredictionForm = PredictionForm()
@@ -127,7 +132,7 @@ class FitSettings(Settings):
 
     @model_validator(mode="after")
     def _check(self) -> FitSettings:
-        find_method(self.method, drop=self.drop, min_blocks=self.min_blocks)
+        self.find_method()
         if self.steps is not None and self.epochs is not None:
             raise ValueError("steps and epochs exclude each other: give one")
         if self.batch_size % self.accumulate:
@@ -135,6 +140,16 @@ class FitSettings(Settings):
                 f"accumulate={self.accumulate} does not divide batch_size={self.batch_size}"
             )
         return self
+
+    def find_method(self) -> Method:
+        """The method with its options set."""
+        return find_method(
+            self.method,
+            drop=self.drop,
+            min_blocks=self.min_blocks,
+            kept=self.kept,
+            choose=self.choose,
+        )
 
 
 class EvalSettings(Settings):

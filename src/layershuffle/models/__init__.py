@@ -13,5 +13,15 @@ from layershuffle.models.store import (
     num_classes_of,
     save,
 )
+from layershuffle.models.truncation import truncate
 
-__all__ = ["host_of", "image_view", "load", "logits_of", "num_classes_of", "read_record", "save"]
+__all__ = [
+    "host_of",
+    "image_view",
+    "load",
+    "logits_of",
+    "num_classes_of",
+    "read_record",
+    "save",
+    "truncate",
+]

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import (
     HfHubHTTPError,
@@ -36,6 +37,7 @@ from layershuffle.models.files import (
     check_numbers,
     listed,
     read_json,
+    shapes_of,
     stack_depth,
     tensor_shapes,
     weight_files,
@@ -125,6 +127,35 @@ def resize_head(host: Host, classes: int, *, seed: int) -> None:
     if timm_model is not None:
         timm_model.num_classes = classes
     warn_new_head(old, classes, seed=seed)
+
+
+def set_depth(host: Host, depth: int) -> None:
+    """Note that `host` now has `depth` blocks, so that it can be saved.
+
+    Raises `UsageError` if transformers would not build the same from the noted configuration.
+    """
+    config = getattr(host.config, "vision_config", host.config)
+    refusal = UsageError(
+        f"{type(host).__name__} with {depth} blocks cannot be written as a configuration",
+        hint="use a plain vision transformer",
+    )
+    if not hasattr(config, "num_hidden_layers"):
+        raise refusal
+    before = dict(vars(config))
+    _note_depth(config, depth)
+    with _quiet(), seeded(0), torch.device("meta"):
+        sketch = type(host)._from_config(host.config)
+    if shapes_of(sketch.state_dict()) != shapes_of(host.state_dict()):
+        vars(config).clear()
+        vars(config).update(before)
+        raise refusal
+
+
+def _note_depth(config: Any, depth: int) -> None:
+    config.num_hidden_layers = depth
+    if hasattr(config, "stage_names"):  # of models that can also serve as backbones
+        config.stage_names = ["stem", *(f"stage{block}" for block in range(1, depth + 1))]
+        config._out_features, config._out_indices = [config.stage_names[-1]], [depth]
 
 
 def image_view(host: Host) -> ImageView:

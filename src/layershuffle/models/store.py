@@ -81,6 +81,9 @@ class HostLibrary(Protocol):
     def resize_head(self, host: nn.Module, classes: int, *, seed: int) -> None:
         """A fresh head."""
 
+    def set_depth(self, host: nn.Module, depth: int) -> None:
+        """Note another number of blocks."""
+
     def image_view(self, host: nn.Module) -> ImageView:
         """How it wants its images."""
 
@@ -112,7 +115,7 @@ def load(spec: str, *, num_classes: int | None = None, seed: int = 0) -> nn.Modu
     model = _opened(parse_spec(spec), seed)
     host = host_of(model)
     if num_classes is not None and num_classes != num_classes_of(model):
-        _library_of(host).resize_head(host, num_classes, seed=seed)
+        library_of(host).resize_head(host, num_classes, seed=seed)
         # Method and scores were those of a model with another head.
         remember(host, replace(origin_of(host), record={}))
     return model.eval()
@@ -138,7 +141,7 @@ def save(
     _check_replaceable(final)
     kept = {k: v for k, v in origin_of(host).record.items() if k != "scores"}
     plain = checked_record(kept if record is None else record)
-    library, view = _library_of(host), image_view(host)
+    library, view = library_of(host), image_view(host)
     path, depth = _stack_place(host)
     with staged_directory(final) as stage:
         name, args = library.write(host, stage, view=view, model_args=model_args)
@@ -169,13 +172,13 @@ def host_of(model: nn.Module) -> nn.Module:
 def image_view(model: nn.Module) -> ImageView:
     """How the model wants its images."""
     host = host_of(model)
-    return origin_of(host).view or _library_of(host).image_view(host)
+    return origin_of(host).view or library_of(host).image_view(host)
 
 
 def num_classes_of(model: nn.Module) -> int:
     """Number of classes of the model's head."""
     host = host_of(model)
-    return _library_of(host).num_classes(host)
+    return library_of(host).num_classes(host)
 
 
 def logits_of(output: Any) -> Tensor:
@@ -210,7 +213,8 @@ def _library(name: str) -> HostLibrary:
     return cast(HostLibrary, import_module(f"layershuffle.models.{_ADAPTERS[name]}"))
 
 
-def _library_of(host: nn.Module) -> HostLibrary:
+def library_of(host: nn.Module) -> HostLibrary:
+    """The adapter of the library that made `host`; raises `UsageError` for other models."""
     # transformers first: its wrapper around timm models has attributes of both.
     for name in ("transformers", "torchvision", "timm"):
         # Nobody has a model of a library that was never imported.

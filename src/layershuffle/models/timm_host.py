@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,16 @@ def resize_head(host: Host, classes: int, *, seed: int) -> None:
     warn_new_head(old, classes, seed=seed)
 
 
+def set_depth(host: Host, depth: int) -> None:
+    """Note that `host` now has `depth` blocks, so that it can be saved.
+
+    Raises `UsageError` if timm cannot build that architecture with so many.
+    """
+    args = {**_known_args(host), "depth": depth}
+    _check_rebuilt(host, _architecture(host), {**args, "num_classes": num_classes(host)})
+    remember(host, replace(origin_of(host), model_args=args))
+
+
 def image_view(host: Host) -> ImageView:
     """The view in the model's pretrained_cfg, at the size and channels the model has."""
     config = resolve_model_data_config(host)
@@ -139,14 +150,7 @@ def write(
     Raises `UsageError` if the arguments are not known, or do not give this model.
     """
     given = dict(model_args or {})
-    cfg = getattr(host, "pretrained_cfg", None) or {}
-    name = given.pop("architecture", None) or cfg.get("architecture")
-    if not name:
-        raise UsageError(
-            f"It is not known how timm built this {type(host).__name__}",
-            hint="make it with timm.create_model, or name it: save(model, directory, "
-            "model_args={'architecture': 'vit_tiny_patch16_224', 'depth': 12, ...})",
-        )
+    name = given.pop("architecture", None) or _architecture(host)
     _check_name(name)
     args = _plain_json({**_known_args(host), **given, "num_classes": num_classes(host)})
     _check_rebuilt(host, name, args)
@@ -160,6 +164,17 @@ def write(
     (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     write_tensors(host.state_dict(), directory / WEIGHTS)
     return name, args
+
+
+def _architecture(host: Host) -> str:
+    name = (getattr(host, "pretrained_cfg", None) or {}).get("architecture")
+    if not name:
+        raise UsageError(
+            f"It is not known how timm built this {type(host).__name__}",
+            hint="make it with timm.create_model, or name it: save(model, directory, "
+            "model_args={'architecture': 'vit_tiny_patch16_224', 'depth': 12, ...})",
+        )
+    return str(name)
 
 
 def read(directory: Path, *, seed: int) -> tuple[nn.Module, str]:

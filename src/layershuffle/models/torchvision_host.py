@@ -93,6 +93,10 @@ def resize_head(host: Host, classes: int, *, seed: int) -> None:
     warn_new_head(old.out_features, classes, seed=seed)
 
 
+def set_depth(host: Host, depth: int) -> None:
+    """Nothing to note: the number of blocks is read off the model when it is saved."""
+
+
 def image_view(host: Host) -> ImageView:
     """The view of the weights' preset, else torchvision's ImageNet preset at the model's size."""
     size = int(getattr(host, "image_size", 224))

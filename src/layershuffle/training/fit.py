@@ -185,7 +185,12 @@ def _record(job: Job, step: int, value: float) -> dict[str, Any]:
         "policy": policy_to_json(job.method.policy),
         "selected": _selected(job, step, value),
         "settings": job.settings.model_dump(mode="json"),
-        "provenance": {"base": job.settings.model, "data": job.settings.data, **versions()},
+        "provenance": {
+            "base": job.settings.model,
+            **({"blocks_of_base": str(job.origin)} if job.origin else {}),
+            "data": job.settings.data,
+            **versions(),
+        },
     }
 
 

@@ -15,10 +15,12 @@ from transformers import TrainingArguments
 from layershuffle.data import DataOptions, ImageData, Split, open_data
 from layershuffle.errors import DataError, TrainingError, UsageError
 from layershuffle.machine import cpu_has_bf16
-from layershuffle.methods import Method, find_method
-from layershuffle.models import image_view, load, num_classes_of
+from layershuffle.methods import Method
+from layershuffle.models import image_view, load, num_classes_of, truncate
+from layershuffle.orders import ExecutionOrder
 from layershuffle.position import PositionedModel, add_position
 from layershuffle.settings import DEFAULT_EPOCHS, FitSettings
+from layershuffle.stack import depth_of
 
 _log = logging.getLogger("layershuffle")
 METRIC = "eval_{}_cross_entropy"
@@ -28,13 +30,15 @@ METRIC = "eval_{}_cross_entropy"
 class Job:
     """Everything a run needs.
 
-    `steps` of the run, `eval_every` so many; `select_by` is the order mode whose held-out
-    cross-entropy picks the checkpoint.
+    `origin`: the pretrained blocks that a truncated model is made of. `steps` of the run,
+    `eval_every` so many; `select_by` is the order mode whose held-out cross-entropy picks the
+    checkpoint.
     """
 
     settings: FitSettings
     out: Path
     method: Method
+    origin: ExecutionOrder | None
     data: ImageData
     model: PositionedModel
     steps: int
@@ -58,7 +62,7 @@ def prepare(settings: FitSettings, out: Path) -> Job:
         _log.warning("this processor has no bf16 arithmetic: bf16 will be several times slower")
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise UsageError("There is no GPU that torch can use here", hint="leave --device at auto")
-    method = find_method(settings.method, drop=settings.drop, min_blocks=settings.min_blocks)
+    method = settings.find_method()
     host = load(settings.model, seed=settings.seed)
     options = DataOptions(
         holdout=settings.holdout,
@@ -71,11 +75,16 @@ def prepare(settings: FitSettings, out: Path) -> Job:
     data = open_data(settings.data, image_view(host), options=options)
     if num_classes_of(host) != len(data.classes):
         host = load(settings.model, num_classes=len(data.classes), seed=settings.seed)
+    origin = None
+    if method.blocks is not None:
+        origin = method.blocks.draw(depth_of(host), seed=settings.seed, step=0)
+        truncate(host, origin)
     steps, per_epoch = _steps(settings, data.splits["train"])
     return Job(
         settings=settings,
         out=out,
         method=method,
+        origin=origin,
         data=data,
         model=_positioned(host, method, settings),
         steps=steps,
