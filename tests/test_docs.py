@@ -76,11 +76,15 @@ def test_links_lead_somewhere(repository):
 
 def test_settings_named_in_the_docs_exist(repository):
     """Every --flag in the pages of commands is one that `--help` knows."""
+    from layershuffle.analysis.settings import AnalysisSettings
+    from layershuffle.merging.settings import EnsembleSettings, MergingSettings
     from layershuffle.settings import EvalSettings, FitSettings
 
     own = {"out", "recipe", "debug", "json", "order", "data", "workers", "dry-run", "help"}
-    known = own | {name.replace("_", "-") for name in FitSettings.model_fields}
-    known |= {name.replace("_", "-") for name in EvalSettings.model_fields}
+    own |= {"random", "mode", "base", "no-soups"}
+    own |= {"list"}
+    kinds = (FitSettings, EvalSettings, MergingSettings, EnsembleSettings, AnalysisSettings)
+    known = own | {name.replace("_", "-") for kind in kinds for name in kind.model_fields}
     pages = [repository / "README.md", *sorted((repository / "docs" / "commands").glob("*.md"))]
     named = {flag for page in pages for flag in re.findall(r"--([a-z][a-z-]+)", page.read_text())}
     assert named - known == set()

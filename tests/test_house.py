@@ -19,7 +19,7 @@ PACKAGE = "layershuffle"
 # layer or from below. A package stands where its name does.
 LAYERS = (
     ("errors", "_version"),
-    ("files", "draws", "orders", "position_forms"),
+    ("files", "draws", "orders", "position_forms", "plotting"),
     ("policies", "parts", "discovery", "grouped", "modes", "machine"),
     ("stack", "methods"),
     ("position", "trie", "settings"),

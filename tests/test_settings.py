@@ -6,7 +6,8 @@ import yaml
 from layershuffle.errors import SettingsError, UsageError
 from layershuffle.position_forms import EncodingForm
 from layershuffle.recipes import from_environment, read_recipe
-from layershuffle.settings import EvalSettings, FitSettings, StudySettings, digest
+from layershuffle.settings import EvalSettings, FitSettings, digest
+from layershuffle.study.settings import StudySettings
 
 BASE = {"method": "layershuffle", "model": "bundled:digits", "data": "digit-pairs"}
 STUDY = {"name": "s", "model": "bundled:digits", "data": "digit-pairs"}
@@ -98,7 +99,9 @@ def test_recipe_that_is_absent_or_huge(tmp_path):
 
 
 def test_shipped_recipes_are_valid(repository):
-    fits, studies = ["digits-base.yaml"], ["digits-quick.yaml"]
+    fits = ["digits-base.yaml"]
+    names = ("cifar100-paper", "digits-paper", "digits-quick", "digits-tune", "imagenet-paper")
+    studies = [f"{name}.yaml" for name in names]
     for name in fits:
         FitSettings(**read_recipe(repository / "recipes" / name))
     for name in studies:
@@ -118,6 +121,9 @@ def test_study_settings_reach_every_run():
     assert study.arms[0].label == "half"
 
 
+_ONE = {"arms": [{"method": "baseline"}]}
+
+
 @pytest.mark.parametrize(
     ("fields", "phrase"),
     [
@@ -129,6 +135,14 @@ def test_study_settings_reach_every_run():
         ({"arms": [{"method": "baseline"}], "seeds": [1, 1]}, "a seed is named twice"),
         ({"arms": [{"method": "baseline", "name": "../up"}]}, "name: String should match"),
         ({"arms": [{"method": "baseline"}], "evaluate": {"modes": "kept"}}, "not an evaluation"),
+        ({"arms": [{"method": "baseline", "evaluate": {"modes": "kept"}}]}, "not an evaluation"),
+        ({"arms": [{"method": "baseline", "seeds": [2, 2]}]}, "a seed is named twice"),
+        ({"arms": [{"method": "truncated"}]}, "--kept 6"),
+        ({**_ONE, "merging": {"arms": ["layershuffle"]}}, "The study has no arm 'layershuffle'"),
+        ({**_ONE, "budget": {"arms": ["x"], "steps": [2]}}, "The study has no arm 'x'"),
+        ({**_ONE, "merging": {"arms": ["baseline"], "options": {"merge": 3}}}, "'merges'"),
+        ({**_ONE, "analyses": [{"name": "umap", "arm": "baseline", "seeds": [7]}]}, "seed 7"),
+        ({**_ONE, "analyses": [{"name": "umapp", "arm": "baseline"}]}, "did you mean 'umap'"),
     ],
 )
 def test_wrong_studies(fields, phrase):

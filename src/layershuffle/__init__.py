@@ -12,6 +12,13 @@ from layershuffle._version import __version__
 if TYPE_CHECKING:
     from layershuffle.errors import LayerShuffleError as LayerShuffleError
     from layershuffle.evaluation import evaluate as evaluate
+    from layershuffle.merging.ensembles import evaluate_ensemble as evaluate_ensemble
+    from layershuffle.merging.family import Family as Family
+    from layershuffle.merging.family import merge as merge
+    from layershuffle.merging.plans import MergePlan as MergePlan
+    from layershuffle.merging.plans import sample_plans as sample_plans
+    from layershuffle.merging.soups import greedy_soup as greedy_soup
+    from layershuffle.merging.soups import uniform_soup as uniform_soup
     from layershuffle.models import load as load
     from layershuffle.models import save as save
     from layershuffle.orders import ExecutionOrder as ExecutionOrder
@@ -52,6 +59,13 @@ _HOME = {
     "load": "models",
     "save": "models",
     "evaluate": "evaluation",
+    "MergePlan": "merging.plans",
+    "sample_plans": "merging.plans",
+    "Family": "merging.family",
+    "merge": "merging.family",
+    "uniform_soup": "merging.soups",
+    "greedy_soup": "merging.soups",
+    "evaluate_ensemble": "merging.ensembles",
 }
 
 __all__ = ["__version__", *_HOME]  # noqa: PLE0604 -- the table is the list

@@ -47,17 +47,47 @@ class Score:
 
 
 @dataclass
+class Tally:
+    """Right answers and losses added up. The sum of losses is kept in float64 on the host."""
+
+    images: int = 0
+    right: int = 0
+    among: int = 0
+    loss: float = 0.0
+
+    def add(self, logits: Tensor, labels: Tensor) -> None:
+        """Count a batch: logits `[n, classes]`, labels `[n]`."""
+        ranks = logits.topk(min(_TOP, logits.shape[-1])).indices == labels[:, None]
+        self.images += len(labels)
+        self.right += int(ranks[:, 0].sum())
+        self.among += int(ranks.sum())
+        self.loss += float(F.cross_entropy(logits.float(), labels, reduction="sum"))
+
+    @property
+    def top1(self) -> float:
+        """In percent."""
+        return 100.0 * self.right / self.images
+
+    @property
+    def top5(self) -> float:
+        """In percent."""
+        return 100.0 * self.among / self.images
+
+    @property
+    def cross_entropy(self) -> float:
+        """In nats, per image."""
+        return self.loss / self.images
+
+
+@dataclass
 class _Column:
-    """A score in the making. Sums are kept in float64 on the host."""
+    """A score in the making."""
 
     mode: Mode
     index: int
     order_at: Callable[[int], ExecutionOrder]
     order: ExecutionOrder | None = None
-    images: int = 0
-    top1: int = 0
-    top5: int = 0
-    loss: float = 0.0
+    tally: Tally = field(default_factory=Tally)
     batch_orders: list[ExecutionOrder] = field(default_factory=list)
 
     def next_order(self, batch: int) -> ExecutionOrder:
@@ -67,22 +97,15 @@ class _Column:
             self.batch_orders.append(order)
         return order
 
-    def add(self, logits: Tensor, labels: Tensor) -> None:
-        ranks = logits.topk(min(_TOP, logits.shape[-1])).indices == labels[:, None]
-        self.images += len(labels)
-        self.top1 += int(ranks[:, 0].sum())
-        self.top5 += int(ranks.sum())
-        self.loss += float(F.cross_entropy(logits.float(), labels, reduction="sum"))
-
     def score(self) -> Score:
         return Score(
             mode=self.mode,
             index=self.index,
             order=self.order,
-            images=self.images,
-            top1=100.0 * self.top1 / self.images,
-            top5=100.0 * self.top5 / self.images,
-            cross_entropy=self.loss / self.images,
+            images=self.tally.images,
+            top1=self.tally.top1,
+            top5=self.tally.top5,
+            cross_entropy=self.tally.cross_entropy,
             batch_orders=tuple(self.batch_orders),
         )
 
@@ -118,7 +141,7 @@ def evaluate(
                 _score_batch(model, (images, labels), columns=columns, number=number)
     finally:
         model.train(was_training)
-    if not columns or not columns[0].images:
+    if not columns or not columns[0].tally.images:
         raise DataError("There is nothing to evaluate: no image or no mode was given")
     return [column.score() for column in columns]
 
@@ -142,4 +165,4 @@ def _score_batch(
     results = forward_trie(model, images, trie=trie, forward=lambda x: logits_of(model(x)))
     for indices, logits in results:
         for index in indices:
-            columns[index].add(logits, labels)
+            columns[index].tally.add(logits, labels)

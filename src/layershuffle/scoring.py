@@ -16,7 +16,7 @@ from layershuffle.evaluation import Score, evaluate
 from layershuffle.models import image_view, load, num_classes_of
 from layershuffle.modes import Mode, parse_modes
 from layershuffle.orders import ExecutionOrder
-from layershuffle.settings import EvalSettings
+from layershuffle.settings import EvalSettings, FitSettings
 from layershuffle.stack import depth_of
 
 COLUMNS = (
@@ -85,9 +85,9 @@ def score_model(
     return Scoring(scores=scores, depth=depth_of(model), data=data)
 
 
-def check_modes(model_spec: str, settings: EvalSettings) -> None:
-    """Raises `UsageError` if a mode keeps more blocks than the model has."""
-    depth = depth_of(load(model_spec))
+def check_modes(fitted: FitSettings, settings: EvalSettings) -> None:
+    """Raises `UsageError` if a mode keeps more blocks than the model to be trained will have."""
+    depth = fitted.kept or depth_of(load(fitted.model))
     for mode in parse_modes(settings.modes):
         mode.policy().draw(depth, seed=settings.seed, step=0)
 

@@ -181,54 +181,6 @@ class EvalSettings(Settings):
         return self
 
 
-class Arm(Settings):
-    """A row of a study: a method with its options."""
-
-    method: str
-    name: Name | None = None
-    """Label in tables (default: the method)."""
-    fit: dict[str, Any] = {}
-    """Settings of this arm alone, over those of the study."""
-
-    @property
-    def label(self) -> str:
-        """What tables and files call this arm."""
-        return self.name or self.method
-
-
-class StudySettings(Settings):
-    """All runs, evaluations, tables and figures of one experiment."""
-
-    name: Name
-    model: str
-    data: str
-    seeds: Annotated[tuple[Seed, ...], Field(min_length=1)] = (0,)
-    """One run per arm and seed."""
-    arms: Annotated[tuple[Arm, ...], Field(min_length=1)]
-    fit: dict[str, Any] = {}
-    """Training settings shared by all arms."""
-    evaluate: EvalSettings = EvalSettings()
-    workers: Positive | None = None
-    """Runs side by side (default: one per GPU, else one per CPU core with a thread each)."""
-
-    @model_validator(mode="after")
-    def _check(self) -> StudySettings:
-        labels = [arm.label for arm in self.arms]
-        if len(set(labels)) < len(labels):
-            raise ValueError(f"two arms have one label: {sorted(labels)}; give them a name")
-        if len(set(self.seeds)) < len(self.seeds):
-            raise ValueError(f"a seed is named twice: {list(self.seeds)}")
-        for arm in self.arms:
-            for seed in self.seeds:
-                self.fit_settings(arm, seed)
-        return self
-
-    def fit_settings(self, arm: Arm, seed: int) -> FitSettings:
-        """The training settings of one run of the study."""
-        fields = {"model": self.model, "data": self.data, **self.fit, **arm.fit}
-        return FitSettings(**{**fields, "method": arm.method, "seed": seed})
-
-
 def check_known(kind: type[Settings], fields: Mapping[str, Any]) -> None:
     """Raises `SettingsError` for keys that are no settings, with the nearest that is one."""
     unknown = [name for name in fields if name not in kind.model_fields]

@@ -8,8 +8,10 @@ import sys
 
 import pytest
 
+from layershuffle.analysis.settings import AnalysisSettings
 from layershuffle.cli import COMMANDS, main
 from layershuffle.errors import SettingsError
+from layershuffle.merging.settings import EnsembleSettings, MergingSettings
 from layershuffle.settings import EvalSettings, FitSettings
 
 MODEL = (
@@ -155,7 +157,7 @@ def test_doctor(capsys):
     assert "Next: layershuffle reproduce" in out
 
 
-@pytest.mark.parametrize("command", ["", "fit", "eval", "doctor"])
+@pytest.mark.parametrize("command", ["", "fit", "eval", "merge", "ensemble", "doctor"])
 def test_help_is_quick(command):
     """Under half a second of processor time (wall time on an idle machine), the best of five."""
     words = [sys.executable, "-m", "layershuffle", *command.split(), "--help"]
@@ -182,16 +184,40 @@ def test_the_flags_are_frozen(repository):
     """A new flag is a promise: it enters this list and the command's page in the same commit."""
     assert sorted(FitSettings.model_fields) == FIT_FLAGS
     assert sorted(EvalSettings.model_fields) == EVAL_FLAGS
+    assert sorted(AnalysisSettings.model_fields) == ANALYZE_FLAGS
+    assert sorted(MergingSettings.model_fields) == MERGE_FLAGS
+    assert sorted(EnsembleSettings.model_fields) == ENSEMBLE_FLAGS
 
 
 FIT_FLAGS = [
     *("accumulate", "activation_checkpointing", "augment", "batch_size", "checkpoint_every"),
-    *("clip", "data", "device", "drop", "ema", "encoding", "epochs", "eval_batch_size"),
-    *("eval_every", "eval_orders", "holdout", "log_every", "lr", "method", "min_blocks", "model"),
-    *("paper_protocol", "precision", "prediction", "resize", "schedule", "seed", "select_by"),
+    *("choose", "clip", "data", "device", "drop", "ema", "encoding", "epochs", "eval_batch_size"),
+    *("eval_every", "eval_orders", "holdout", "kept", "log_every", "lr", "method", "min_blocks"),
+    *(
+        "model",
+        "paper_protocol",
+        "precision",
+        "prediction",
+        "resize",
+        "schedule",
+        "seed",
+        "select_by",
+    ),
     *("skip_corrupt", "steps", "streaming", "threads", "warmup", "weight_decay", "workers"),
 ]
 EVAL_FLAGS = [
     *("batch_size", "draw", "max_images", "modes", "num_orders", "resize", "seed"),
+    *("skip_corrupt", "streaming"),
+]
+MERGE_FLAGS = [
+    *("batch_size", "draw", "ends", "ensemble_combine", "ensemble_orders", "max_images", "merges"),
+    *("mixed", "num_orders", "replacement", "resize", "seed", "skip_corrupt", "soups"),
+]
+ENSEMBLE_FLAGS = [
+    *("batch_size", "combine", "draw", "max_images", "mixed", "mode", "num_orders", "orders"),
+    *("resize", "seed", "skip_corrupt"),
+]
+ANALYZE_FLAGS = [
+    *("batch_size", "block", "images", "neighbours", "orders", "resize", "seed"),
     *("skip_corrupt", "streaming"),
 ]

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from layershuffle.merging.rows import MergingRow, rows_csv
+
 DEPTH, IMAGES = 12, 5000
 # sequential at 12, arbitrary at 12, arbitrary at 9 / 6 / 3, sequential at 9 / 6 / 3
 LEVELS = {
@@ -67,18 +69,54 @@ def write_study(
 
 def recipe(seeds: Sequence[int], orders: int, hostile: str) -> dict[str, Any]:
     return {
+        "name": "digits-quick",
         "model": "bundled:digits",
         "data": f"digit-pairs{hostile}",
         "seeds": list(seeds),
-        "fit": {
-            "steps": 1500,
-            "batch_size": 64,
-            "learning_rate": 0.001,
-            "optimizer": "Adam(0.9, 0.999, 1e-6)",
-            "warmup_steps": 50,
-        },
+        "arms": [{"method": "baseline"}, {"method": "layershuffle"}],
+        "fit": {"steps": 1500, "batch_size": 64, "lr": 0.001, "warmup": 50},
         "evaluate": {"modes": "sequential,arbitrary", "num_orders": orders, "max_images": None},
     }
+
+
+def write_merging(out: Path, arm: str, rows: Sequence[MergingRow]) -> None:
+    """Add a finished merging task to the study in `out`."""
+    plan = json.loads((out / "plan.json").read_text())
+    piece = {"name": f"merging-{arm}", "kind": "merging", "arm": arm, "directory": f"merging/{arm}"}
+    plan["pieces"] = [*plan.get("pieces", []), piece]
+    (out / "plan.json").write_text(json.dumps(plan))
+    directory = out / "merging" / arm
+    directory.mkdir(parents=True)
+    (directory / "results.csv").write_text(rows_csv(rows))
+    (directory / "result.json").write_text(json.dumps({"schema": 1, "name": f"merging-{arm}"}))
+
+
+def merging_rows(donors: Sequence[float], merges: Sequence[float]) -> list[MergingRow]:
+    """Scores of single models, merges, a soup and two ensembles."""
+
+    def row(kind: Any, index: int, top1: float, name: str = "", main: int = 1) -> MergingRow:
+        return MergingRow(
+            kind=kind,
+            index=index,
+            name=name,
+            ends="average" if kind == "merge" else "",
+            donors="0,1",
+            mode="arbitrary",
+            order="1,0",
+            n=1000,
+            top1=top1,
+            top5=top1 + 1,
+            cross_entropy=1.0,
+            main=main,
+        )
+
+    return [
+        *(row("donor", i, top1, f"dir:{i}") for i, top1 in enumerate(donors)),
+        *(row("merge", i, top1) for i, top1 in enumerate(merges)),
+        row("soup", 0, 50.0, "uniform"),
+        row("ensemble", 0, 80.0, "logits-independent"),
+        row("ensemble", 1, 79.0, "logits-same", main=0),
+    ]
 
 
 def run_rows(run: dict[str, Any], orders: int, draw: str) -> list[dict[str, Any]]:
@@ -144,7 +182,7 @@ def facts(run: dict[str, Any], hostile: str) -> dict[str, Any]:
             "method": run["method"],
             "steps": 1500,
             "batch_size": 64,
-            "learning_rate": 0.001,
+            "lr": 0.001,
             "precision": "fp32",
             "policy": {"policy": "shuffled" if arbitrary else "sequential", "drop": None},
         },

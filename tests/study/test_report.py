@@ -204,7 +204,7 @@ def test_every_drawn_order_and_setting_is_on_the_page(report: Report, page: Page
     assert all(row["order"] in page.text for row in rows)
     markdown = report.html.with_suffix(".md").read_text()
     for words in (
-        "fit.learning_rate", "0.001", "policy.policy", "sizes.holdout", "20000",
+        "fit.lr", "0.001", "policy.policy", "sizes.holdout", "20000",
         "x86_64, 2.5 GHz", "2.9.1", "digits split by instance before pairs are made", "1,500",
         "holdout cross-entropy, arbitrary orders", "on the reported split) was not used",
     ):  # fmt: skip
@@ -256,7 +256,7 @@ def test_a_half_done_study_says_what_is_missing(tmp_path: Path):
 def test_an_arm_without_results_is_shown_as_not_measured(tmp_path: Path):
     report = write_report(write_study(tmp_path, orders=2, undone=["run0-baseline-seed0"]))
     page = Page(report.html.read_text())
-    assert page.text.count("not measured") == 8
+    assert report.html.read_text().count('<span class="interval">not measured</span>') == 8
     assert "Blocks in arbitrary order: LayerShuffle" in page.text
     lines = [line.split() for line in report.text.splitlines() if line.startswith("baseline")]
     assert [word for line in lines for word in line if word != "baseline"] == ["-"] * 8

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,9 +16,9 @@ import yaml
 
 from layershuffle.cli import main
 from layershuffle.errors import Interrupted, UsageError
-from layershuffle.settings import StudySettings
-from layershuffle.study.plan import plan_text, read_plan, runs_of, write_plan
+from layershuffle.study.plan import read_plan, runs_of, write_plan
 from layershuffle.study.runner import failure, run_study
+from layershuffle.study.settings import StudySettings
 
 MODEL = (
     "timm:vit_tiny_patch16_224?pretrained=false&num_classes=100&in_chans=1&img_size=12,20"
@@ -113,7 +114,7 @@ def test_a_failing_run_is_reported_and_the_rest_goes_on(tmp_path, capsys):
     out = tmp_path / "out"
     assert main(["reproduce", str(path), "--out", str(out)]) == 1
     captured = capsys.readouterr()
-    assert "1 of the runs failed: baseline-seed0" in captured.err
+    assert "1 of the tasks failed: baseline-seed0" in captured.err
     assert sorted(results(out)) == ["layershuffle-seed0"]
     run = runs_of(read_plan(out))[0]
     assert "Loss or weights became" in failure(run, out)
@@ -123,20 +124,30 @@ def test_a_failing_run_is_reported_and_the_rest_goes_on(tmp_path, capsys):
 def test_another_study_in_the_directory(tmp_path):
     write_plan(StudySettings(**RECIPE), tmp_path)
     with pytest.raises(UsageError, match="another --out"):
-        write_plan(StudySettings(**{**RECIPE, "seeds": [1]}), tmp_path)
+        write_plan(StudySettings(**{**RECIPE, "name": "other"}), tmp_path)
 
 
 def test_what_may_change_and_what_not(tmp_path):
+    """A study may grow and what is not done may change; what is finished stays."""
     write_plan(StudySettings(**RECIPE), tmp_path)
     write_plan(StudySettings(**RECIPE, workers=1), tmp_path)
     evaluate = {"modes": "sequential"}
-    write_plan(StudySettings(**{**RECIPE, "evaluate": evaluate}, workers=1), tmp_path)
+    other = {**RECIPE, "evaluate": evaluate}
+    write_plan(StudySettings(**other, workers=1), tmp_path)
     assert read_plan(tmp_path).evaluate.modes == "sequential"
     result = tmp_path / "runs" / "baseline-seed0" / "result.json"
     result.parent.mkdir(parents=True)
     result.write_text("{}")
-    with pytest.raises(UsageError, match="other settings: evaluate, workers"):
+    with pytest.raises(
+        UsageError, match=r"\(evaluate, workers\), finished already: baseline-seed0"
+    ):
         write_plan(StudySettings(**RECIPE), tmp_path)
+    with pytest.raises(UsageError, match=r"\(seeds\), finished already: baseline-seed0"):
+        write_plan(StudySettings(**{**other, "seeds": [1]}, workers=1), tmp_path)
+    arms = [*RECIPE["arms"], {"method": "layerdrop"}]
+    grown = StudySettings(**{**other, "seeds": [0, 1], "arms": arms})
+    write_plan(grown, tmp_path)
+    assert read_plan(tmp_path) == grown
 
 
 def test_modes_are_checked_before_the_training(tmp_path, capsys):
@@ -153,9 +164,11 @@ def test_dry_run_prints_and_does_nothing(recipe, tmp_path, capsys):
     out = tmp_path / "out"
     assert main(["reproduce", str(recipe), "--out", str(out), "--dry-run"]) == 0
     text = capsys.readouterr().out
-    assert text.strip() == plan_text(StudySettings(**RECIPE))
     assert "2 runs" in text
     assert "scored under 5 orders" in text
+    assert "s per step of 16 images" in text
+    assert re.search(r"Time: about \d+ s with \d+ side by side", text)
+    assert re.search(r"Disk: [\d.]+ kB of models at the end", text)
     assert not out.exists()
 
 

@@ -14,6 +14,7 @@ from layershuffle.study.statistics import (
     mean,
     pooled_deviation,
     t_interval,
+    welch_interval,
     wilson_interval,
 )
 
@@ -130,3 +131,12 @@ def test_coverage_of_the_t_interval_is_near_95_percent():
 def test_no_scores_are_refused(scores: dict[int, list[float]]):
     with pytest.raises(ValueError, match="at least one score"):
         estimate(scores, images=10)
+
+
+def test_welch_interval_equals_scipys():
+    other = [50.0, 58.5, 49.0]
+    slow = stats.ttest_ind(SCORES, other, equal_var=False).confidence_interval(0.95)
+    assert welch_interval(SCORES, other) == pytest.approx((slow.low, slow.high), rel=1e-10)
+    assert welch_interval([3.0, 3.0], [1.0, 1.0]) == (2.0, 2.0)
+    with pytest.raises(ValueError, match="at least two"):
+        welch_interval([1.0], SCORES)

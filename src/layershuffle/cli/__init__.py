@@ -18,6 +18,9 @@ from layershuffle.errors import LayerShuffleError, UsageError
 COMMANDS = {
     "fit": "refine a model so that its blocks run in any order",
     "eval": "score a model under many execution orders",
+    "analyze": "ask what the blocks of a model learnt",
+    "merge": "make models of the blocks of several models, and score them",
+    "ensemble": "score the mean of several models' answers",
     "reproduce": "run a study of the paper and write its report",
     "report": "write the report of a study again, finished or not",
     "pretrain": "train a base model from a recipe",

@@ -30,6 +30,9 @@ def render(facts: Mapping[str, Any], *, place: str) -> str:
     table = _score_table(_scores(facts))
     if table:
         sections.append(f"## Scores\n\n{table}")
+    merge = _merge_table(facts)
+    if merge:
+        sections.append(f"## Merge\n\n{merge}")
     sections.append(_loading(facts, place))
     return "\n\n".join(sections) + "\n"
 
@@ -103,6 +106,31 @@ def _summary(facts: Mapping[str, Any]) -> str:
             "without layershuffle the backbone loads alone."
         )
     return "\n".join(lines)
+
+
+def _merge_table(facts: Mapping[str, Any]) -> str:
+    """Who gave what, where the provenance says that the model is a merge."""
+    merge = (facts.get("provenance") or {}).get("merge")
+    if not isinstance(merge, Mapping):
+        return ""
+    donors, blocks = merge.get("donors"), merge.get("blocks")
+    if not isinstance(donors, list) or not isinstance(blocks, list):
+        return ""
+    rows = [
+        f"| {one.get('model')} | {', '.join(str(i) for i, d in enumerate(blocks) if d == number)} "
+        f"| {_listed(one.get('sha256'))} |"
+        for number, one in enumerate(donors)
+        if isinstance(one, Mapping)
+    ]
+    ends = f"Stem: {merge.get('stem')}. Head: {merge.get('head')}."
+    head = "| donor | blocks | SHA-256 of its weights |"
+    return "\n".join([ends, "", head, "|---" * 3 + "|", *rows])
+
+
+def _listed(digests: object) -> str:
+    if not isinstance(digests, Mapping):
+        return ""
+    return ", ".join(f"{name} `{digest}`" for name, digest in digests.items())
 
 
 def _loading(facts: Mapping[str, Any], place: str) -> str:

@@ -6,30 +6,28 @@ Pure: from `Summary` to text. `report.py` puts it into HTML and Markdown.
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
+from collections.abc import Sequence
 
+from layershuffle.study.analysis_report import analysis_sections
+from layershuffle.study.budget import budget_section
+from layershuffle.study.claims import claims_section
 from layershuffle.study.facts import (
-    Table,
     orders_tables,
     recipe_table,
     runs_table,
     scores_table,
     shared_table,
 )
+from layershuffle.study.merging_report import merging_section
+from layershuffle.study.open_choices import open_choices
+from layershuffle.study.pieces import Piece
 from layershuffle.study.results import Row, Run, Study
+from layershuffle.study.sections import Section
+from layershuffle.study.settings import StudySettings
 from layershuffle.study.summary import Cell, Column, Summary, label
+from layershuffle.study.table1 import choices_table, table_1
 
 _FIT = "fit"  # what `layershuffle.study.worker` trains into; `layershuffle eval` takes it
-
-
-@dataclass(frozen=True, kw_only=True)
-class Section:
-    """A heading with sentences, a command to type, and tables."""
-
-    title: str
-    sentences: tuple[str, ...] = ()
-    command: str = ""
-    tables: tuple[Table, ...] = ()
 
 
 def headline(summary: Summary) -> str:
@@ -48,25 +46,43 @@ def key_facts(summary: Summary) -> list[str]:
     return [fact for fact in (_sequential(summary), *_pruned(summary)) if fact]
 
 
-def status(study: Study) -> str:
+def status(study: Study, pieces: Sequence[Piece] = ()) -> str:
     """How much of the study is there, in one line."""
-    done, total = len(study.in_state("done")), len(study.runs)
-    if done == total:
-        return f"All {total} runs are finished."
-    failed, missing = len(study.in_state("failed")), len(study.in_state("missing"))
-    return f"{done} of {total} runs are finished; {failed} failed, {missing} not done yet."
+    states = [run.state for run in study.runs] + [piece.state for piece in pieces]
+    noun = "tasks" if pieces else "runs"
+    if set(states) <= {"done"}:
+        return f"All {len(states)} {noun} are finished."
+    return (
+        f"{states.count('done')} of {len(states)} {noun} are finished; {states.count('failed')} "
+        f"failed, {states.count('missing')} not done yet."
+    )
 
 
-def gaps(study: Study) -> list[tuple[str, str]]:
-    """(run, what happened) of every run that is not finished."""
-    failed = [(run.plan.name, f"failed: {run.failure}") for run in study.in_state("failed")]
-    return failed + [(run.plan.name, "not done yet") for run in study.in_state("missing")]
+def gaps(study: Study, pieces: Sequence[Piece] = ()) -> list[tuple[str, str]]:
+    """(task, what happened) of every task that is not finished."""
+    tasks = [(run.plan.name, run.state, run.failure) for run in study.runs]
+    tasks += [(piece.name, piece.state, piece.failure) for piece in pieces]
+    failed = [(name, f"failed: {why}") for name, state, why in tasks if state == "failed"]
+    return failed + [(name, "not done yet") for name, state, _ in tasks if state == "missing"]
 
 
-def sections(summary: Summary) -> list[Section]:
+def sections(summary: Summary, pieces: Sequence[Piece] = ()) -> list[Section]:
     """Everything below the main table and the figure."""
+    results = (
+        table_1(summary),
+        choices_table(summary),
+        budget_section(summary),
+        merging_section(pieces),
+        *analysis_sections(pieces),
+        claims_section(summary, pieces),
+    )
+    return [*(section for section in results if section is not None), *_facts(summary)]
+
+
+def _facts(summary: Summary) -> list[Section]:
     study = summary.study
     return [
+        open_choices(StudySettings(**study.recipe)),
         Section(title="All scores", tables=(scores_table(summary),)),
         Section(title="How the checkpoint was picked", sentences=tuple(_selection(study))),
         Section(title="Runs", sentences=(_seeds(study),), tables=(runs_table(study),)),

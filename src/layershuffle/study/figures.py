@@ -7,11 +7,11 @@ changed for good, no display is needed, and the same summary gives the same byte
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from layershuffle.plotting import GROUND, INK, RULE, figure_bytes, new_figure, style_axes
 from layershuffle.study.paper import PaperNumber
 from layershuffle.study.summary import Cell, Column, Summary, label
 
@@ -31,15 +31,15 @@ STYLES: tuple[tuple[str, str, _Dash], ...] = (
     ("#8a6d00", "P", "--"),
     ("#007f99", "X", "-."),
     ("#6a4fb3", "*", "-"),
+    ("#b3400f", "<", ":"),
+    ("#3d6b1f", ">", "--"),
 )
-INK, RULE, GROUND = "#1c2126", "#d3d9df", "#fefefe"
 PANELS = {
     "sequential": "Sequential order (the paper's Figure 1b)",
     "arbitrary": "Arbitrary order (the paper's Figure 1c)",
 }
 _DODGE = 0.14  # blocks between neighbouring arms, so that intervals of near values stay apart
 _PAPER_SHIFT = 0.45  # blocks between an arm's point and the paper's
-_HASH_SALT = "layershuffle"
 
 
 def draw_figure(summary: Summary, modes: Sequence[str] = tuple(PANELS)) -> Figure:
@@ -47,12 +47,8 @@ def draw_figure(summary: Summary, modes: Sequence[str] = tuple(PANELS)) -> Figur
 
     The paper's points stand beside it, hollow; "~" marks those that its text only describes.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     one = len(modes) == 1
-    figure = Figure(figsize=(4.6, 4.5) if one else (9.2, 4.4), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(*((4.6, 4.5) if one else (9.2, 4.4)))
     panels = figure.subplots(1, len(modes), sharey=True, squeeze=False)[0]
     for axes, mode in zip(panels, modes, strict=True):
         _draw_panel(axes, summary, mode)
@@ -64,17 +60,6 @@ def draw_figure(summary: Summary, modes: Sequence[str] = tuple(PANELS)) -> Figur
     for text in legend.get_texts():
         text.set(color=INK, parse_math=False)
     return figure
-
-
-def figure_bytes(figure: Figure, kind: Literal["svg", "png"]) -> bytes:
-    """The figure as an SVG with real text, or as a PNG of 150 dots per inch; no dates inside."""
-    import matplotlib
-
-    nothing = ("Creator", "Date", "Format", "Type") if kind == "svg" else ("Software",)
-    file = io.BytesIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": _HASH_SALT}):
-        figure.savefig(file, format=kind, dpi=150, metadata=dict.fromkeys(nothing))
-    return file.getvalue()
 
 
 def inline_svg(summary: Summary, mode: str) -> str:
@@ -124,13 +109,9 @@ def _draw_panel(axes: Axes, summary: Summary, mode: str) -> None:
     axes.set_xticks(ticks if len(ticks) <= 12 else ticks[:: (len(ticks) + 11) // 12])
     axes.set(xlim=(min(ticks, default=1) - 1, summary.depth + 1), ylim=(-2, 102))
     axes.set_xlabel(f"blocks kept (of {summary.depth})", color=INK)
-    axes.set_title(PANELS.get(mode, mode), loc="left", fontsize=10.5, color=INK)
-    axes.set_facecolor("none")
+    style_axes(axes, PANELS.get(mode, mode))
     axes.grid(axis="y", color=RULE, linewidth=0.8)
     axes.set_axisbelow(True)
-    axes.tick_params(colors=INK, length=0)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.spines["bottom"].set_color(INK)
 
 
 def _draw_arm(axes: Axes, summary: Summary, arm: str, cells: Sequence[Cell]) -> None:

@@ -1,4 +1,4 @@
-"""The paper's numbers, each with the place it stands in (arXiv 2407.04513, sections 4.1 and 4.2).
+"""The paper's numbers, each with the place it stands in (arXiv 2407.04513, sections 4.1 to 4.4).
 
 ImageNet2012 validation accuracy (top-1, percent) of ViT-B/16 with 12 blocks, 5 models per method.
 Table 1 gives numbers. Figure 1 gives curves that the text describes in words only: those entries
@@ -74,3 +74,23 @@ def paper_number(arm: str, mode: str, *, kept: int, depth: int) -> PaperNumber |
         if (number.method, number.mode, number.kept) == (arm, mode, wanted):
             return number
     return None
+
+
+@dataclass(frozen=True)
+class PaperMerge:
+    """A row of the paper's Table 2; accuracies in percent, `sd` over the merges."""
+
+    kind: Literal["merge", "ensemble"]
+    arm: str
+    mode: Literal["sequential", "arbitrary"]
+    top1: float
+    top1_sd: float | None
+    top5: float
+    top5_sd: float | None
+
+
+MERGES: tuple[PaperMerge, ...] = (
+    PaperMerge("merge", "baseline", "sequential", 1.87, 6.51, 4.53, 11.82),
+    PaperMerge("merge", "layershuffle", "arbitrary", 59.68, 1.15, 82.16, 1.03),
+    PaperMerge("ensemble", "layershuffle", "arbitrary", 69.20, None, 88.93, None),
+)

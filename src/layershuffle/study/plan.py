@@ -1,73 +1,193 @@
-"""What a study will do, as plain data: runs, their settings, their evaluation.
+"""What a study will do, as plain data: tasks, their settings, what each needs.
 
 A plan is a pure function of the study's settings. `--dry-run` prints it, the runner executes it,
-`plan.json` keeps it.
+`plan.json` keeps it. A task is a run (one training and its scores), a merging (all merges of an
+arm's models) or an analysis (one question asked of one model); it is done if and only if its
+directory holds `result.json`.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from layershuffle._version import __version__
 from layershuffle.errors import UsageError
 from layershuffle.files import write_text
-from layershuffle.modes import parse_modes
-from layershuffle.settings import DEFAULT_EPOCHS, FitSettings, StudySettings, digest
+from layershuffle.settings import EvalSettings, FitSettings, digest
+from layershuffle.study.settings import Analysis, Arm, Merging, StudySettings
 
 PLAN_FILE = "plan.json"
+RESULT_FILE = "result.json"
 _SCHEMA = 1
+
+Part = Literal["main", "budget"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec:
-    """One training and its evaluation."""
+    """One training and its evaluation. `part` of the report that it belongs to."""
 
     name: str
     arm: str
+    part: Part
     settings: FitSettings
+    evaluate: EvalSettings
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Names of the tasks that must be done before."""
+        return ()
 
     def directory(self, out: Path) -> Path:
         """Where the run keeps everything."""
         return out / "runs" / self.name
 
 
+@dataclass(frozen=True, kw_only=True)
+class MergingSpec:
+    """Merges, soups and ensembles of an arm's models."""
+
+    name: str
+    arm: str
+    needs: tuple[str, ...]
+    """The donors: the runs of all seeds of the arm."""
+    options: Merging
+
+    def directory(self, out: Path) -> Path:
+        """Where its results go."""
+        return out / "merging" / self.arm
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnalysisSpec:
+    """One analysis of one model."""
+
+    name: str
+    arm: str
+    seed: int
+    needs: tuple[str, ...]
+    options: Analysis
+
+    def directory(self, out: Path) -> Path:
+        """Where its files go."""
+        return out / "analysis" / self.name
+
+
+Task = RunSpec | MergingSpec | AnalysisSpec
+
+
+def tasks_of(study: StudySettings) -> tuple[Task, ...]:
+    """All tasks, each after what it needs."""
+    runs = runs_of(study)
+    return (*runs, *_mergings(study, runs), *_analyses(study))
+
+
 def runs_of(study: StudySettings) -> tuple[RunSpec, ...]:
-    """All runs, seed by seed, so that a half-done study has every arm."""
-    return tuple(
-        RunSpec(
-            name=f"{arm.label}-seed{seed}", arm=arm.label, settings=study.fit_settings(arm, seed)
-        )
-        for seed in study.seeds
+    """All runs, seed by seed, so that a half-done study has every arm; then the budget curve."""
+    seeds = dict.fromkeys(seed for arm in study.arms for seed in study.seeds_of(arm))
+    main = tuple(
+        _run(study, arm, seed, part="main")
+        for seed in seeds
         for arm in study.arms
+        if seed in study.seeds_of(arm)
+    )
+    return (*main, *_budget_runs(study))
+
+
+def _run(study: StudySettings, arm: Arm, seed: int, *, part: Part) -> RunSpec:
+    return RunSpec(
+        name=run_name(arm.label, seed),
+        arm=arm.label,
+        part=part,
+        settings=study.fit_settings(arm, seed),
+        evaluate=study.evaluate_settings(arm),
     )
 
 
-def write_plan(study: StudySettings, out: Path) -> None:
-    """Keep the plan in `out`; raises `UsageError` naming what differs if another study lives there.
+def run_name(label: str, seed: int) -> str:
+    """The name of a run."""
+    return f"{label}-seed{seed}"
 
-    The number of workers may change at any time, the evaluation until a run is finished.
+
+def _budget_runs(study: StudySettings) -> tuple[RunSpec, ...]:
+    budget = study.budget
+    if budget is None:
+        return ()
+    return tuple(
+        _run(study, _with_steps(study.arm(label), steps), seed, part="budget")
+        for steps in budget.steps
+        for seed in budget.seeds or study.seeds
+        for label in budget.arms
+    )
+
+
+def _with_steps(arm: Arm, steps: int) -> Arm:
+    """The arm at another length, evaluated four times on the way as the checkpoint is picked."""
+    fit = {**arm.fit, "steps": steps, "eval_every": max(1, steps // 4)}
+    fields = {**arm.model_dump(), "name": f"{arm.label}-{steps}-steps", "fit": fit}
+    return Arm(**{**fields, "evaluate": {**arm.evaluate, "modes": "sequential,arbitrary"}})
+
+
+def _mergings(study: StudySettings, runs: Sequence[RunSpec]) -> list[MergingSpec]:
+    if study.merging is None:
+        return []
+    return [
+        MergingSpec(
+            name=f"merging-{label}",
+            arm=label,
+            needs=tuple(run.name for run in runs if run.arm == label),
+            options=study.merging,
+        )
+        for label in study.merging.arms
+    ]
+
+
+def _analyses(study: StudySettings) -> list[AnalysisSpec]:
+    return [
+        AnalysisSpec(
+            name=f"{one.name}-{run_name(one.arm, seed)}",
+            arm=one.arm,
+            seed=seed,
+            needs=(run_name(one.arm, seed),),
+            options=one,
+        )
+        for one in study.analyses
+        for seed in one.seeds or study.seeds_of(study.arm(one.arm))[:1]
+    ]
+
+
+def is_finished(task: Task, out: Path) -> bool:
+    """Whether the task is done: its result is written last."""
+    return (task.directory(out) / RESULT_FILE).is_file()
+
+
+def write_plan(study: StudySettings, out: Path) -> None:
+    """Keep the plan in `out`; raises `UsageError` where it contradicts what is done there.
+
+    A study may grow: more arms, seeds, lengths, analyses. What is finished must stay as it is.
     """
     path = out / PLAN_FILE
     if path.is_file():
-        differing = _differing(read_plan(out), study)
-        finished = any(out.glob("runs/*/result.json"))
-        free = {"workers"} if finished else {"workers", "evaluate"}
-        if set(differing) - free:
-            raise UsageError(
-                f"This directory holds a study with other settings: {', '.join(differing)}",
-                place=path,
-                hint="give the same recipe to go on, or another --out to start afresh",
-            )
-        if not differing:
-            return
+        _check_kept(read_plan(out), study, out)
     write_text(path, json.dumps(plan_json(study), indent=2))
 
 
-def _differing(one: StudySettings, two: StudySettings) -> list[str]:
-    return [name for name in type(one).model_fields if getattr(one, name) != getattr(two, name)]
+def _check_kept(old: StudySettings, new: StudySettings, out: Path) -> None:
+    planned = {task.name: task for task in tasks_of(new)}
+    done = [task for task in tasks_of(old) if is_finished(task, out)]
+    changed = [task.name for task in done if planned.get(task.name) != task]
+    if old.name != new.name or changed:
+        what = f"finished already: {', '.join(changed[:3])}" if changed else f"of {old.name!r}"
+        differing = [n for n in type(old).model_fields if getattr(old, n) != getattr(new, n)]
+        raise UsageError(
+            f"This directory holds a study with other settings ({', '.join(differing)}), {what}",
+            place=out / PLAN_FILE,
+            hint="give the same recipe to go on, or another --out to start afresh",
+        )
 
 
 def plan_json(study: StudySettings) -> dict[str, Any]:
@@ -84,8 +204,19 @@ def plan_json(study: StudySettings) -> dict[str, Any]:
                 "arm": run.arm,
                 "method": run.settings.method,
                 "seed": run.settings.seed,
+                "part": run.part,
             }
             for run in runs_of(study)
+        ],
+        "pieces": [
+            {
+                "name": task.name,
+                "kind": "merging" if isinstance(task, MergingSpec) else task.options.name,
+                "arm": task.arm,
+                "directory": task.directory(Path()).as_posix(),
+            }
+            for task in tasks_of(study)
+            if not isinstance(task, RunSpec)
         ],
     }
 
@@ -102,27 +233,3 @@ def read_plan(out: Path) -> StudySettings:
             place=path,
             hint="layershuffle reproduce RECIPE --out DIR makes one",
         ) from error
-
-
-def plan_text(study: StudySettings) -> str:
-    """What `--dry-run` prints."""
-    runs = runs_of(study)
-    modes = parse_modes(study.evaluate.modes)
-    orders = sum(study.evaluate.num_orders if mode.is_drawn else 1 for mode in modes)
-    lines = [f"{study.name}: {len(runs)} runs on {study.data} from {study.model}"]
-    lines += [
-        f"  {run.name}: {run.settings.method}, {_length(run.settings)} of "
-        f"{run.settings.batch_size} images at {run.settings.lr:g}"
-        for run in runs
-    ]
-    lines.append(
-        f"Each is scored under {orders} orders ({study.evaluate.modes}), drawn one per "
-        f"{study.evaluate.draw}, on {study.evaluate.max_images or 'all'} test images"
-    )
-    return "\n".join(lines)
-
-
-def _length(settings: FitSettings) -> str:
-    if settings.steps is not None:
-        return f"{settings.steps} steps"
-    return f"{settings.epochs or DEFAULT_EPOCHS:g} epochs"

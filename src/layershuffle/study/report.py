@@ -11,22 +11,27 @@ The same results give the same bytes: nothing is dated, nothing depends on the m
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from base64 import b64encode
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from layershuffle.files import write_bytes, write_text
-from layershuffle.study.content import Section, gaps, headline, key_facts, sections, status
+from layershuffle.plotting import figure_bytes
+from layershuffle.study.content import gaps, headline, key_facts, sections, status
 from layershuffle.study.facts import Table
 from layershuffle.study.figures import (
     PANELS,
     STYLES,
     describe_panel,
     draw_figure,
-    figure_bytes,
     inline_svg,
 )
+from layershuffle.study.pieces import Piece, read_pieces
 from layershuffle.study.results import read_study, results_csv
+from layershuffle.study.sections import Section
 from layershuffle.study.summary import Column, Summary, label, printable, summarise
 from layershuffle.study.tables import (
     escape_markdown,
@@ -42,7 +47,7 @@ __all__ = ["Report", "report_html", "report_markdown", "table_text", "write_repo
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What was written. `complete`: every planned run is finished; `text`: for the terminal."""
+    """What was written. `complete`: every planned task is done; `text`: for the terminal."""
 
     summary: Summary
     files: tuple[Path, ...]
@@ -61,27 +66,50 @@ def write_report(out: Path) -> Report:
     Raises `StudyError` for a study that cannot be read, `LayerShuffleError` if `out` cannot be
     written. Without any finished run there is no figure.
     """
-    summary = summarise(read_study(out))
+    study = read_study(out)
+    summary, pieces = summarise(study), read_pieces(out, study)
+    parts = [_with_pictures(section, out) for section in sections(summary, pieces)]
     texts = {
-        "results.csv": results_csv(summary.study.rows),
+        "results.csv": results_csv(study.rows),
         "table.md": table_markdown(summary),
-        "report.md": report_markdown(summary),
-        "report.html": report_html(summary),
+        "report.md": report_markdown(summary, pieces, parts=parts),
+        "report.html": report_html(summary, pieces, parts=parts),
     }
     for name, text in texts.items():
         write_text(out / name, text)
-    pictures = _pictures(summary)
+    pictures = _pictures(summary) | _new_pictures(parts)
     for name, content in pictures.items():
         write_bytes(out / name, content)
     return Report(
         summary=summary,
         files=tuple(out / name for name in (*texts, *pictures)),
         html=out / "report.html",
-        complete=all(run.state == "done" for run in summary.study.runs),
+        complete={task.state for task in study.runs} | {piece.state for piece in pieces}
+        <= {"done"},
     )
 
 
-def report_html(summary: Summary) -> str:
+def _with_pictures(section: Section, out: Path) -> Section:
+    """The section with the content of figures that are on disk already."""
+    loaded = (
+        picture if picture.svg else replace(picture, svg=(out / picture.file).read_bytes())
+        for picture in section.pictures
+    )
+    return replace(section, pictures=tuple(loaded))
+
+
+def _new_pictures(parts: Sequence[Section]) -> dict[str, bytes]:
+    return {
+        picture.file: picture.svg
+        for section in parts
+        for picture in section.pictures
+        if picture.svg is not None and "/" not in picture.file
+    }
+
+
+def report_html(
+    summary: Summary, pieces: Sequence[Piece] = (), *, parts: Sequence[Section] | None = None
+) -> str:
     """The report as one HTML page; everything from the results is escaped."""
     import jinja2
     from markupsafe import Markup
@@ -100,29 +128,32 @@ def report_html(summary: Summary) -> str:
         ours=study_words(summary.study),
         headline=headline(summary),
         facts=key_facts(summary),
-        status=status(summary.study),
-        gaps=gaps(summary.study),
+        status=status(summary.study, pieces),
+        gaps=gaps(summary.study, pieces),
         table=_main_table(summary),
         notes=table_notes(summary) if summary.cells else [],
         panels=[(title, Markup(inline_svg(summary, mode))) for mode, title in panels.items()],
         colours=[colour for colour, _, _ in STYLES],
-        sections=sections(summary),
+        sections=sections(summary, pieces) if parts is None else parts,
+        data_uri=_data_uri,
     )
 
 
-def report_markdown(summary: Summary) -> str:
+def report_markdown(
+    summary: Summary, pieces: Sequence[Piece] = (), *, parts: Sequence[Section] | None = None
+) -> str:
     """The report as Markdown; everything from the results is escaped."""
     lines = [f"# {escape_markdown(headline(summary))}", ""]
-    lines += [f"Study {escape_markdown(summary.study.name)}: {status(summary.study)}", ""]
+    lines += [f"Study {escape_markdown(summary.study.name)}: {status(summary.study, pieces)}", ""]
     lines += [f"{escape_markdown(fact)}\n" for fact in key_facts(summary)]
-    for run, what in gaps(summary.study):
+    for run, what in gaps(summary.study, pieces):
         lines.append(f"- {escape_markdown(run)} {escape_markdown(what)}")
     lines += ["", "## Top-1 accuracy beside the paper", "", table_markdown(summary)]
     if summary.cells:
         lines += [f"{escape_markdown(note)}\n" for note in table_notes(summary)]
         lines += ["## Accuracy against blocks kept", "", "![Figure 1](figure1.svg)", ""]
         lines += [f"{escape_markdown(describe_panel(summary, mode))}\n" for mode in PANELS]
-    for section in sections(summary):
+    for section in sections(summary, pieces) if parts is None else parts:
         lines += _markdown_section(section)
     return "\n".join(lines).rstrip() + "\n"
 
@@ -181,9 +212,15 @@ def _markdown_section(section: Section) -> list[str]:
     lines += [f"{escape_markdown(sentence)}\n" for sentence in section.sentences]
     if section.command:
         lines += ["```sh", printable(section.command).replace("```", "'''"), "```", ""]
+    for picture in section.pictures:
+        lines += [f"![{escape_markdown(picture.caption)}]({quote(picture.file)})", ""]
     for table in section.tables:
         lines += _markdown_table(table)
     return lines
+
+
+def _data_uri(svg: bytes) -> str:
+    return f"data:image/svg+xml;base64,{b64encode(svg).decode('ascii')}"
 
 
 def _markdown_table(table: Table) -> list[str]:

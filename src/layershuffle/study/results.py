@@ -4,6 +4,7 @@
     OUT/runs/NAME/results.csv        one row per (mode, blocks kept, order)
     OUT/runs/NAME/result.json        facts of the run; written last, so it marks a finished run
     OUT/runs/NAME/failure.txt        why a run failed
+    OUT/merging/, OUT/analysis/      see `pieces`
 
 A study may be half done: runs without `result.json` are failed (with `failure.txt`) or not done
 yet. A file that is there but cut off, or of another schema, is refused: `StudyError`.
@@ -83,6 +84,7 @@ class PlannedRun:
     arm: str
     method: str
     seed: int
+    part: str = "main"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,12 +120,17 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """All of a study that is on disk. `unplanned`: run directories that no plan names, ignored."""
+    """All of a study that is on disk.
+
+    `pieces`: what the plan says of merging and analysis tasks (`pieces.read_pieces`). `unplanned`:
+    run directories that no plan names, ignored.
+    """
 
     name: str
     code_version: str
     recipe: Mapping[str, Any]
     runs: tuple[Run, ...]
+    pieces: tuple[Mapping[str, str], ...] = ()
     unplanned: tuple[str, ...] = ()
 
     @property
@@ -153,6 +160,7 @@ def read_study(out: Path) -> Study:
         code_version=plan.get("code_version", str),
         recipe=plan.get("recipe", dict),
         runs=tuple(read_run(out / "runs" / run.name, run) for run in planned),
+        pieces=tuple(plan.values.get("pieces", ())),
         unplanned=tuple(name for name in found if name not in names),
     )
 
@@ -270,7 +278,8 @@ def _planned_runs(plan: _Fields) -> tuple[PlannedRun, ...]:
         if not _RUN_NAME.fullmatch(name):  # it names a directory below OUT/runs
             raise StudyError(f"{name!r} cannot be the name of a run", place=place)
         arm, method, seed = one.get("arm", str), one.get("method", str), one.get("seed", int)
-        runs.append(PlannedRun(name=name, arm=arm, method=method, seed=seed))
+        part = one.get("part", str) if "part" in values else "main"
+        runs.append(PlannedRun(name=name, arm=arm, method=method, seed=seed, part=part))
     for what, keys in (
         ("name", [run.name for run in runs]),
         ("arm and seed", [(run.arm, run.seed) for run in runs]),

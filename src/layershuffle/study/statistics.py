@@ -107,6 +107,24 @@ def t_interval(values: Sequence[float]) -> tuple[float, float]:
     return mean(values) - half, mean(values) + half
 
 
+def welch_interval(one: Sequence[float], two: Sequence[float]) -> tuple[float, float]:
+    """The 95 % interval of mean(one) - mean(two), variances not assumed equal (Welch 1947).
+
+    Raises `ValueError` for fewer than two values of either. Without any spread it has no width.
+    """
+    from scipy.special import stdtrit
+
+    if min(len(one), len(two)) < 2:
+        raise ValueError("a Welch interval needs at least two values of each")
+    parts = [(deviation(values) or 0.0) ** 2 / len(values) for values in (one, two)]
+    centre, variance = mean(one) - mean(two), sum(parts)
+    if variance == 0:
+        return centre, centre
+    freedom = variance**2 / (parts[0] ** 2 / (len(one) - 1) + parts[1] ** 2 / (len(two) - 1))
+    half = float(stdtrit(freedom, _UPPER_TAIL)) * math.sqrt(variance)
+    return centre - half, centre + half
+
+
 def wilson_interval(correct: int, images: int) -> tuple[float, float]:
     """The 95 % Wilson interval, in percent, of `correct` right answers on `images` images."""
     from scipy.special import ndtri

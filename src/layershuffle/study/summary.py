@@ -5,16 +5,21 @@ Pure: from `Study` to `Summary`, no files. Tables, figure and report all read th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from layershuffle.study.paper import PaperNumber, paper_number
-from layershuffle.study.results import CHOICES, DRAWS, MODES, Row, Study
+from layershuffle.study.results import CHOICES, DRAWS, MODES, PlannedRun, Row, Study
 from layershuffle.study.statistics import Estimate, estimate
 
 _MOST_LEVELS = 3
 _QUARTERS = (3, 2, 1)
-_LABELS = {"layershuffle": "LayerShuffle", "layerdrop": "LayerDrop"}
+_LABELS = {
+    "layershuffle": "LayerShuffle",
+    "layerdrop": "LayerDrop",
+    "truncated": "refined at that depth",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,22 +98,34 @@ class Summary:
         return sorted(nearest, reverse=True)
 
 
-def summarise(study: Study) -> Summary:
-    """The summary of all finished runs; arms in the order of the plan."""
-    arms = tuple(dict.fromkeys(run.plan.arm for run in study.runs))
+def summarise(study: Study, part: str = "main") -> Summary:
+    """The summary of all finished runs of one part of the study; arms in the order of the plan.
+
+    The reduced-depth models share one row: each stands in the column of its own depth, as in the
+    paper's Figure 1b.
+    """
+    runs = [run for run in study.runs if run.plan.part == part]
+    arms = tuple(dict.fromkeys(shown_arm(run.plan) for run in runs))
     groups: dict[tuple[int, int, int, int, int], list[Row]] = {}
-    for row in study.rows:
-        place = (arms.index(row.method), MODES.index(row.mode), -row.kept)
-        key = (*place, CHOICES.index(row.choose), DRAWS.index(row.draw))
-        groups.setdefault(key, []).append(row)
-    choices = {row.choose for row in study.rows} - {""}
+    for run in runs:
+        for row in run.rows:
+            place = (arms.index(shown_arm(run.plan)), MODES.index(row.mode), -row.kept)
+            key = (*place, CHOICES.index(row.choose), DRAWS.index(row.draw))
+            groups.setdefault(key, []).append(row)
+    rows = [row for run in runs for row in run.rows]
+    choices = {row.choose for row in rows} - {""}
     return Summary(
         study=study,
         arms=arms,
-        cells=tuple(_cell(groups[key]) for key in sorted(groups)),
-        depth=max(map(_depth_shown, study.rows), default=0),
+        cells=tuple(_cell(groups[key], arm=arms[key[0]]) for key in sorted(groups)),
+        depth=max(map(_depth_shown, rows), default=0),
         choose=min(choices, key=CHOICES.index, default=""),
     )
+
+
+def shown_arm(run: PlannedRun) -> str:
+    """The row of the tables that a run belongs to: "truncated-3" and "-6" share "truncated"."""
+    return re.sub(r"-\d+$", "", run.arm) if run.method == "truncated" else run.arm
 
 
 def label(arm: str) -> str:
@@ -130,7 +147,7 @@ def _depth_shown(row: Row) -> int:
     return max([row.kept, *(int(block) + 1 for block in row.order.split(",") if block)])
 
 
-def _cell(rows: Sequence[Row]) -> Cell:
+def _cell(rows: Sequence[Row], *, arm: str) -> Cell:
     first = rows[0]
     images = min(row.n for row in rows)
     seeds = sorted({row.seed for row in rows})
@@ -140,7 +157,7 @@ def _cell(rows: Sequence[Row]) -> Cell:
         return estimate(scores, images=images, percent=percent)
 
     return Cell(
-        arm=first.method,
+        arm=arm,
         mode=first.mode,
         kept=first.kept,
         choose=first.choose,

@@ -1,7 +1,7 @@
-"""One run of a study in a process of its own: `python -m layershuffle.study.worker OUT NAME`.
+"""One task of a study in a process of its own: `python -m layershuffle.study.worker OUT NAME`.
 
-It leaves `results.csv` and `result.json`, both whole or absent, the latter last: a run is finished
-if and only if its `result.json` is there. A failure leaves `failure.txt` instead.
+It leaves its files and then `result.json`, each whole or absent: a task is done if and only if its
+`result.json` is there. A failure leaves `failure.txt` instead.
 """
 
 from __future__ import annotations
@@ -18,59 +18,138 @@ from typing import Any
 
 from layershuffle.errors import Interrupted, LayerShuffleError
 from layershuffle.files import write_text
-from layershuffle.settings import StudySettings
-from layershuffle.study.plan import RunSpec, read_plan, runs_of
+from layershuffle.study.plan import (
+    RESULT_FILE,
+    AnalysisSpec,
+    MergingSpec,
+    RunSpec,
+    Task,
+    read_plan,
+    run_name,
+    tasks_of,
+)
 
-RESULT_FILE = "result.json"
 FAILURE_FILE = "failure.txt"
 PROGRESS_FILE = "progress.json"
+SCHEMA = 1
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main(argv: list[str]) -> int:
-    """Run the named run; exit code 0, 1, or 143 when stopped with a checkpoint saved."""
+    """Do the named task; exit code 0, 1, or 143 when stopped with a checkpoint saved."""
     end_with_parent()
     out, name = Path(argv[0]), argv[1]
-    study = read_plan(out)
-    run = next(run for run in runs_of(study) if run.name == name)
-    directory = run.directory(out)
+    task = next(task for task in tasks_of(read_plan(out)) if task.name == name)
+    directory = task.directory(out)
     try:
-        execute(run, study, directory=directory)
+        execute(task, out)
     except Interrupted as stopped:
         print(stopped, flush=True)
         return stopped.exit_code
     except LayerShuffleError as error:
         write_text(directory / FAILURE_FILE, f"{error}\n")
         return 1
+    (directory / PROGRESS_FILE).unlink(missing_ok=True)
     return 0
 
 
-def execute(run: RunSpec, study: StudySettings, *, directory: Path) -> None:
-    """Train, score, and write the results of one run."""
+def execute(task: Task, out: Path) -> None:
+    """Do one task and write its results, `result.json` last."""
+    directory = task.directory(out)
+    (directory / FAILURE_FILE).unlink(missing_ok=True)
+    if isinstance(task, RunSpec):
+        facts = _train_and_score(task, directory)
+    elif isinstance(task, MergingSpec):
+        facts = _merge(task, out)
+    else:
+        facts = _analyse(task, out)
+    write_text(directory / RESULT_FILE, json.dumps(facts, indent=2))
+
+
+def _train_and_score(run: RunSpec, directory: Path) -> dict[str, Any]:
     from layershuffle.scoring import check_modes, score_model, scores_csv
     from layershuffle.training import fit
 
-    (directory / FAILURE_FILE).unlink(missing_ok=True)
-    check_modes(run.settings.model, study.evaluate)  # before the training, not after it
+    check_modes(run.settings, run.evaluate)  # before the training, not after it
     fitted = fit(run.settings, directory / "fit", listeners=[_progress_writer(directory)])
     started = time.monotonic()
-    write_text(directory / PROGRESS_FILE, json.dumps({"phase": "scoring"}))
-    scoring = score_model(
-        f"dir:{directory / 'fit'}",
-        run.settings.data,
-        settings=study.evaluate.model_copy(update=_as_trained(run)),
-    )
-    rows = scores_csv(scoring, method=run.arm, seed=run.settings.seed, draw=study.evaluate.draw)
+    _tell(directory, {"phase": "scoring"})
+    settings = run.evaluate.model_copy(update=_as_trained(run))
+    scoring = score_model(f"dir:{directory / 'fit'}", run.settings.data, settings=settings)
+    rows = scores_csv(scoring, method=run.arm, seed=run.settings.seed, draw=run.evaluate.draw)
     write_text(directory / "results.csv", rows)
-    facts: dict[str, Any] = {**asdict(fitted), "run": run.name, "arm": run.arm}
-    facts["eval_seconds"] = round(time.monotonic() - started, 2)
-    write_text(directory / RESULT_FILE, json.dumps(facts, indent=2))
-    (directory / PROGRESS_FILE).unlink()
+    seconds = round(time.monotonic() - started, 2)
+    return {**asdict(fitted), "run": run.name, "arm": run.arm, "eval_seconds": seconds}
 
 
 def _as_trained(run: RunSpec) -> dict[str, Any]:
     """The images are scored as they were prepared for training."""
     return {name: getattr(run.settings, name) for name in ("resize", "skip_corrupt", "streaming")}
+
+
+def _merge(task: MergingSpec, out: Path) -> dict[str, Any]:
+    from layershuffle.merging.scoring import rows_csv, score_merging
+
+    directory, started = task.directory(out), time.monotonic()
+    donors = [run for run in tasks_of(read_plan(out)) if run.name in task.needs]
+    first = next(run for run in donors if isinstance(run, RunSpec))
+    method = first.settings.find_method()
+    options = task.options.options.model_copy(
+        update={name: getattr(first.settings, name) for name in ("resize", "skip_corrupt")}
+    )
+    notes: list[str] = []
+    rows = score_merging(
+        [f"dir:{run.directory(out) / 'fit'}" for run in donors],
+        first.settings.data,
+        settings=options,
+        mode=method.selects_by,
+        progress=lambda done, total: _tell(
+            directory, {"phase": "merging", "done": done, "total": total}
+        ),
+        note=notes.append,
+    )
+    write_text(directory / "results.csv", rows_csv(rows))
+    return {
+        **_facts(task, started),
+        "donors": [run.name for run in donors],
+        "mode": method.selects_by,
+        "data": first.settings.data,
+        "options": options.model_dump(mode="json"),
+        "notes": notes,
+    }
+
+
+def _analyse(task: AnalysisSpec, out: Path) -> dict[str, Any]:
+    from layershuffle.analysis import run_analysis
+
+    started, directory = time.monotonic(), task.directory(out)
+    run = next(run for run in tasks_of(read_plan(out)) if run.name in task.needs)
+    if not isinstance(run, RunSpec) or run.name != run_name(task.arm, task.seed):
+        raise RuntimeError(f"{task.name} needs {task.needs}, which is no run")
+    _tell(directory, {"phase": task.options.name, "done": 0, "total": 1})
+    run_analysis(
+        task.options.name,
+        f"dir:{run.directory(out) / 'fit'}",
+        data_spec=run.settings.data,
+        settings=task.options.options.model_copy(update=_as_trained(run)),
+        out=directory / "files",
+    )
+    options = task.options.options.model_dump(mode="json")
+    return {**_facts(task, started), "analysis": task.options.name, "options": options}
+
+
+def _facts(task: MergingSpec | AnalysisSpec, started: float) -> dict[str, Any]:
+    from layershuffle.machine import hardware, versions
+
+    return {
+        "schema": SCHEMA,
+        "name": task.name,
+        "arm": task.arm,
+        "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "seconds": round(time.monotonic() - started, 2),
+        "hardware": hardware("fp32"),
+        "versions": versions(),
+    }
 
 
 def end_with_parent() -> None:
@@ -91,13 +170,17 @@ def _progress_writer(directory: Path) -> Any:
             steps = event["steps"]
         if event["kind"] in ("start", "log"):
             at = event.get("step", event.get("at"))
-            progress = {"phase": "training", "step": at, "steps": steps, "loss": event.get("loss")}
-            # Not flushed to disk as results are: it is worth nothing after a crash.
-            stage = directory / f"{PROGRESS_FILE}.new"
-            stage.write_text(json.dumps(progress), encoding="utf-8")
-            os.replace(stage, directory / PROGRESS_FILE)
+            told = {"phase": "training", "step": at, "steps": steps, "loss": event.get("loss")}
+            _tell(directory, told)
 
     return listen
+
+
+def _tell(directory: Path, progress: dict[str, Any]) -> None:
+    # Not flushed to disk as results are: it is worth nothing after a crash.
+    stage = directory / f"{PROGRESS_FILE}.new"
+    stage.write_text(json.dumps(progress), encoding="utf-8")
+    os.replace(stage, directory / PROGRESS_FILE)
 
 
 if __name__ == "__main__":

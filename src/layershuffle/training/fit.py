@@ -187,6 +187,7 @@ def _record(job: Job, step: int, value: float) -> dict[str, Any]:
         "settings": job.settings.model_dump(mode="json"),
         "provenance": {
             "base": job.settings.model,
+            "base_sha256": job.base_sha256,
             **({"blocks_of_base": str(job.origin)} if job.origin else {}),
             "data": job.settings.data,
             **versions(),

@@ -17,10 +17,11 @@ from layershuffle.errors import DataError, TrainingError, UsageError
 from layershuffle.machine import cpu_has_bf16
 from layershuffle.methods import Method
 from layershuffle.models import image_view, load, num_classes_of, truncate
+from layershuffle.models.digest import weights_digest
 from layershuffle.orders import ExecutionOrder
 from layershuffle.position import PositionedModel, add_position
 from layershuffle.settings import DEFAULT_EPOCHS, FitSettings
-from layershuffle.stack import depth_of
+from layershuffle.stack import depth_of, stack_of
 
 _log = logging.getLogger("layershuffle")
 METRIC = "eval_{}_cross_entropy"
@@ -30,14 +31,15 @@ METRIC = "eval_{}_cross_entropy"
 class Job:
     """Everything a run needs.
 
-    `origin`: the pretrained blocks that a truncated model is made of. `steps` of the run,
-    `eval_every` so many; `select_by` is the order mode whose held-out cross-entropy picks the
-    checkpoint.
+    `base_sha256`: of the pretrained blocks (the head may be new). `origin`: the pretrained blocks
+    that a truncated model is made of. `steps` of the run, `eval_every` so many; `select_by` is the
+    order mode whose held-out cross-entropy picks the checkpoint.
     """
 
     settings: FitSettings
     out: Path
     method: Method
+    base_sha256: str
     origin: ExecutionOrder | None
     data: ImageData
     model: PositionedModel
@@ -75,15 +77,17 @@ def prepare(settings: FitSettings, out: Path) -> Job:
     data = open_data(settings.data, image_view(host), options=options)
     if num_classes_of(host) != len(data.classes):
         host = load(settings.model, num_classes=len(data.classes), seed=settings.seed)
+    base_sha256 = weights_digest(stack_of(host))
     origin = None
     if method.blocks is not None:
         origin = method.blocks.draw(depth_of(host), seed=settings.seed, step=0)
         truncate(host, origin)
-    steps, per_epoch = _steps(settings, data.splits["train"])
+    steps, per_epoch = steps_of(settings, data.splits["train"])
     return Job(
         settings=settings,
         out=out,
         method=method,
+        base_sha256=base_sha256,
         origin=origin,
         data=data,
         model=_positioned(host, method, settings),
@@ -116,7 +120,7 @@ def _check_parts(host: PositionedModel, method: Method, settings: FitSettings) -
         )
 
 
-def _steps(settings: FitSettings, train: Split) -> tuple[int, int]:
+def steps_of(settings: FitSettings, train: Split) -> tuple[int, int]:
     """(steps of the run, steps of an epoch)."""
     if train.size is None and settings.steps is None:
         raise DataError(

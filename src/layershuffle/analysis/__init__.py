@@ -1,0 +1,166 @@
+"""What the blocks learnt: one file per question, every answer a table, a figure and a paragraph.
+
+`ANALYSES` lists them. Each module offers `measure(subject) -> Measured`, `paragraph(facts) -> str`
+and `figures(tables) -> {file: Figure}`; figures are drawn from the tables alone, words from the
+numbers alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from layershuffle.analysis.settings import AnalysisSettings
+from layershuffle.errors import UsageError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from layershuffle.analysis.results import Facts, Measured, Result, Tables
+    from layershuffle.analysis.subject import Subject
+
+__all__ = ["ANALYSES", "AnalysisSettings", "draw", "find_analysis", "read_analysis", "run_analysis"]
+
+
+class _Module(Protocol):
+    def measure(self, subject: Subject) -> Measured: ...
+
+    def paragraph(self, facts: Facts) -> str: ...
+
+    def figures(self, tables: Tables) -> dict[str, Figure]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Analysis:
+    """One question, and the module that answers it (imported when asked)."""
+
+    title: str
+    question: str
+    module: str
+
+    def load(self) -> _Module:
+        """The module."""
+        return cast(_Module, import_module(f"layershuffle.analysis.{self.module}"))
+
+
+ANALYSES = {
+    "umap": Analysis(
+        title="UMAP of block outputs by position (Figure 4)",
+        question="Do a block's outputs show the position it ran at?",
+        module="umap",
+    ),
+    "norms": Analysis(
+        title="Norms of what blocks add to the stream",
+        question="Does a block switch itself off where it is out of place?",
+        module="norms",
+    ),
+    "attention": Analysis(
+        title="Attention distance and entropy",
+        question="How far, and how evenly, do blocks look at each position?",
+        module="attention",
+    ),
+    "attribution": Analysis(
+        title="Contribution of blocks to the right logit",
+        question="What does each block add to the right answer, by position?",
+        module="attribution",
+    ),
+    "leave-one-out": Analysis(
+        title="Loss when one block is left out",
+        question="Which block is missed, and at which position?",
+        module="leave_one_out",
+    ),
+    "cka": Analysis(
+        title="Similarity of a block's outputs across positions (CKA)",
+        question="Does a block compute the same at every position?",
+        module="cka",
+    ),
+    "position": Analysis(
+        title="Guessing the position",
+        question="Can the position be told from a block's output, and from its input?",
+        module="position",
+    ),
+}
+
+
+def find_analysis(name: str) -> Analysis:
+    """The analysis of that name; raises `UsageError` with the nearest one."""
+    if name not in ANALYSES:
+        near = get_close_matches(name, ANALYSES, n=1)
+        raise UsageError(
+            f"There is no analysis {name!r}",
+            hint=f"did you mean {near[0]!r}?" if near else f"one of {', '.join(ANALYSES)}",
+        )
+    return ANALYSES[name]
+
+
+def run_analysis(
+    name: str,
+    model_spec: str,
+    *,
+    data_spec: str,
+    settings: AnalysisSettings,
+    out: Path,
+    progress: Callable[[str], None] | None = None,
+) -> None:
+    """Answer one question about one model into `out`, which is whole or absent at any moment.
+
+    Written: CSV tables, SVG figures, and summary.json (schema, name, title, paragraph, files,
+    settings, facts). `progress` hears what is done, in words. Raises `DoesNotApply` where the model
+    has nothing to say on it (a `UsageError`), and as `load` and `open_data` do.
+    """
+    from layershuffle.analysis.results import check_replaceable
+    from layershuffle.analysis.subject import open_subject
+
+    analysis = find_analysis(name)
+    check_replaceable(out)
+    subject = open_subject(
+        model_spec, data_spec, settings=settings, progress=progress or (lambda _: None)
+    )
+    measured = analysis.load().measure(subject)
+    _write(name, measured, settings=settings, out=out)
+
+
+def read_analysis(out: Path) -> Result:
+    """The analysis in that directory: numbers, words and tables. Raises `UsageError` if none is."""
+    from layershuffle.analysis.results import read_analysis as read
+
+    return read(out)
+
+
+def draw(name: str, tables: Tables) -> dict[str, bytes]:
+    """The figures of an analysis from its tables alone: file name -> SVG."""
+    from layershuffle.plotting import figure_bytes
+
+    figures = find_analysis(name).load().figures(tables)
+    return {f"{stem}.svg": figure_bytes(figure, "svg") for stem, figure in figures.items()}
+
+
+def _write(name: str, measured: Measured, *, settings: AnalysisSettings, out: Path) -> None:
+    from layershuffle.analysis.results import SCHEMA, SUMMARY, table_from, table_text
+    from layershuffle.files import staged_directory
+
+    analysis = ANALYSES[name]
+    texts = {f"{stem}.csv": table_text(table) for stem, table in measured.tables.items()}
+    # Drawn from what is written, so that a redrawn figure is the same file.
+    pictures = draw(name, {file[:-4]: table_from(text) for file, text in texts.items()})
+    summary: dict[str, Any] = {
+        "schema": SCHEMA,
+        "name": name,
+        "title": analysis.title,
+        "paragraph": analysis.load().paragraph(measured.facts),
+        "files": sorted([*texts, *pictures]),
+        "settings": settings.model_dump(mode="json"),
+        "facts": measured.facts,
+    }
+    with staged_directory(out) as stage:
+        for file, text in texts.items():
+            (stage / file).write_text(text, encoding="utf-8")
+        for file, picture in pictures.items():
+            (stage / file).write_bytes(picture)
+        text = json.dumps(summary, indent=2, allow_nan=False) + "\n"
+        (stage / SUMMARY).write_text(text, encoding="utf-8")

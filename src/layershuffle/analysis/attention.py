@@ -1,0 +1,226 @@
+"""How far, and how evenly, do blocks look at each position? (paper, section 5: "attention maps")
+
+Distance: the mean distance in patches between the middle of a query patch and those of the patches
+it looks at, weighted by the attention to them; tokens that are no patches (class, registers) are
+left out on both sides. Entropy: that of a token's attention over all tokens, in nats; `even` is its
+share of the largest possible one, ln(tokens). Both are means over heads, tokens and images.
+
+Fused kernels do not show the attention matrix, so softmax(q k^T scale + mask) is computed again
+from what was handed to them. The hosts are left alone: the calls are seen by a TorchFunctionMode.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from layershuffle.analysis.cells import Cells, cell_table, cells_of, draw_maps
+from layershuffle.analysis.results import Facts, Measured, Table, Tables
+from layershuffle.analysis.subject import DoesNotApply, Subject
+from layershuffle.parts import Step
+from layershuffle.plotting import INK, RULE, new_figure, style_axes
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Arguments of scaled_dot_product_attention that may come without their names.
+_SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+_LARGEST_PREFIX = 32  # tokens before the patches: class, distillation, registers
+
+
+@dataclass(frozen=True)
+class Attention:
+    """`weights` `[batch, heads, tokens, tokens]` of one step; rows add up to 1."""
+
+    step: Step
+    weights: Tensor
+
+
+class AttentionWatch(TorchFunctionMode):
+    """Sees the attention of every block. A part of the stack, and a mode to be entered.
+
+    `seen` holds the attentions since it was last emptied; `grid` (rows, columns) is the shape of
+    the last convolution before the blocks: the patches.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Attention] = []
+        self.grid: tuple[int, int] | None = None
+        self._step: Step | None = None
+
+    def before(self, state: Tensor, step: Step) -> Tensor:
+        """Leaves the input alone."""
+        self._step = step
+        return state
+
+    def after(self, state: Tensor, step: Step) -> None:
+        """Leaves the output alone."""
+        del state, step
+        self._step = None
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Calls `func` as it was called, and keeps attention weights."""
+        kwargs = kwargs or {}
+        if self._step is None:
+            out = func(*args, **kwargs)
+            if func is F.conv2d:
+                self.grid = (out.shape[-2], out.shape[-1])
+            return out
+        if func is F.scaled_dot_product_attention:
+            given = {**dict(zip(_SDPA, args, strict=False)), **kwargs}
+            self.seen.append(Attention(self._step, _weights(given)))
+        elif func is F.multi_head_attention_forward:
+            # torch's own layer calls its kernel in here, where no mode looks; asked, it tells.
+            kwargs = {**kwargs, "need_weights": True, "average_attn_weights": False}
+            out, weights = func(*args, **kwargs)
+            self.seen.append(Attention(self._step, cast(Tensor, weights)))
+            return out, None  # as the layer, which did not ask, is used to
+        return func(*args, **kwargs)
+
+
+def _weights(given: dict[str, Any]) -> Tensor:
+    """Attention weights from the arguments of `scaled_dot_product_attention`."""
+    query, key, mask = given["query"], given["key"], given.get("attn_mask")
+    if given.get("is_causal") or given.get("enable_gqa"):
+        raise DoesNotApply("The model's attention is causal or grouped, not that of an image model")
+    scale = given.get("scale")
+    logits = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if mask is not None:
+        logits = logits.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else logits + mask
+    weights: Tensor = logits.softmax(dim=-1)
+    return weights
+
+
+def patch_distances(grid: tuple[int, int]) -> Tensor:
+    """Distances `[patches, patches]` between the middles of patches, in patches."""
+    rows, columns = torch.meshgrid(
+        *(torch.arange(n, dtype=torch.float) for n in grid), indexing="ij"
+    )
+    places = torch.stack([rows.flatten(), columns.flatten()], dim=-1)
+    return torch.cdist(places, places)
+
+
+def distances(weights: Tensor, grid: tuple[int, int]) -> Tensor:
+    """Mean attention distance `[batch, heads, patches]` in patches; the patches come last."""
+    patches = grid[0] * grid[1]
+    between = weights[..., -patches:, -patches:]
+    apart = patch_distances(grid).to(weights)
+    total: Tensor = (between * apart).sum(-1) / between.sum(-1).clamp_min(1e-30)
+    return total
+
+
+def entropies(weights: Tensor) -> Tensor:
+    """Entropy `[batch, heads, tokens]` of every token's attention, in nats."""
+    entropy: Tensor = torch.special.entr(weights).sum(-1)
+    return entropy
+
+
+def measure(subject: Subject) -> Measured:
+    """attention.csv: block, position, distance (patches), entropy (nats), even (share of ln T)."""
+    watch, depth = AttentionWatch(), subject.depth
+    cells = {name: Cells(depth) for name in ("distance", "entropy", "even")}
+    images = orders = tokens = 0
+    for batch in subject.batches():
+        images, orders = images + len(batch.images), orders + len(batch.orders)
+        for order in batch.orders:
+            watch.seen.clear()
+            with watch:
+                subject.run(batch.images, order, watch)
+            tokens = _add(cells, watch)
+    table = cell_table({name: cell.mean() for name, cell in cells.items()})
+    facts = _facts(table, tokens, watch.grid or (1, 1))
+    return Measured(
+        tables={"attention": table}, facts={"images": images, "orders": orders, **facts}
+    )
+
+
+def _add(cells: dict[str, Cells], watch: AttentionWatch) -> int:
+    """Add one forward up; the number of tokens."""
+    if not watch.seen:
+        raise DoesNotApply(
+            "No block of this model computes attention between tokens by "
+            "scaled_dot_product_attention, so there is none to look at"
+        )
+    for one in watch.seen:
+        grid, tokens = _check_square(one.weights, watch.grid), one.weights.shape[-1]
+        entropy = entropies(one.weights)
+        values = {
+            "distance": distances(one.weights, grid),
+            "entropy": entropy,
+            "even": entropy / math.log(tokens),
+        }
+        for name, value in values.items():
+            cells[name].add(
+                one.step.block,
+                one.step.position,
+                total=float(value.double().sum()),
+                count=value.numel(),
+            )
+    return tokens
+
+
+def _check_square(weights: Tensor, grid: tuple[int, int] | None) -> tuple[int, int]:
+    queries, keys = weights.shape[-2:]
+    if grid is None or queries != keys or not 0 <= queries - grid[0] * grid[1] <= _LARGEST_PREFIX:
+        raise DoesNotApply(
+            f"The attention is {queries} by {keys}, which are not the patches "
+            f"({grid or 'no convolution makes any'}) and a few tokens before them"
+        )
+    return grid
+
+
+def _facts(table: Table, tokens: int, grid: tuple[int, int]) -> Facts:
+    distance, even = cells_of(table, "distance"), cells_of(table, "even")
+    return {
+        "tokens": tokens,
+        "even_distance": float(patch_distances(grid).mean()),
+        "distance_by_position": [float(v) for v in distance.mean(0)],
+        "even_by_position": [float(v) for v in even.mean(0)],
+        "spread_over_blocks": float(distance.mean(1).std()),
+        "spread_over_positions": float(distance.mean(0).std()),
+        "sharpest": float(even.min()),
+    }
+
+
+def paragraph(facts: Facts) -> str:
+    """What the numbers say, in sentences."""
+    far, even = facts["distance_by_position"], facts["even_by_position"]
+    blocks, positions = facts["spread_over_blocks"], facts["spread_over_positions"]
+    more = "the block" if blocks > positions else "the position"
+    return (
+        f"Over {facts['images']} images and {facts['orders']} orders, tokens look "
+        f"{far[0]:.2f} patches away at the first position and {far[-1]:.2f} at the last; attention "
+        f"spread evenly would be {facts['even_distance']:.2f}. "
+        f"Entropy goes from {even[0]:.0%} to {even[-1]:.0%} of what even attention over "
+        f"{facts['tokens']} tokens has; the sharpest pair of block and position has "
+        f"{facts['sharpest']:.0%}. "
+        f"How far a token looks depends more on {more} than on the other: the deviation is "
+        f"{blocks:.3f} patches between blocks and {positions:.3f} between positions."
+    )
+
+
+def figures(tables: Tables) -> dict[str, Figure]:
+    """attention.svg: maps of distance and entropy; attention-positions.svg: both by position."""
+    table = tables["attention"]
+    distance, entropy = cells_of(table, "distance"), cells_of(table, "entropy")
+    maps = [
+        ("attention distance", "patches", distance),
+        ("attention entropy", "nats", entropy),
+    ]
+    lines = new_figure(9.2, 3.6)
+    for axes, (title, unit, values) in zip(lines.subplots(1, 2), maps, strict=True):
+        positions = range(len(values))
+        axes.fill_between(positions, values.min(0), values.max(0), color=RULE, lw=0)
+        axes.plot(positions, values.mean(0), color=INK, marker="o", markersize=4)
+        style_axes(axes, f"{title}: mean over blocks, and their range")
+        axes.set(xlabel="position", ylabel=unit)
+    return {"attention": draw_maps(maps), "attention-positions": lines}

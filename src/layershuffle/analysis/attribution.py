@@ -1,0 +1,216 @@
+"""What does each block add to the right answer, by position? (paper's second abstract)
+
+The logits are an affine function of the last state once the final LayerNorm's scale is taken for
+the number that it is for that image: pooling, norm and linear head. So the centred logit, that of
+the right class less the mean over all classes, is a sum: what every block added to the stream,
+projected, plus the stem's part and a constant (the biases). A position encoding counts for the
+block it is given to. The sum is checked on every batch; models with more than that between blocks
+and logits (class attention, a pooler with tanh) fail the check and are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from layershuffle.analysis.cells import Cells, cell_table, cells_of, draw_maps, home_effect
+from layershuffle.analysis.results import Facts, Measured, Table, Tables, spread
+from layershuffle.analysis.subject import DoesNotApply, Subject
+from layershuffle.orders import ExecutionOrder
+from layershuffle.parts import Step
+from layershuffle.stack import running, walking, with_parts
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_TOLERANCE = 1e-3  # of the centred logit, relative to the largest of the batch
+
+
+class _FrozenScale(TorchFunctionMode):
+    """Computes norms with their scale held fixed: that of this call, or that of an earlier pass."""
+
+    def __init__(self, scales: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self.scales: list[Tensor] = []
+        self._given = iter(tuple(scales))
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """`F.layer_norm` and `F.rms_norm` in plain steps; all else as it is."""
+        if func is F.layer_norm:
+            return self._norm(*args, **(kwargs or {}))
+        if func is F.rms_norm:
+            return self._norm(*args, **(kwargs or {}), centred=False)
+        return func(*args, **(kwargs or {}))
+
+    def _norm(
+        self,
+        input: Tensor,  # noqa: A002 -- torch's own name, which callers may use
+        normalized_shape: list[int],
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        *,
+        eps: float | None = 1e-5,
+        centred: bool = True,
+    ) -> Tensor:
+        dims = tuple(range(-len(normalized_shape), 0))
+        out = input - input.mean(dims, keepdim=True) if centred else input
+        floor = torch.finfo(input.dtype).eps if eps is None else eps
+        scale = torch.rsqrt(out.square().mean(dims, keepdim=True) + floor).detach()
+        self.scales.append(scale)
+        out = out * next(self._given, scale)
+        out = out if weight is None else out * weight
+        return out if bias is None else out + bias
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """The centred logits `[batch]` of one forward as a sum over its parts, each `[batch]`.
+
+    `blocks` in execution order; `logit` = `stem` + `constant` + the blocks.
+    """
+
+    logit: Tensor
+    blocks: tuple[Tensor, ...]
+    stem: Tensor
+    constant: Tensor
+
+
+@dataclass
+class _Updates:
+    """The state before the first block, and what every block added. A part of the stack."""
+
+    states: list[Tensor] = field(default_factory=list)
+
+    def before(self, state: Tensor, step: Step) -> Tensor:
+        """Keeps the stem's state."""
+        if step.position == 0:
+            self.states = [state]
+        return state
+
+    def after(self, state: Tensor, step: Step) -> None:
+        """Keeps the state behind the block."""
+        del step
+        self.states.append(state)
+
+
+def split_logits(
+    subject: Subject, images: Tensor, *, labels: Tensor, order: ExecutionOrder
+) -> Split:
+    """The parts of the right class's centred logit under `order`.
+
+    Raises `DoesNotApply` if they do not add up, because the head is not affine.
+    """
+    updates = _Updates()
+    with torch.no_grad(), running(subject.model, order), with_parts(subject.model, updates):
+        logit = _centred(subject.logits(images), labels)
+    last = updates.states[-1].detach().requires_grad_(True)
+    with torch.enable_grad():
+        frozen = _FrozenScale()
+        again = _head(subject, images, labels, last, mode=frozen)
+        (slope,) = torch.autograd.grad(again.sum(), last)
+    with torch.no_grad():
+        replay = _FrozenScale(frozen.scales)
+        constant = _head(subject, images, labels, torch.zeros_like(last), mode=replay)
+        stem, *blocks = (
+            (slope * part).flatten(1).sum(1)
+            for part in (
+                updates.states[0],
+                *(b - a for a, b in zip(updates.states, updates.states[1:], strict=False)),
+            )
+        )
+    split = Split(logit=logit, blocks=tuple(blocks), stem=stem, constant=constant)
+    _check_sum(split)
+    return split
+
+
+def _head(
+    subject: Subject, images: Tensor, labels: Tensor, state: Tensor, *, mode: _FrozenScale
+) -> Tensor:
+    """Centred logits `[batch]` when the blocks leave `state` behind."""
+    with walking(subject.model, lambda _call, _initial: state), mode:
+        return _centred(subject.logits(images), labels)
+
+
+def _centred(logits: Tensor, labels: Tensor) -> Tensor:
+    return logits.gather(1, labels[:, None])[:, 0] - logits.mean(1)
+
+
+def _check_sum(split: Split) -> None:
+    total = torch.stack([split.stem, split.constant, *split.blocks]).sum(0)
+    error = float((total - split.logit).abs().max())
+    largest = max(float(part.abs().max()) for part in (split.logit, split.stem, *split.blocks))
+    if error > _TOLERANCE * max(largest, 1e-6):
+        raise DoesNotApply(
+            "Between the blocks and the logits of this model there is more than pooling, a norm "
+            f"and a linear head: the parts miss the logit by {error:.3g}, so they explain nothing"
+        )
+
+
+def measure(subject: Subject) -> Measured:
+    """attribution.csv: block, position, contribution (to the centred logit of the right class)."""
+    subject.require_classes()
+    cells, images, orders = Cells(subject.depth), 0, 0
+    sums = {"logit": 0.0, "stem": 0.0, "constant": 0.0}
+    runs = 0
+    for batch in subject.batches():
+        images, orders = images + len(batch.images), orders + len(batch.orders)
+        for order in batch.orders:
+            split = split_logits(subject, batch.images, labels=batch.labels, order=order)
+            for position, (block, part) in enumerate(zip(order, split.blocks, strict=True)):
+                cells.add(block, position, total=float(part.double().sum()), count=len(part))
+            for name in sums:
+                sums[name] += float(getattr(split, name).double().sum())
+            runs += len(batch.images)
+    table = cell_table({"contribution": cells.mean()})
+    means = {name: total / runs for name, total in sums.items()}
+    return Measured(
+        tables={"attribution": table},
+        facts={"images": images, "orders": orders, **means, **_facts(table)},
+    )
+
+
+def _facts(table: Table) -> Facts:
+    values = cells_of(table, "contribution")
+    return {
+        "by_position": [float(v) for v in values.mean(0)],
+        "by_block": [float(v) for v in values.mean(1)],
+        **asdict(home_effect(values)),
+        "negative_cells": int((values < 0).sum()),
+        "cells": values.size,
+    }
+
+
+def paragraph(facts: Facts) -> str:
+    """What the numbers say, in sentences."""
+    positions, blocks = facts["by_position"], facts["by_block"]
+    depth = len(positions)
+    top = max(range(depth), key=positions.__getitem__)
+    late = sum(positions[-(-depth // 2) :])
+    return (
+        f"Over {facts['images']} images and {facts['orders']} orders the logit of the right class "
+        f"stands {facts['logit']:.2f} above the mean of all classes: {facts['stem']:+z.2f} from "
+        f"the stem, {facts['constant']:+z.2f} from the biases, and {sum(positions):+z.2f} from the "
+        f"blocks, of which {late:+z.2f} at the later half of the positions. "
+        f"A block adds most at position {top} ({positions[top]:+z.2f} on average); between blocks "
+        f"the means run from {spread(blocks)}. "
+        f"At its home position a block adds {facts['home']:.2f}, elsewhere "
+        f"{facts['elsewhere']:.2f}; {facts['excess']:+z.2f} of that difference is left when "
+        f"blocks and positions are accounted for. "
+        f"{facts['negative_cells']} of {facts['cells']} pairs of block and position speak against "
+        f"the right class on average."
+    )
+
+
+def figures(tables: Tables) -> dict[str, Figure]:
+    """attribution.svg: contribution per block and position."""
+    values = cells_of(tables["attribution"], "contribution")
+    title = "contribution to the right class"
+    return {"attribution": draw_maps([(title, "logit (centred)", values)])}

@@ -1,0 +1,50 @@
+"""Token summaries of what goes into a block and what comes out, per image, block and position."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Tensor
+
+from layershuffle.parts import Step
+
+Token = Literal["class", "mean"]
+
+
+def pooled(state: Tensor, token: Token) -> Tensor:
+    """One vector per image, `[batch, width]`: the first token, or the mean over all tokens."""
+    return (state[:, 0] if token == "class" else state.mean(dim=1)).float().cpu()
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One block's turn: `vectors` `[rows, width]` per kind of token, the input's as "input"."""
+
+    step: Step
+    vectors: dict[str, Tensor]
+
+
+@dataclass
+class FeatureWatch:
+    """Keeps pooled outputs of every block, and pooled inputs where asked. A part of the stack.
+
+    Inputs are taken before a position encoding is added, if the model has one. Empty `seen` between
+    forwards.
+    """
+
+    tokens: tuple[Token, ...] = ("mean",)
+    inputs: bool = False
+    seen: list[Seen] = field(default_factory=list)
+    _input: dict[str, Tensor] = field(default_factory=dict)
+
+    def before(self, state: Tensor, step: Step) -> Tensor:
+        """Leaves the input alone."""
+        del step
+        self._input = {"input": pooled(state, self.tokens[0])} if self.inputs else {}
+        return state
+
+    def after(self, state: Tensor, step: Step) -> None:
+        """Pools the output."""
+        vectors = self._input | {str(token): pooled(state, token) for token in self.tokens}
+        self.seen.append(Seen(step, vectors))

@@ -1,0 +1,156 @@
+"""Can the position of a block be told from what it puts out, and from what it is given?
+
+Models with a prediction part are asked through it (paper, section 4.2: 99.99 %). Every model is
+also asked from outside: per block a linear classifier (discriminant analysis with a shrunk
+covariance) is fitted on frozen mean tokens of held-out training images and scored on test images.
+It is fitted on the block's output, as the prediction part is, and on its input, which says how much
+of the position the block was told and did not find out. The input is what the other blocks left: a
+position encoding is added behind the place where it is read.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from layershuffle.analysis.cells import Cells, Floats, cell_table, cells_of, draw_maps, stacked
+from layershuffle.analysis.features import FeatureWatch
+from layershuffle.analysis.results import Facts, Measured, Table, Tables
+from layershuffle.analysis.subject import Batch, Subject
+from layershuffle.position import Guesses, PositionedModel
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_SHARE = 0.5  # orders per image for fitting, of depth
+_SOURCES = {"input": "probe on the block's input", "mean": "probe on the block's output"}
+_PART = "the model's own prediction part"
+_PAPER = 99.99
+
+
+def measure(subject: Subject) -> Measured:
+    """position.csv: source, block, position, accuracy (% of test images)."""
+    probes = _fit(subject)
+    cells = {name: Cells(subject.depth) for name in _SOURCES.values()}
+    images = orders = 0
+    for batch in subject.batches():
+        images, orders = images + len(batch.images), orders + len(batch.orders)
+        _score(subject, batch, probes, cells)
+    table = stacked([cell_table({"accuracy": c.mean()}, source=s) for s, c in cells.items()])
+    facts = {"images": images, "orders": orders, **_facts(table)}
+    return Measured(tables={"position": table}, facts=facts)
+
+
+def _guessing(model: nn.Module) -> AbstractContextManager[Guesses | None]:
+    if isinstance(model, PositionedModel) and model.prediction is not None:
+        return model.guessing()
+    return nullcontext()
+
+
+def _fit(subject: Subject) -> dict[tuple[str, int], Any]:
+    """A fitted classifier per (source, block)."""
+    from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    vectors: dict[tuple[str, int], list[Tensor]] = defaultdict(list)
+    positions: dict[int, list[int]] = defaultdict(list)
+    for batch in subject.batches(split="holdout", share=_SHARE):
+        for order in batch.orders:
+            watch = FeatureWatch(inputs=True)
+            subject.run(batch.images, order, watch)
+            for seen in watch.seen:
+                positions[seen.step.block] += [seen.step.position] * len(batch.images)
+                for source, rows in seen.vectors.items():
+                    vectors[source, seen.step.block].append(rows)
+    probes = {}
+    for number, (key, features) in enumerate(vectors.items()):
+        subject.progress(f"fitting probe {number + 1} of {len(vectors)}")
+        probe = make_pipeline(
+            StandardScaler(), LinearDiscriminantAnalysis(solver="lsqr", shrinkage="auto")
+        )
+        probes[key] = probe.fit(torch.cat(features).numpy(), np.array(positions[key[1]]))
+    return probes
+
+
+def _score(
+    subject: Subject,
+    batch: Batch,
+    probes: dict[tuple[str, int], Any],
+    cells: dict[str, Cells],
+) -> None:
+    """Count right guesses of the probes, and of the prediction part if there is one."""
+    for order in batch.orders:
+        watch = FeatureWatch(inputs=True)
+        with _guessing(subject.model) as guesses:
+            subject.run(batch.images, order, watch)
+        for seen in watch.seen:
+            block, position = seen.step.block, seen.step.position
+            for source, rows in seen.vectors.items():
+                guess = probes[source, block].predict(rows.numpy())
+                right = 100.0 * int((guess == position).sum())
+                cells[_SOURCES[source]].add(block, position, total=right, count=len(rows))
+        for one in guesses.items if guesses else ():
+            right = 100.0 * int((one.logits.argmax(-1) == one.step.position).sum())
+            cells.setdefault(_PART, Cells(subject.depth)).add(
+                one.step.block, one.step.position, total=right, count=len(one.logits)
+            )
+
+
+def _facts(table: Table) -> Facts:
+    sources = {}
+    for source in dict.fromkeys(table.column("source")):
+        values = _map(table, source)
+        block, position = np.unravel_index(int(values.argmin()), values.shape)
+        sources[source] = {
+            "accuracy": float(values.mean()),
+            "by_position": [float(v) for v in values.mean(0)],
+            "by_block": [float(v) for v in values.mean(1)],
+            "lowest": float(values.min()),
+            "lowest_block": int(block),
+            "lowest_position": int(position),
+        }
+    return {"chance": 100.0 / len(values), "paper_percent": _PAPER, "sources": sources}
+
+
+def _map(table: Table, source: str) -> Floats:
+    return cells_of(table.where(source=source), "accuracy")
+
+
+def paragraph(facts: Facts) -> str:
+    """What the numbers say, in sentences."""
+    sentences = []
+    for source, one in facts["sources"].items():
+        paper = f" (the paper: {facts['paper_percent']} %)" if source == _PART else ""
+        sentences.append(
+            f"The {source.removeprefix('the ')} names the position in {one['accuracy']:.2f} % of "
+            f"cases{paper}, and in {one['lowest']:.1f} % at worst (block {one['lowest_block']} at "
+            f"position {one['lowest_position']})."
+        )
+    ends = facts["sources"]
+    gain = ends[_SOURCES["mean"]]["accuracy"] - ends[_SOURCES["input"]]["accuracy"]
+    verdict = (
+        "the block makes its position plainer"
+        if gain > 1
+        else "the block blurs it"
+        if gain < -1
+        else "the position is there before the block runs"
+    )
+    return (
+        f"{facts['images']} test images in {facts['orders']} orders; guessing would be right in "
+        f"{facts['chance']:.1f} %. {' '.join(sentences)} From input to output the probe's accuracy "
+        f"changes by {gain:+z.1f} points: {verdict}."
+    )
+
+
+def figures(tables: Tables) -> dict[str, Figure]:
+    """position.svg: accuracy per block and position, a map per source."""
+    table = tables["position"]
+    sources = list(dict.fromkeys(table.column("source")))
+    maps = [(source, "right (%)", _map(table, source)) for source in sources]
+    return {"position": draw_maps(maps, columns=3)}

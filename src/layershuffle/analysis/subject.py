@@ -1,0 +1,137 @@
+"""What an analysis looks at: a model, its test images, and the orders that the images run in."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from layershuffle.analysis.settings import AnalysisSettings
+from layershuffle.analysis.squares import balanced_orders
+from layershuffle.data import DataOptions, ImageData, Split, check_class_count, open_data
+from layershuffle.data.contract import limited_test
+from layershuffle.errors import DataError, UsageError
+from layershuffle.models import image_view, load, logits_of, num_classes_of
+from layershuffle.orders import ExecutionOrder
+from layershuffle.parts import Part
+from layershuffle.stack import depth_of, running, with_parts
+
+Progress = Callable[[str], None]
+AnyOrder = ExecutionOrder | Sequence[ExecutionOrder]
+
+
+class DoesNotApply(UsageError):
+    """This model or these data have nothing to say on the question; the cause says why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Images `[n, channels, height, width]`, labels `[n]`, and the orders they all run in."""
+
+    images: Tensor
+    labels: Tensor
+    orders: list[ExecutionOrder]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A wrapped model in eval mode on its device, and where its images come from."""
+
+    model: nn.Module
+    spec: str
+    data: ImageData
+    settings: AnalysisSettings
+    progress: Progress
+
+    @property
+    def depth(self) -> int:
+        """Number of blocks."""
+        return depth_of(self.model)
+
+    def logits(self, images: Tensor) -> Tensor:
+        """Logits `[n, classes]`."""
+        return logits_of(self.model(images))
+
+    def run(self, images: Tensor, order: AnyOrder, *parts: Part) -> Tensor:
+        """Logits `[n, classes]` under one order or one per image, with parts around the blocks."""
+        with (
+            torch.inference_mode(),
+            running(self.model, order),
+            with_parts(self.model, *parts),
+        ):
+            return self.logits(images)
+
+    def batches(self, *, split: str = "test", share: float = 1.0) -> Iterator[Batch]:
+        """The images, each batch with orders of its own.
+
+        An image runs in `share` of `depth` orders where the settings name no number; small sets in
+        more, so that every block is seen at every position. `split` is "test" or "holdout", which
+        are training images that no test score is made of. Raises `DataError` if there are none.
+        """
+        settings, device = self.settings, next(self.model.parameters()).device
+        part = self._split(split)
+        count = math.ceil((part.size or settings.images) / settings.batch_size)
+        orders = settings.orders or max(
+            math.ceil(share * self.depth), math.ceil(self.depth / count)
+        )
+        number = -1
+        for number, (images, labels) in enumerate(self._loader(part)):
+            self.progress(f"{split} images, batch {number + 1} of {count}")
+            drawn = balanced_orders(
+                self.depth, first=number * orders, count=orders, seed=settings.seed
+            )
+            yield Batch(images=images.to(device), labels=labels.to(device), orders=drawn)
+        if number < 0:
+            raise DataError(f"The {split} split has no image", place=self.data.spec)
+
+    def require_classes(self) -> None:
+        """Raises `DataError` unless the data have the model's classes."""
+        check_class_count(self.data, num_classes_of(self.model), place=self.spec)
+
+    def _split(self, name: str) -> Split:
+        if name == "test":
+            return self.data.splits[name]
+        split = _open(self.data.spec, self.model, self.settings, train=True).splits[name]
+        if split.size is None:
+            return split
+        return limited_test(split.dataset, split.size, limit=self.settings.images)
+
+    def _loader(self, split: Split) -> Iterator[tuple[Tensor, Tensor]]:
+        """Batches up to the wanted number of images, which a stream does not know of."""
+        in_memory = self.data.spec.startswith("digit-pairs")
+        left = self.settings.images
+        for images, labels in DataLoader(
+            split.dataset,
+            batch_size=self.settings.batch_size,
+            num_workers=0 if in_memory else min(8, max(0, len(os.sched_getaffinity(0)) - 1)),
+        ):
+            yield images[:left], labels[:left]
+            left -= len(images)
+            if left <= 0:
+                return
+
+
+def open_subject(
+    model_spec: str, data_spec: str, *, settings: AnalysisSettings, progress: Progress
+) -> Subject:
+    """The model, on a GPU if there is one, and its test images."""
+    model = load(model_spec)
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    data = _open(data_spec, model, settings, train=False)
+    return Subject(model=model, spec=model_spec, data=data, settings=settings, progress=progress)
+
+
+def _open(spec: str, model: nn.Module, settings: AnalysisSettings, *, train: bool) -> ImageData:
+    options = DataOptions(
+        train=train,
+        max_test=settings.images,
+        resize=settings.resize,
+        skip_corrupt=settings.skip_corrupt,
+        streaming=settings.streaming,
+    )
+    return open_data(spec, image_view(model), options=options)

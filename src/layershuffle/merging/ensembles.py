@@ -1,0 +1,180 @@
+"""Ensembles: the mean of several models' answers (paper, section 4.4: of their logits)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from layershuffle.errors import DataError, UsageError
+from layershuffle.evaluation import Batches, Draw, Score, Tally
+from layershuffle.merging.settings import Combine, EnsembleOrders
+from layershuffle.models import logits_of
+from layershuffle.modes import Mode, parse_modes
+from layershuffle.orders import ExecutionOrder
+from layershuffle.stack import depth_of, running
+
+Variant = tuple[Combine, EnsembleOrders]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnsembleScore(Score):
+    """A score of an ensemble. `member_orders`: the order of every member; empty if per batch."""
+
+    member_orders: tuple[ExecutionOrder, ...] = ()
+
+
+def evaluate_ensemble(
+    donors: Sequence[nn.Module],
+    batches: Batches,
+    *,
+    mode: str | Mode = "arbitrary",
+    num_orders: int = 5,
+    seed: int = 0,
+    orders: EnsembleOrders = "independent",
+    combine: Combine = "logits",
+    draw: Draw = "pass",
+) -> list[EnsembleScore]:
+    """The scores of the ensemble of `donors`, one for each of `num_orders` draws.
+
+    `orders`: all members run in one order, or each in its own. `combine`: the mean of logits, or of
+    probabilities. `mode` as in `evaluate`, a single one. Raises `UsageError` for modes that do not
+    fit, `DataError` if there is no image.
+    """
+    return evaluate_ensembles(
+        donors, batches, mode=mode, num_orders=num_orders, seed=seed, draw=draw,
+        variants=[(combine, orders)],
+    )[combine, orders]  # fmt: skip
+
+
+def evaluate_ensembles(
+    donors: Sequence[nn.Module],
+    batches: Batches,
+    *,
+    variants: Sequence[Variant],
+    mode: str | Mode = "arbitrary",
+    num_orders: int = 5,
+    seed: int = 0,
+    draw: Draw = "pass",
+) -> dict[Variant, list[EnsembleScore]]:
+    """As `evaluate_ensemble`, several variants at once: those with the same orders share the work.
+
+    "same" orders are those in which `evaluate` with the same seed runs a single model.
+    """
+    meant = _single(mode)
+    draws = [
+        _Draws(meant, tuple(map(depth_of, donors)), seed, draw, index, orders)
+        for orders in dict.fromkeys(orders for _, orders in variants)
+        for index in range(num_orders if meant.is_drawn else 1)
+    ]
+    tallies = {
+        (combine, one): Tally() for one in draws for combine, orders in variants
+        if orders == one.orders
+    }  # fmt: skip
+    with _in_eval(donors), torch.inference_mode():
+        for number, batch in enumerate(batches):
+            for one in draws:
+                _add_batch(donors, batch, orders=one.at(number), tallies={
+                    combine: tally for (combine, other), tally in tallies.items() if other is one
+                })  # fmt: skip
+    if not all(tally.images for tally in tallies.values()):
+        raise DataError("There is nothing to evaluate: no image was given")
+    return {
+        (combine, orders): [
+            _score(one, tally) for (c, one), tally in tallies.items()
+            if (c, one.orders) == (combine, orders)
+        ]
+        for combine, orders in variants
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Draws:
+    """The orders of one pass of an ensemble."""
+
+    mode: Mode
+    depths: tuple[int, ...]
+    seed: int
+    draw: Draw
+    index: int
+    orders: EnsembleOrders
+
+    @property
+    def per_batch(self) -> bool:
+        return self.draw == "batch" and self.mode.is_drawn
+
+    def at(self, batch: int) -> tuple[ExecutionOrder, ...]:
+        """The order of every member for batch number `batch`."""
+        step, micro = (batch, self.index) if self.per_batch else (self.index, 0)
+        return tuple(
+            self.mode.policy().draw(
+                depth, seed=self.seed, step=step, micro_batch=micro,
+                rank=member if self.orders == "independent" else 0,
+            )
+            for member, depth in enumerate(self.depths)
+        )  # fmt: skip
+
+
+def _add_batch(
+    donors: Sequence[nn.Module],
+    batch: tuple[Tensor, Tensor],
+    *,
+    orders: Sequence[ExecutionOrder],
+    tallies: dict[Combine, Tally],
+) -> None:
+    device = next(donors[0].parameters()).device
+    images, labels = (tensor.to(device) for tensor in batch)
+    answers = []
+    for donor, order in zip(donors, orders, strict=True):
+        with running(donor, order):
+            answers.append(logits_of(donor(images)).float())
+    for combine, tally in tallies.items():
+        tally.add(combined(torch.stack(answers), combine), labels)
+
+
+def combined(logits: Tensor, combine: Combine) -> Tensor:
+    """Logits `[batch, classes]` of the ensemble, from its members' `[members, batch, classes]`.
+
+    The logarithm of mean probabilities stands for logits: it has those probabilities.
+    """
+    if combine == "logits":
+        return logits.mean(dim=0)
+    return logits.log_softmax(dim=-1).logsumexp(dim=0) - math.log(len(logits))
+
+
+def _score(one: _Draws, tally: Tally) -> EnsembleScore:
+    orders = one.at(0)
+    shared = one.orders == "same" or not one.mode.is_drawn
+    return EnsembleScore(
+        mode=one.mode,
+        index=one.index,
+        order=orders[0] if shared and not one.per_batch else None,
+        images=tally.images,
+        top1=tally.top1,
+        top5=tally.top5,
+        cross_entropy=tally.cross_entropy,
+        member_orders=() if one.per_batch else orders,
+    )
+
+
+def _single(mode: str | Mode) -> Mode:
+    modes = parse_modes(mode) if isinstance(mode, str) else (mode,)
+    if len(modes) != 1:
+        raise UsageError(f"An ensemble is scored in one mode, not in {len(modes)}")
+    return modes[0]
+
+
+@contextmanager
+def _in_eval(models: Sequence[nn.Module]) -> Iterator[None]:
+    before = [model.training for model in models]
+    for model in models:
+        model.eval()
+    try:
+        yield
+    finally:
+        for model, was in zip(models, before, strict=True):
+            model.train(was)

@@ -1,0 +1,122 @@
+"""Which donor gives which block of a merge. Plain data and seeded draws, no torch.
+
+Block i of a merge is block i of its donor: 12 blocks from 12 models can then be chosen in 12! ways,
+the number that the paper states (section 4.4).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count as counting
+from typing import Literal
+
+from layershuffle.draws import Stream
+from layershuffle.errors import UsageError
+from layershuffle.merging.settings import End
+
+Source = int | Literal["average", "base"]
+# Draws of merging are streams of ranks that no process of a training run has: a merge would
+# otherwise be the same permutation as the order that it runs in.
+_BLOCKS, _ENDS, _ORDERS = (1 << 20) + 0, (1 << 20) + 1, 1 << 21
+
+
+@dataclass(frozen=True)
+class MergePlan:
+    """Block i comes from donor `donors[i]`; stem and head from a donor, all donors, or the base.
+
+    Donors are numbers in the caller's list. "average": the mean of all donors in that list.
+    """
+
+    donors: tuple[int, ...]
+    stem: Source = "average"
+    head: Source = "average"
+
+    def check(self, num_donors: int, depth: int) -> None:
+        """Raises `UsageError` unless the plan is one for so many donors of so many blocks."""
+        if len(self.donors) != depth:
+            raise UsageError(
+                f"The plan gives {len(self.donors)} blocks a donor, the models have {depth}",
+                hint="name a donor for every block",
+            )
+        for source in (*self.donors, self.stem, self.head):
+            known = source in ("average", "base") if isinstance(source, str) else source >= 0
+            if not known or (isinstance(source, int) and source >= num_donors):
+                raise UsageError(
+                    f"{source!r} is not a donor",
+                    hint=f"there are {num_donors}, numbered from 0; ends may be average or base",
+                )
+
+    def __str__(self) -> str:
+        return ",".join(map(str, self.donors))
+
+
+def sample_plans(
+    num_donors: int,
+    depth: int,
+    *,
+    count: int,
+    seed: int,
+    replacement: bool = False,
+    end: End = "average",
+) -> list[MergePlan]:
+    """`count` distinct plans, uniform; the first of them are those of a smaller `count`.
+
+    Without `replacement` (the paper) no two blocks of a merge come from one donor; with it a donor
+    may give several, but never all. The donors of the blocks do not depend on `end`, so merges
+    with other ends can be compared one by one. Raises `UsageError` for impossible counts.
+    """
+    _check_count(num_donors, depth, count, replacement)
+    plans: dict[tuple[int, ...], None] = {}
+    for donors in _draws(num_donors, depth, seed, replacement):
+        if len(set(donors)) > 1:
+            plans.setdefault(donors)
+        if len(plans) == count:
+            break
+    return [
+        MergePlan(donors, *[_source(end, donors, seed, index)] * 2)
+        for index, donors in enumerate(plans)
+    ]
+
+
+def orders_seed(seed: int, group: int, *, index: int) -> int:
+    """The seed of the execution orders of model `index` of a `group` (merges, donors, ...)."""
+    return Stream(seed, index, rank=_ORDERS + group).below(1 << 32)
+
+
+def _draws(num: int, depth: int, seed: int, replacement: bool) -> Iterator[tuple[int, ...]]:
+    for attempt in counting():
+        stream = Stream(seed, attempt, rank=_BLOCKS)
+        if replacement:
+            yield tuple(stream.below(num) for _ in range(depth))
+        else:
+            yield stream.shuffled(range(num))[:depth]
+
+
+def _source(end: End, donors: tuple[int, ...], seed: int, index: int) -> Source:
+    match end:
+        case "first":
+            return donors[0]
+        case "last":
+            return donors[-1]
+        case "donor":
+            return donors[Stream(seed, index, rank=_ENDS).below(len(donors))]
+    return end
+
+
+def _check_count(num: int, depth: int, count: int, replacement: bool) -> None:
+    if num < 2:
+        raise UsageError(f"A merge needs at least two donors, {num} were given")
+    if num < depth and not replacement:
+        raise UsageError(
+            f"A merge of {depth} blocks, no two from one model, needs {depth} donors: {num} were "
+            "given",
+            hint=f"give {depth - num} more, or let models give several blocks (--replacement)",
+        )
+    possible = num**depth - num if replacement else math.perm(num, depth)
+    if not 1 <= count <= possible:
+        raise UsageError(
+            f"{count} merges were asked for, {num} donors of {depth} blocks make {possible}",
+            hint=f"ask for 1 to {possible}",
+        )

@@ -1,0 +1,157 @@
+"""A merge written down: a YAML file says which donor gives which blocks, `merge_recipe` saves it.
+
+    slices:
+      - model: runs/a          # what layershuffle fit or save wrote, or any model spec
+        blocks: [0, 2]         # block i of the merge is block i of this model
+      - model: runs/b
+        blocks: [1, 3]
+    stem: average              # or base, or one of the models above
+    head: runs/a
+    base: bundled:digits       # for base ends; by default the base that the donors name
+    mixed: false               # true allows donors of several methods or data
+
+The form is near to mergekit's `slices`; there are no layer ranges, because a block keeps its id.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from difflib import get_close_matches
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, model_validator
+
+from layershuffle.errors import SettingsError, UsageError
+from layershuffle.merging.plans import MergePlan, Source
+from layershuffle.recipes import read_recipe
+from layershuffle.settings import Settings, check_known
+
+Block = Annotated[int, Field(ge=0)]
+
+
+class Slice(Settings):
+    """What one donor gives."""
+
+    model: str
+    """Directory of a fit or of a saved model, or any model spec."""
+    blocks: Annotated[tuple[Block, ...], Field(min_length=1)]
+    """Ids of its blocks that the merge takes."""
+
+
+class MergeRecipe(Settings):
+    """Which donor gives which blocks, and where stem and head come from."""
+
+    slices: Annotated[tuple[Slice, ...], Field(min_length=2)]
+    """The donors."""
+    stem: str = "average"
+    """average, base, or one of the models."""
+    head: str = "average"
+    """average, base, or one of the models."""
+    base: str | None = None
+    """The base checkpoint (default: the one that the donors name)."""
+    mixed: bool = False
+    """Allow donors of several methods or data."""
+
+    @model_validator(mode="after")
+    def _check(self) -> MergeRecipe:
+        blocks = [block for one in self.slices for block in one.blocks]
+        twice = sorted({block for block in blocks if blocks.count(block) > 1})
+        if twice:
+            raise ValueError(f"two donors give block {twice[0]}; a block comes from one")
+        for place in (self.stem, self.head):
+            self._source(place)
+        return self
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The donors, in the order of the file."""
+        return tuple(one.model for one in self.slices)
+
+    def plan(self, depth: int) -> MergePlan:
+        """The plan for models of `depth` blocks; raises `UsageError` unless it names each once."""
+        donor_of = {block: d for d, one in enumerate(self.slices) for block in one.blocks}
+        missing = sorted(set(range(depth)) - donor_of.keys())
+        beyond = sorted(donor_of.keys() - set(range(depth)))
+        if missing or beyond:
+            what = f"no donor gives block {missing[0]}" if missing else f"{beyond[0]} is no block"
+            raise UsageError(
+                f"The slices do not make a model of {depth} blocks: {what}",
+                hint=f"name each of 0..{depth - 1} once",
+            )
+        donors = tuple(donor_of[block] for block in range(depth))
+        return MergePlan(donors, self._source(self.stem), self._source(self.head))
+
+    def _source(self, word: str) -> Source:
+        if word == "average":
+            return "average"
+        if word == "base":
+            return "base"
+        if word not in self.models:
+            near = get_close_matches(word, ["average", "base", *self.models], n=1)
+            raise ValueError(
+                f"stem and head come from average, base or one of the models, not from {word!r}"
+                + (f"; did you mean {near[0]!r}?" if near else "")
+            )
+        return self.models.index(word)
+
+
+def read_merge_recipe(path: Path) -> MergeRecipe:
+    """The recipe in a YAML file; raises `SettingsError` or `UsageError` naming what is wrong."""
+    fields = read_recipe(path)
+    try:
+        check_known(MergeRecipe, fields)
+        return MergeRecipe(**fields)
+    except SettingsError as error:
+        raise SettingsError(
+            error.cause, place=path, hint="docs/commands/merge.md shows the form"
+        ) from None
+
+
+def merge_recipe(recipe: MergeRecipe, out: Path) -> dict[str, Any]:
+    """Write the merge of `recipe` to the directory `out`; its record.
+
+    The donors' weight files stand with their SHA-256 in layershuffle.json and in the card. Raises
+    `UsageError` for donors that do not fit, `ModelFileError` for files that cannot be read.
+    """
+    from layershuffle.merging.scoring import load_family
+    from layershuffle.models import save
+
+    family = load_family(
+        recipe.models, base=recipe.base, needs_base="base" in (recipe.stem, recipe.head),
+        mixed=recipe.mixed,
+    )  # fmt: skip
+    plan = recipe.plan(family.depth)
+    record = family.record(plan)
+    merge = record["provenance"]["merge"]
+    merge["donors"] = [{"model": m, "sha256": file_digests(m)} for m in recipe.models]
+    save(family.merge(plan), out, record=record)
+    return record
+
+
+def file_digests(spec: str) -> dict[str, str]:
+    """SHA-256 by file name of the weights that the model `spec` is read from.
+
+    Empty for models that the host libraries fetch or make.
+    """
+    from layershuffle.models.facts import FACTS
+    from layershuffle.models.files import weight_files
+    from layershuffle.models.parts import PARTS
+    from layershuffle.models.spec import parse_spec
+
+    parsed = parse_spec(spec)
+    if parsed.scheme == "bundled":
+        place = Path(str(resources.files("layershuffle").joinpath("assets", parsed.place)))
+    elif parsed.scheme == "dir":
+        given = Path(parsed.place).expanduser()
+        place = given if (given / FACTS).is_file() else given / "model"
+    else:
+        return {}
+    parts = [place / PARTS] if (place / PARTS).is_file() else []
+    return {file.name: _sha256(file) for file in (*weight_files(place), *parts)}
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,64 @@
+"""Scores of merging as tidy rows, and as CSV. Plain data, no torch."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass, fields
+from typing import Literal
+
+from layershuffle.errors import DataError
+
+Kind = Literal["donor", "merge", "soup", "ensemble"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergingRow:
+    """One model under one drawn order; accuracies in percent over `n` images.
+
+    `index` numbers the models of a kind. `name`: the donor's spec, uniform or greedy, and of an
+    ensemble what is averaged and whose orders, as in logits-independent. `ends`: where stem and
+    head of a merge come from. `donors`: of a merge the donor of each block, else those that take
+    part. `order`: empty when drawn per batch; of members with orders of their own, one after
+    the other with ";" between. `main`: 1 for what the settings name first, 0 for the alternatives.
+    """
+
+    kind: Kind
+    index: int
+    name: str
+    ends: str
+    donors: str
+    mode: str
+    order: str
+    n: int
+    top1: float
+    top5: float
+    cross_entropy: float
+    main: int = 1
+
+
+COLUMNS = tuple(field.name for field in fields(MergingRow))
+
+
+def rows_csv(rows: Iterable[MergingRow]) -> str:
+    """The rows under `COLUMNS`; `rows_from_csv` reads them back."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    writer.writerows(astuple(row) for row in rows)
+    return text.getvalue()
+
+
+def rows_from_csv(text: str) -> list[MergingRow]:
+    """The rows that `rows_csv` wrote; raises `DataError` for anything else."""
+    kinds = {"int": int, "float": float}
+    try:
+        return [
+            MergingRow(
+                **{f.name: kinds.get(str(f.type), str)(row[f.name]) for f in fields(MergingRow)}
+            )
+            for row in csv.DictReader(io.StringIO(text))
+        ]
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"These are no scores of merging ({error})") from error

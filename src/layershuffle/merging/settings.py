@@ -1,0 +1,76 @@
+"""The settings of merging and ensembling. Plain data, no torch.
+
+Where the paper is silent each choice has a name and a default.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from layershuffle.settings import Positive, Seed, Settings
+
+End = Literal["average", "first", "last", "donor", "base"]
+EnsembleOrders = Literal["same", "independent"]
+Combine = Literal["logits", "probabilities"]
+
+
+class _Scored(Settings):
+    """Which images, and how they are read."""
+
+    num_orders: Positive = 5
+    """Orders drawn for each donor, soup and ensemble (a merge gets one)."""
+    seed: Seed = 0
+    """Seed of everything that is drawn: merges, ends, orders."""
+    batch_size: Positive = 250
+    """Images per forward."""
+    max_images: Positive | None = None
+    """Score the first images only (of a fixed shuffle)."""
+    resize: Literal["crop", "squash"] = "crop"
+    """Shorter side to size and centre crop, or both sides to size; as the models were trained."""
+    skip_corrupt: bool = False
+    """Leave unreadable images out, counted and named, instead of stopping."""
+    mixed: bool = False
+    """Allow donors of several methods or refined on several data, which the paper never mixes."""
+
+
+class MergingSettings(_Scored):
+    """Random merges of several models, with their soups and ensembles."""
+
+    merges: Positive = 100
+    """Merges to draw, no two alike (the paper: 100)."""
+    ends: Annotated[tuple[End, ...], Field(min_length=1)] = ("average",)
+    """Where stem and head come from (the paper is silent): the average of all donors, the donor of
+    the first or last block, one donor drawn per merge, or the base checkpoint. Several are
+    reported side by side."""
+    replacement: bool = False
+    """May two blocks of a merge come from one model? (The paper: no.)"""
+    draw: Literal["merge", "batch"] = "merge"
+    """One execution order per merge (and per pass of the others), or a new one for every batch."""
+    soups: bool = True
+    """Also score the uniform and the greedy soup."""
+    ensemble_orders: EnsembleOrders = "independent"
+    """Do the members of the ensemble run in one order or each in its own? Both are reported; this
+    is the main one."""
+    ensemble_combine: Combine = "logits"
+    """Average logits (the paper) or probabilities. Both are reported; this is the main one."""
+
+    @model_validator(mode="after")
+    def _check(self) -> MergingSettings:
+        if len(set(self.ends)) < len(self.ends):
+            raise ValueError(f"ends names one twice: {', '.join(self.ends)}")
+        return self
+
+
+class EnsembleSettings(_Scored):
+    """One ensemble."""
+
+    mode: Literal["sequential", "arbitrary"] = "arbitrary"
+    """Order mode that every member runs in."""
+    orders: EnsembleOrders = "independent"
+    """One order for all members, or each member its own."""
+    combine: Combine = "logits"
+    """Average logits (the paper) or probabilities."""
+    draw: Literal["pass", "batch"] = "pass"
+    """One order per pass over the data, or a new one for every batch."""

@@ -1,0 +1,54 @@
+"""Model soups: averages of all weights of several models (arXiv 2203.05482)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from torch import nn
+
+from layershuffle.merging.family import averaged
+from layershuffle.merging.fitting import check_family, shared_record
+from layershuffle.models import host_of
+from layershuffle.models.origin import origin_of, remember
+
+
+def uniform_soup(donors: Sequence[nn.Module]) -> nn.Module:
+    """The average of all donors, position parts included: a model of its own.
+
+    Sums are taken in float64 in the order of the donors; integer tensors are the first donor's.
+    Raises `UsageError` if the donors do not fit together.
+    """
+    check_family(donors, names=tuple(map(str, range(len(donors)))), mixed=True)
+    return _average(donors)
+
+
+def greedy_soup(
+    donors: Sequence[nn.Module], score: Callable[[nn.Module], float]
+) -> tuple[nn.Module, tuple[int, ...]]:
+    """The soup of the donors that do not lower its score, and which they are, as they were added.
+
+    Donors are tried from the best to the worst (equal ones as given). `score` (higher is better)
+    must look at held-out images, never at those that the soup is reported on. Raises as
+    `uniform_soup`.
+    """
+    check_family(donors, names=tuple(map(str, range(len(donors)))), mixed=True)
+    alone = [score(donor) for donor in donors]
+    first, *others = sorted(range(len(donors)), key=lambda index: -alone[index])
+    chosen, best = [first], alone[first]
+    for index in others:
+        reached = score(_average([donors[i] for i in (*chosen, index)]))
+        if reached >= best:
+            chosen, best = [*chosen, index], reached
+    return _average([donors[i] for i in chosen]), tuple(chosen)
+
+
+def _average(donors: Sequence[nn.Module]) -> nn.Module:
+    soup = copy.deepcopy(donors[0])
+    states = [donor.state_dict() for donor in donors]
+    soup.load_state_dict({name: averaged([s[name] for s in states]) for name in states[0]})
+    host, record = host_of(soup), shared_record(donors)
+    provenance = {**record["provenance"], "soup": f"average of {len(donors)} models"}
+    remember(host, replace(origin_of(host), record={**record, "provenance": provenance}))
+    return soup

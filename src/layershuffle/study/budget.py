@@ -1,0 +1,152 @@
+"""The budget curve: accuracy against the number of training steps."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from layershuffle.plotting import INK, RULE, figure_bytes, new_figure, style_axes
+from layershuffle.study.facts import Table
+from layershuffle.study.figures import STYLES
+from layershuffle.study.results import Run, Study
+from layershuffle.study.sections import Picture, Section
+from layershuffle.study.statistics import Estimate, estimate
+from layershuffle.study.summary import Summary, label
+from layershuffle.study.tables import interval_text
+
+_MODES = ("sequential", "arbitrary")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One arm at one length."""
+
+    arm: str
+    steps: int
+    mode: str
+    top1: Estimate
+
+
+def budget_points(study: Study) -> tuple[Point, ...]:
+    """Every (arm, length, mode) of the curve; the arms of the main part join at their length."""
+    curve = [run for run in study.runs if run.plan.part == "budget"]
+    arms = dict.fromkeys(_base_arm(run) for run in curve)
+    groups: dict[tuple[str, int], list[Run]] = {}
+    for run in study.runs:
+        arm = _base_arm(run)
+        if arm in arms and run.facts is not None and run.plan.method == arms_method(study, arm):
+            groups.setdefault((arm, run.facts.steps), []).append(run)
+    return tuple(
+        Point(arm=arm, steps=steps, mode=mode, top1=_top1(groups[arm, steps], mode))
+        for arm, steps in sorted(groups, key=lambda key: (list(arms).index(key[0]), key[1]))
+        for mode in _MODES
+    )
+
+
+def arms_method(study: Study, arm: str) -> str:
+    """The method of an arm."""
+    return next(run.plan.method for run in study.runs if _base_arm(run) == arm)
+
+
+def _base_arm(run: Run) -> str:
+    if run.plan.part != "budget":
+        return run.plan.arm
+    return re.sub(r"-\d+-steps$", "", run.plan.arm)
+
+
+def _top1(runs: Sequence[Run], mode: str) -> Estimate:
+    """Over the runs, of the full stack in that mode."""
+    scores = {}
+    images = 0
+    for run in runs:
+        rows = [row for row in run.rows if row.mode == mode and row.choose == ""]
+        scores[run.plan.seed] = [row.top1 for row in rows]
+        images = rows[0].n
+    return estimate(scores, images=images)
+
+
+def budget_section(summary: Summary) -> Section | None:
+    """The section, or `None` for a study without a curve or nothing of it done."""
+    points = budget_points(summary.study)
+    if len({point.steps for point in points}) < 2:
+        return None
+    return Section(
+        title="Budget: how much of the gap is training",
+        sentences=(_words(points),),
+        pictures=(
+            Picture(
+                file="budget.svg",
+                caption="Top-1 accuracy against optimiser steps (logarithmic), 95 % intervals over "
+                "models.",
+                svg=_draw(points),
+            ),
+        ),
+        tables=(_table(points),),
+    )
+
+
+def _words(points: Sequence[Point]) -> str:
+    sentences = []
+    for arm in dict.fromkeys(point.arm for point in points):
+        for mode in _MODES:
+            curve = [p for p in points if (p.arm, p.mode) == (arm, mode)]
+            first, last = curve[0], curve[-1]
+            sentences.append(
+                f"{label(arm)} in {mode} order goes from {first.top1.mean:.1f} % after "
+                f"{first.steps:,} steps to {last.top1.mean:.1f} % after {last.steps:,}."
+            )
+    return " ".join(sentences)
+
+
+def _table(points: Sequence[Point]) -> Table:
+    lengths = sorted({point.steps for point in points})
+    rows = []
+    for arm in dict.fromkeys(point.arm for point in points):
+        for mode in _MODES:
+            found = {p.steps: p.top1 for p in points if (p.arm, p.mode) == (arm, mode)}
+            rows.append((label(arm), mode, *(_cell(found.get(steps)) for steps in lengths)))
+    return Table(
+        title="",
+        head=("Arm", "Order", *(f"{steps:,} steps" for steps in lengths)),
+        rows=tuple(rows),
+        numbers=True,
+        note="Top-1 in percent, 95 % interval, number of models.",
+    )
+
+
+def _cell(one: Estimate | None) -> str:
+    return "-" if one is None else f"{one.mean:.1f} ({interval_text(one)}; {one.models})"
+
+
+def _draw(points: Sequence[Point]) -> bytes:
+    figure = new_figure(6.4, 4.2)
+    axes = figure.subplots()
+    style_axes(axes)
+    axes.set(xlabel="optimiser steps", ylabel="top-1 accuracy (%)")
+    axes.grid(axis="y", color=RULE, linewidth=0.8)
+    arms = list(dict.fromkeys(point.arm for point in points))
+    for arm in arms:
+        for mode in _MODES:
+            curve = [p for p in points if (p.arm, p.mode) == (arm, mode)]
+            colour, marker, _ = STYLES[arms.index(arm) % len(STYLES)]
+            axes.errorbar(
+                [p.steps for p in curve],
+                [p.top1.mean for p in curve],
+                yerr=[
+                    [p.top1.mean - (p.top1.low or 0.0) for p in curve],
+                    [(p.top1.high or 100.0) - p.top1.mean for p in curve],
+                ],
+                color=colour,
+                marker=marker,
+                linestyle="-" if mode == "sequential" else "--",
+                capsize=2.5,
+                label=f"{label(arm)}, {mode}",
+            )
+    lengths = sorted({point.steps for point in points})
+    axes.set_xscale("log")
+    axes.set_xticks(lengths, [f"{steps:,}" for steps in lengths], minor=False)
+    axes.minorticks_off()
+    axes.set_ylim(-2, 102)
+    axes.legend(frameon=False, labelcolor=INK, fontsize=8)
+    return figure_bytes(figure, "svg")

@@ -1,0 +1,60 @@
+"""What claims are judged by: the numbers of a study by arm, mode, merging and analysis."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from layershuffle.study.merging_report import group_rows, score_of
+from layershuffle.study.pieces import Piece
+from layershuffle.study.statistics import Estimate, mean
+from layershuffle.study.summary import Column, Summary
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What claims are judged by."""
+
+    summary: Summary
+    pieces: tuple[Piece, ...]
+
+    def means(self, arm: str, mode: str, *, kept: int | None = None) -> list[float]:
+        """The models' mean top-1 of an arm, blocks chosen as in the main table."""
+        cell = self.summary.cell(arm, Column(mode, kept or self.summary.depth))
+        if cell is None:
+            return []
+        seeds = sorted({row.seed for row in cell.rows})
+        return [mean([row.top1 for row in cell.rows if row.seed == seed]) for seed in seeds]
+
+    def by_identity(self, arm: str, kept: int) -> tuple[list[float], list[float]]:
+        """Top-1 in arbitrary order of the draws that were the sequential order, and of others."""
+        cell = self.summary.cell(arm, Column("arbitrary", kept))
+        rows = [] if cell is None else [row for row in cell.rows if row.order]
+        straight = ",".join(map(str, range(kept)))
+        return (
+            [row.top1 for row in rows if row.order == straight],
+            [row.top1 for row in rows if row.order != straight],
+        )
+
+    def merging(self, arm: str) -> dict[str, Estimate]:
+        """Scores of the arm's single models, merges, soups and ensembles; the main variants."""
+        for piece in self.pieces:
+            if piece.kind == "merging" and piece.arm == arm and piece.rows:
+                found = {}
+                for (kind, name, _), rows in group_rows(piece.rows).items():
+                    if rows[0].main:
+                        found[name if kind == "soup" else kind] = score_of(rows)
+                return found
+        return {}
+
+    def fact(self, analysis: str, arm: str, *, path: tuple[str, ...]) -> float | None:
+        """A number of an analysis by its path in the facts, averaged over the models asked."""
+        found = []
+        for piece in self.pieces:
+            if (piece.kind, piece.arm) == (analysis, arm) and piece.result is not None:
+                value: Any = piece.result.facts
+                for key in path:
+                    value = value.get(key) if isinstance(value, dict) else None
+                if isinstance(value, int | float):
+                    found.append(float(value))
+        return mean(found) if found else None

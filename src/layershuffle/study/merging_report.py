@@ -1,0 +1,172 @@
+"""Table 2 and Figure 5: merged models, soups and ensembles beside the models they came from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from layershuffle.merging.rows import MergingRow
+from layershuffle.plotting import INK, RULE, figure_bytes, new_figure, style_axes
+from layershuffle.study.facts import Table
+from layershuffle.study.figures import STYLES
+from layershuffle.study.paper import MERGES
+from layershuffle.study.pieces import Piece
+from layershuffle.study.sections import Picture, Section
+from layershuffle.study.statistics import Estimate, estimate
+from layershuffle.study.summary import label
+from layershuffle.study.tables import interval_text
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_KINDS = {"donor": "single models", "merge": "merges", "soup": "soup", "ensemble": "ensemble"}
+_HEAD = (
+    "Models", "Order", "Stem and head", "Number", "Top-1", "sd", "Lowest", "Highest", "95 %",
+    "Top-5", "sd top-5", "Paper: top-1", "Paper: top-5", "Ours - paper",
+)  # fmt: skip
+_DOTS_ACROSS = 0.85  # of the distance between two columns of the swarm
+_ROW_HEIGHT = 1.1  # percentage points that a dot is high
+
+
+def merging_section(pieces: Iterable[Piece]) -> Section | None:
+    """The section, or `None` while no merging is done."""
+    done = [piece for piece in pieces if piece.kind == "merging" and piece.rows]
+    if not done:
+        return None
+    return Section(
+        title="Table 2 and Figure 5: merges, soups and ensembles",
+        sentences=(*map(_sentence, done), _HOW),
+        pictures=(
+            Picture(
+                file="figure5.svg",
+                caption="Every merge is one dot, none is left out; beside them the models that the "
+                "blocks came from, the soups and the ensembles. Lines: means.",
+                svg=draw_swarm(done),
+            ),
+        ),
+        tables=(Table(title="", head=_HEAD, rows=tuple(_rows(done)), numbers=True),),
+    )
+
+
+_HOW = (
+    "The models of an arm differ in their seed alone. A single model's score is its mean over the "
+    "drawn orders, so its spread is over models; a merge has one order, so the spread of merges is "
+    "over merges and orders together, as in the paper. The greedy soup is chosen on held-out data."
+)
+
+
+def group_rows(rows: Iterable[MergingRow]) -> dict[tuple[str, str, str], list[MergingRow]]:
+    """Rows by (kind, name, ends): single models and merges together, soups and ensembles apart."""
+    groups: dict[tuple[str, str, str], list[MergingRow]] = {}
+    for row in rows:
+        name = row.name if row.kind in ("soup", "ensemble") else ""
+        groups.setdefault((row.kind, name, row.ends), []).append(row)
+    return groups
+
+
+def score_of(rows: Sequence[MergingRow], metric: str = "top1") -> Estimate:
+    """Mean over models (donors, merges), each the mean over its orders, and its spreads."""
+    scores: dict[int, list[float]] = {}
+    for row in rows:
+        scores.setdefault(row.index, []).append(float(getattr(row, metric)))
+    return estimate(scores, images=rows[0].n)
+
+
+def _rows(pieces: Sequence[Piece]) -> list[tuple[str, ...]]:
+    return [
+        _row(piece, key, rows) for piece in pieces for key, rows in group_rows(piece.rows).items()
+    ]
+
+
+def _row(piece: Piece, key: tuple[str, str, str], rows: Sequence[MergingRow]) -> tuple[str, ...]:
+    kind, name, ends = key
+    one, five = score_of(rows), score_of(rows, "top5")
+    paper = next((p for p in MERGES if (p.kind, p.arm) == (kind, piece.arm) and rows[0].main), None)
+    words = f"{label(piece.arm)}: {_KINDS[kind]}{f', {name}' if name else ''}"
+    sd = one.sd_models if one.models > 1 else one.sd_orders
+    sd5 = five.sd_models if five.models > 1 else five.sd_orders
+    return (
+        words, rows[0].mode, ends or "-", str(one.models), f"{one.mean:.2f}", _number(sd),
+        f"{one.least:.2f}", f"{one.most:.2f}", interval_text(one), f"{five.mean:.2f}",
+        _number(sd5),
+        "-" if paper is None else _with_sd(paper.top1, paper.top1_sd),
+        "-" if paper is None else _with_sd(paper.top5, paper.top5_sd),
+        "-" if paper is None else f"{one.mean - paper.top1:+.2f}",
+    )  # fmt: skip
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _with_sd(value: float, sd: float | None) -> str:
+    return f"{value:.2f}" if sd is None else f"{value:.2f} +-{sd:.2f}"
+
+
+def _sentence(piece: Piece) -> str:
+    groups = group_rows(piece.rows)
+    single = score_of(next(rows for key, rows in groups.items() if key[0] == "donor"))
+    merges = [(key[2], score_of(rows)) for key, rows in groups.items() if key[0] == "merge"]
+    said = "; ".join(
+        f"{one.mean:.1f} % (stem and head: {ends}), {one.mean - single.mean:+.1f} points"
+        for ends, one in merges
+    )
+    return (
+        f"{label(piece.arm)} in {piece.rows[0].mode} order: single models {single.mean:.1f} %, "
+        f"merges {said}."
+    )
+
+
+def draw_swarm(pieces: Sequence[Piece]) -> bytes:
+    """Figure 5 as an SVG: a column of dots per group of models, every model one dot."""
+    columns = [
+        (piece, key, _values(rows))
+        for piece in pieces
+        for key, rows in group_rows(piece.rows).items()
+    ]
+    figure = new_figure(max(5.0, 1.05 * len(columns)), 5.2)
+    axes = figure.subplots()
+    style_axes(axes)
+    axes.set(ylabel="top-1 accuracy (%)", ylim=(-2, 102), xlim=(-0.6, len(columns) - 0.4))
+    axes.grid(axis="y", color=RULE, linewidth=0.8)
+    axes.set_axisbelow(True)
+    arms = [piece.arm for piece in pieces]
+    for place, (piece, _, values) in enumerate(columns):
+        _draw_column(axes, place, values, colour=STYLES[arms.index(piece.arm)][0])
+    names = [_column_name(piece, key) for piece, key, _ in columns]
+    axes.set_xticks(range(len(columns)), names, rotation=40, ha="right", fontsize=8)
+    return figure_bytes(figure, "svg")
+
+
+def _values(rows: Sequence[MergingRow]) -> list[float]:
+    """One value per model, the mean over its orders."""
+    models: dict[int, list[float]] = {}
+    for row in rows:
+        models.setdefault(row.index, []).append(row.top1)
+    return [sum(values) / len(values) for values in models.values()]
+
+
+def _column_name(piece: Piece, key: tuple[str, str, str]) -> str:
+    kind, name, ends = key
+    return " ".join(word for word in (label(piece.arm), _KINDS[kind], name, ends) if word)
+
+
+def _draw_column(axes: Axes, place: int, values: Sequence[float], *, colour: str) -> None:
+    shifts = swarm(values, step=_ROW_HEIGHT)
+    widest = max(map(abs, shifts), default=0) or 1
+    scale = min(0.08, _DOTS_ACROSS / 2 / widest)
+    axes.scatter([place + scale * shift for shift in shifts], values, s=11, color=colour, alpha=0.8)
+    mean = sum(values) / len(values)
+    axes.plot([place - 0.4, place + 0.4], [mean, mean], color=INK, linewidth=1.1)
+
+
+def swarm(values: Sequence[float], *, step: float) -> list[float]:
+    """A place to the side for each value so that dots nearer than `step` stand side by side."""
+    rows: dict[int, list[int]] = {}
+    for index, value in enumerate(values):
+        rows.setdefault(round(value / step), []).append(index)
+    shifts = [0.0] * len(values)
+    for members in rows.values():
+        for place, index in enumerate(sorted(members, key=lambda i: values[i])):
+            shifts[index] = place - (len(members) - 1) / 2
+    return shifts

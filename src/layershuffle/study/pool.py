@@ -1,0 +1,131 @@
+"""Where tasks run: processes of this machine. (`ray_pool` does the same on a cluster.)"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from layershuffle.files import explained
+from layershuffle.study.plan import Task
+from layershuffle.study.worker import FAILURE_FILE, PROGRESS_FILE
+
+LOG_FILE = "log.txt"
+STOP_SECONDS = 60.0  # a stopped run saves a checkpoint after its step; longer than any step here
+
+
+class Pool(Protocol):
+    """What the runner asks of a place to run tasks in."""
+
+    @property
+    def running(self) -> Collection[str]:
+        """Names of the tasks that run now."""
+
+    def start(self, task: Task) -> None:
+        """Start a task; it writes its files below the study's directory."""
+
+    def reap(self) -> dict[str, int]:
+        """Exit codes of the tasks that ended since the last call."""
+
+    def stop(self) -> None:
+        """Ask all for a checkpoint, wait for it, and end those that do not obey."""
+
+
+@dataclass
+class LocalPool:
+    """Processes of one study, each with `threads` CPU threads, spread over the GPUs."""
+
+    out: Path
+    threads: int | None
+    gpus: int
+    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    gpu_of: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def running(self) -> Collection[str]:
+        """Names of the tasks that run now."""
+        return self.processes.keys()
+
+    def start(self, task: Task) -> None:
+        """Start `task` in a process of its own, its output in its `log.txt`."""
+        directory = fresh_directory(task, self.out)
+        gpu = self._least_used_gpu()
+        if gpu is not None:
+            self.gpu_of[task.name] = gpu
+        with explained(directory):
+            log = (directory / LOG_FILE).open("ab")
+        with log:
+            self.processes[task.name] = subprocess.Popen(
+                worker_command(self.out, task.name),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=_environment(self.threads, gpu),
+                start_new_session=True,  # Ctrl-C reaches us alone; we pass it on as SIGTERM
+            )
+
+    def _least_used_gpu(self) -> int | None:
+        busy = [self.gpu_of[name] for name in self.processes if name in self.gpu_of]
+        return min(range(self.gpus), key=busy.count, default=None)
+
+    def reap(self) -> dict[str, int]:
+        """Exit codes of the processes that ended since the last call."""
+        ended = {name: process.poll() for name, process in self.processes.items()}
+        codes = {name: code for name, code in ended.items() if code is not None}
+        for name in codes:
+            del self.processes[name]
+        return codes
+
+    def stop(self) -> None:
+        """SIGTERM to all, wait for their checkpoints, SIGKILL to those that do not end."""
+        for process in self.processes.values():
+            process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + STOP_SECONDS
+        for process in self.processes.values():
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self.processes.clear()
+
+
+def fresh_directory(task: Task, out: Path) -> Path:
+    """The task's directory, without what an earlier attempt said of itself."""
+    directory = task.directory(out)
+    with explained(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        for stale in (FAILURE_FILE, PROGRESS_FILE):
+            (directory / stale).unlink(missing_ok=True)
+    return directory
+
+
+def worker_command(out: Path, name: str) -> list[str]:
+    """What runs one task."""
+    return [sys.executable, "-m", "layershuffle.study.worker", str(out), name]
+
+
+def gpu_count() -> int:
+    """GPUs, without importing torch into the process that only watches."""
+    try:
+        listing = subprocess.run(
+            ["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=20, check=True
+        )
+    except (FileNotFoundError, subprocess.CalledProcessError, subprocess.TimeoutExpired):
+        return 0
+    return len(listing.stdout.splitlines())
+
+
+def _environment(threads: int | None, gpu: int | None) -> dict[str, str]:
+    environment = dict(os.environ)
+    if threads is not None:
+        environment["OMP_NUM_THREADS"] = str(threads)
+    if gpu is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
+    return environment

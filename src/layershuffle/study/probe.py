@@ -1,0 +1,100 @@
+"""How long training and scoring take here, from a short measured probe; for `--dry-run`."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from layershuffle.data import DataOptions, open_data
+from layershuffle.evaluation import evaluate
+from layershuffle.models import image_view, load, logits_of, num_classes_of
+from layershuffle.modes import Mode
+from layershuffle.orders import ExecutionOrder
+from layershuffle.settings import EvalSettings, FitSettings
+from layershuffle.stack import depth_of, running
+from layershuffle.study.speed import Speed
+from layershuffle.training.job import steps_of
+
+_WARM_UP, _TIMED = 2, 5
+
+
+def measure(fitted: FitSettings, scored: EvalSettings, *, threads: int | None) -> Speed:
+    """Train and score a few batches of noise as `fitted` would. Opens the data for their sizes.
+
+    The data's own decoding is not timed. Raises what loading model and data raise.
+    """
+    model = load(fitted.model, seed=fitted.seed)
+    view = image_view(model)
+    data = open_data(fitted.data, view, options=DataOptions(resize=fitted.resize))
+    if num_classes_of(model) != len(data.classes):
+        model = load(fitted.model, num_classes=len(data.classes), seed=fitted.seed)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model.to(device)
+    images = _noise((fitted.batch_size, view.channels, view.height, view.width), device)
+    with _threads(threads):
+        step = _training_step(model, images)
+        forward = _evaluation(model, images[: scored.batch_size])
+    depth = depth_of(model)
+    return Speed(
+        step=step,
+        image_block=forward / min(len(images), scored.batch_size) / depth,
+        parameter_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
+        depth=depth,
+        steps=steps_of(fitted, data.splits["train"])[0],
+        test_images=min(data.splits["test"].size or 0, scored.max_images or 1 << 62),
+    )
+
+
+def _noise(shape: tuple[int, ...], device: str) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device)
+
+
+def _training_step(model: nn.Module, images: Tensor) -> float:
+    optimiser = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
+    labels = torch.zeros(len(images), dtype=torch.long, device=images.device)
+    order = ExecutionOrder(tuple(reversed(range(depth_of(model)))), depth_of(model))
+
+    def step() -> None:
+        with running(model, order):
+            loss = F.cross_entropy(logits_of(model(images)), labels)
+            loss.backward()  # type: ignore[no-untyped-call]
+        optimiser.step()
+        optimiser.zero_grad()
+
+    model.train()
+    return _timed(step)
+
+
+def _evaluation(model: nn.Module, images: Tensor) -> float:
+    labels = torch.zeros(len(images), dtype=torch.long)
+    modes = [Mode(order="sequential")]
+    return _timed(lambda: evaluate(model, [(images, labels)], modes=modes))
+
+
+def _timed(work: Callable[[], object]) -> float:
+    """Median seconds of one call."""
+    seconds = []
+    for call in range(_WARM_UP + _TIMED):
+        started = time.perf_counter()
+        work()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        if call >= _WARM_UP:
+            seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds)
+
+
+@contextmanager
+def _threads(number: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,132 @@
+"""What a study recipe may say. Plain data, no torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field, model_validator
+
+from layershuffle.analysis import find_analysis
+from layershuffle.analysis.settings import AnalysisSettings
+from layershuffle.errors import UsageError
+from layershuffle.merging.settings import MergingSettings
+from layershuffle.settings import EvalSettings, FitSettings, Name, Positive, Seed, Settings
+
+Names = Annotated[tuple[Name, ...], Field(min_length=1)]
+Seeds = Annotated[tuple[Seed, ...], Field(min_length=1)]
+
+
+class Arm(Settings):
+    """A row of a study: a method with its options."""
+
+    method: str
+    name: Name | None = None
+    """Label in tables (default: the method)."""
+    seeds: Seeds | None = None
+    """Seeds of this arm (default: those of the study)."""
+    fit: dict[str, Any] = Field(default_factory=dict)
+    """Settings of this arm alone, over those of the study."""
+    evaluate: dict[str, Any] = Field(default_factory=dict)
+    """How this arm alone is scored, over the study's `evaluate`."""
+
+    @property
+    def label(self) -> str:
+        """What tables and files call this arm."""
+        return self.name or self.method
+
+
+class Budget(Settings):
+    """The same arms trained for other numbers of steps: accuracy against training."""
+
+    arms: Names
+    """Labels of the arms; their own length joins the curve."""
+    steps: Annotated[tuple[Positive, ...], Field(min_length=1)]
+    """Lengths in optimiser steps."""
+    seeds: Seeds | None = None
+    """Seeds of every length (default: those of the study)."""
+
+
+class Merging(Settings):
+    """Merges, soups and ensembles of the models of an arm (paper, section 4.4)."""
+
+    arms: Names
+    """Labels of the arms; the models of all seeds of an arm are its donors."""
+    options: MergingSettings = MergingSettings()
+
+
+class Analysis(Settings):
+    """One question asked of the models of an arm."""
+
+    name: Name
+    """umap, norms, attention, attribution, leave-one-out, cka or position."""
+    arm: Name
+    seeds: Seeds | None = None
+    """Models to ask (default: the first seed of the arm)."""
+    options: AnalysisSettings = AnalysisSettings()
+
+
+class StudySettings(Settings):
+    """All runs, evaluations, tables and figures of one experiment."""
+
+    name: Name
+    model: str
+    data: str
+    seeds: Seeds = (0,)
+    """One run per arm and seed."""
+    arms: Annotated[tuple[Arm, ...], Field(min_length=1)]
+    fit: dict[str, Any] = Field(default_factory=dict)
+    """Training settings shared by all arms."""
+    evaluate: EvalSettings = EvalSettings()
+    budget: Budget | None = None
+    merging: Merging | None = None
+    analyses: tuple[Analysis, ...] = ()
+    workers: Positive | None = None
+    """Runs side by side (default: one per GPU, else one per CPU core with a thread each)."""
+
+    @model_validator(mode="after")
+    def _check(self) -> StudySettings:
+        labels = [arm.label for arm in self.arms]
+        if len(set(labels)) < len(labels):
+            raise ValueError(f"two arms have one label: {sorted(labels)}; give them a name")
+        for seeds in (self.seeds, *(arm.seeds for arm in self.arms)):
+            if seeds is not None and len(set(seeds)) < len(seeds):
+                raise ValueError(f"a seed is named twice: {list(seeds)}")
+        for arm in self.arms:
+            self.evaluate_settings(arm)
+            for seed in self.seeds_of(arm):
+                self.fit_settings(arm, seed)
+        self._check_names()
+        return self
+
+    def _check_names(self) -> None:
+        for arm in self.budget.arms if self.budget else ():
+            self.arm(arm)
+        for arm in self.merging.arms if self.merging else ():
+            self.arm(arm)
+        for one in self.analyses:
+            find_analysis(one.name)
+            known = self.seeds_of(self.arm(one.arm))
+            unknown = sorted(set(one.seeds or ()) - set(known))
+            if unknown:
+                raise ValueError(f"{one.name} asks for seed {unknown[0]}, {one.arm} has {known}")
+
+    def arm(self, label: str) -> Arm:
+        """The arm of that label; raises `UsageError` for others."""
+        for arm in self.arms:
+            if arm.label == label:
+                return arm
+        labels = ", ".join(arm.label for arm in self.arms)
+        raise UsageError(f"The study has no arm {label!r}", hint=f"its arms are {labels}")
+
+    def seeds_of(self, arm: Arm) -> tuple[int, ...]:
+        """The seeds of an arm."""
+        return arm.seeds or self.seeds
+
+    def fit_settings(self, arm: Arm, seed: int) -> FitSettings:
+        """The training settings of one run of the study."""
+        fields = {"model": self.model, "data": self.data, **self.fit, **arm.fit}
+        return FitSettings(**{**fields, "method": arm.method, "seed": seed})
+
+    def evaluate_settings(self, arm: Arm) -> EvalSettings:
+        """How the runs of an arm are scored."""
+        return EvalSettings(**{**self.evaluate.model_dump(), **arm.evaluate})

@@ -1,0 +1,26 @@
+"""A pico model and noise images as the subject of an analysis, without a file."""
+
+import torch
+from torch.utils.data import TensorDataset
+
+from common import CLASSES, images
+from layershuffle.analysis.settings import AnalysisSettings
+from layershuffle.analysis.subject import Subject
+from layershuffle.data import ImageData, Split
+
+
+def subject_of(model, *, count=8, classes=CLASSES, **settings):
+    """`model` with `count` noise images labelled 0, 1, ... in turn."""
+    labels = torch.arange(count) % CLASSES
+    data = ImageData(
+        spec="digit-pairs",
+        classes=tuple(map(str, range(classes))),
+        splits={"test": Split(dataset=TensorDataset(images(count), labels), size=count)},
+    )
+    return Subject(
+        model=model,
+        spec="pico",
+        data=data,
+        settings=AnalysisSettings(**{"images": count, "batch_size": 4, **settings}),
+        progress=lambda _: None,
+    )

@@ -1,0 +1,325 @@
+"""Every analysis against an explicit computation, over the families of host models."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from subjects import subject_of
+
+import layershuffle as ls
+from common import CLASSES, DEPTH, FAMILIES, HEADS, PERMUTED, SIZE, assert_close, images
+from layershuffle.analysis import attention, attribution, cka, leave_one_out, norms
+from layershuffle.analysis.attention import AttentionWatch
+from layershuffle.analysis.cells import cells_of
+from layershuffle.analysis.cka import cka_matrix, linear_cka
+from layershuffle.analysis.norms import BranchWatch
+from layershuffle.analysis.subject import DoesNotApply
+from layershuffle.models import logits_of
+from layershuffle.orders import ExecutionOrder
+from layershuffle.stack import blocks_of, running, with_parts
+
+ORDER = ExecutionOrder(PERMUTED, DEPTH)
+NO_ATTENTION = {"timm-xcit", "timm-mixer"}
+NOT_AFFINE = {"timm-xcit"}
+GAMMAS = {  # what scales a branch behind its module, by name of the block's attribute
+    "timm-deit3": ("ls1.gamma", "ls2.gamma"),
+    "timm-beit": ("gamma_1", "gamma_2"),
+    "timm-eva02": ("gamma_1", "gamma_2"),
+    "timm-dinov3": ("gamma_1", "gamma_2"),
+    "timm-xcit": ("gamma1", "gamma3", "gamma2"),
+    "hf-beit": ("lambda_1", "lambda_2"),
+    "hf-dinov2": ("layer_scale1.lambda1", "layer_scale2.lambda1"),
+    "hf-dinov2-registers": ("layer_scale1.lambda1", "layer_scale2.lambda1"),
+}
+WORKERS = ("attn", "attention", "self_attn", "self_attention", "local_mp", "mlp", "mlp_tokens")
+WORKERS += ("mlp_channels",)
+
+
+def value_at(block, path):
+    for name in path.split("."):
+        block = getattr(block, name)
+    return 1.0 if block is None else block
+
+
+# --- norms ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_branches_are_what_the_blocks_modules_give(name):
+    """Each branch is its module's output times its scale; with the stream they make the output."""
+    model = FAMILIES[name].wrapped()
+    outputs, taken = [], []
+
+    def note(module, inputs, out):
+        outputs.append(out[0] if isinstance(out, tuple) else out)
+
+    class Check:
+        def before(self, state, step):
+            outputs.clear()
+            taken.append(state)
+            return state
+
+        def after(self, state, step):
+            block = blocks_of(model)[step.block]
+            added = [branch.added for branch in watch.branches]
+            assert_close(taken[-1] + sum(added), state, tolerance=2e-5)
+            scales = [value_at(block, path) for path in GAMMAS.get(name, ())] or [1.0] * len(added)
+            for branch, out, scale in zip(added, outputs, scales, strict=True):
+                given = out.transpose(1, 2) if out.shape != branch.shape else out
+                assert_close(branch, scale * given, tolerance=2e-5)
+
+    for block in blocks_of(model):
+        for child, module in block.named_children():
+            if child in WORKERS:
+                module.register_forward_hook(note)
+    watch = BranchWatch(model)
+    with torch.inference_mode(), watch, running(model, ORDER), with_parts(model, Check()):
+        model(images())
+    assert len(taken) == DEPTH
+
+
+def test_norms_against_a_loop():
+    model = FAMILIES["timm-deit3"].wrapped()
+    subject = subject_of(model)
+    measured = norms.measure(subject)
+    block, position = 2, 1
+    ratios, sizes = [], []
+    for batch in subject.batches():
+        for order in batch.orders:
+            if order.blocks[position] != block:
+                continue
+            with torch.inference_mode(), running(model, order), ls.tap(model) as tap:
+                model(batch.images)
+            state, module = tap.records[position - 1].tensor, blocks_of(model)[block]
+            with torch.inference_mode():
+                added = module.ls1(module.attn(module.norm1(state)))
+            sizes.append(added.norm(dim=-1))
+            ratios.append(added.norm(dim=-1) / state.norm(dim=-1))
+    rows = measured.tables["norms"].where(branch="attention")
+    got = [cells_of(rows, name)[block, position] for name in ("norm", "ratio")]
+    assert got == pytest.approx([float(torch.cat(v).mean()) for v in (sizes, ratios)], rel=1e-5)
+    assert "attention branch" in norms.paragraph(measured.facts)
+
+
+def test_blocks_of_another_make_are_refused():
+    """A norm behind the attention: what it adds is not what lies between two norms."""
+    import timm
+
+    model = ls.wrap(
+        timm.create_model(
+            "vit_relpos_medium_patch16_224", img_size=SIZE, patch_size=8, embed_dim=32,
+            depth=2, num_heads=2, num_classes=CLASSES,
+            block_fn=timm.models.vision_transformer_relpos.ResPostRelPosBlock,
+        ).eval()
+    )  # fmt: skip
+    with pytest.raises(DoesNotApply, match="cannot be told apart"):
+        norms.measure(subject_of(model))
+
+
+def test_no_hook_stays():
+    model = FAMILIES["timm-vit"].wrapped()
+    norms.measure(subject_of(model))
+    hooks = [m for m in model.modules() if m._forward_hooks or m._forward_pre_hooks]
+    assert hooks == []
+
+
+# --- attention ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES.keys() - NO_ATTENTION))
+def test_attention_is_seen_in_every_block(name):
+    model = FAMILIES[name].wrapped()
+    watch = AttentionWatch()
+    plain = logits_of(model(images()))
+    with torch.inference_mode(), with_parts(model, watch), watch:
+        watched = logits_of(model(images()))
+    assert_close(watched, plain.detach(), tolerance=1e-5)
+    assert watch.grid == (4, 4)
+    assert [(one.step.position, one.step.block) for one in watch.seen] == [
+        (k, k) for k in range(DEPTH)
+    ]
+    for one in watch.seen:
+        assert one.weights.shape[:2] == (3, HEADS)
+        assert_close(one.weights.sum(-1), torch.ones(one.weights.shape[:-1]), tolerance=1e-5)
+
+
+@pytest.mark.parametrize("name", sorted(NO_ATTENTION))
+def test_models_without_attention_between_tokens(name):
+    with pytest.raises(DoesNotApply, match="none to look at"):
+        attention.measure(subject_of(FAMILIES[name].wrapped()))
+
+
+def test_attention_against_numpy_loops():
+    """Weights, distance and entropy of a block of a timm ViT from its layers, entry by entry."""
+    model = FAMILIES["timm-vit"].wrapped()
+    batch = images(2)
+    watch = AttentionWatch()
+    with torch.inference_mode(), running(model, ORDER), with_parts(model, watch), watch:
+        model(batch)
+    with torch.inference_mode(), running(model, ORDER), ls.tap(model) as tap:
+        model(batch)
+    block = blocks_of(model)[ORDER.blocks[2]]
+    with torch.inference_mode():
+        qkv = block.attn.qkv(block.norm1(tap.records[1].tensor))
+    q, k, _ = qkv.reshape(2, 17, 3, HEADS, 16).permute(2, 0, 3, 1, 4).double().numpy()
+    weights = watch.seen[2].weights
+    far = attention.distances(weights, (4, 4))
+    entropy = attention.entropies(weights)
+    for image, head, token in [(0, 0, 1), (1, 1, 16), (1, 0, 6)]:
+        scores = [math.exp(q[image, head, token] @ k[image, head, t] / 4.0) for t in range(17)]
+        share = [s / sum(scores) for s in scores]
+        assert weights[image, head, token].tolist() == pytest.approx(share, rel=1e-4)
+        assert float(entropy[image, head, token]) == pytest.approx(
+            -sum(s * math.log(s) for s in share), rel=1e-4
+        )
+        row, column = divmod(token - 1, 4)
+        apart = [math.hypot(t // 4 - row, t % 4 - column) for t in range(16)]
+        expected = sum(s * d for s, d in zip(share[1:], apart, strict=True)) / sum(share[1:])
+        assert float(far[image, head, token - 1]) == pytest.approx(expected, rel=1e-4)
+
+
+def test_even_attention():
+    weights = torch.full((1, 1, 7, 7), 1 / 7)
+    assert attention.entropies(weights)[0, 0, 0].item() == pytest.approx(math.log(7))
+    apart = attention.patch_distances((2, 3))
+    assert float(apart[0, 5]) == pytest.approx(math.hypot(1, 2))
+    assert_close(attention.distances(weights, (2, 3))[0, 0], apart.mean(1), tolerance=1e-6)
+
+
+def test_attention_tables():
+    measured = attention.measure(subject_of(FAMILIES["torchvision-vit"].wrapped()))
+    table = measured.tables["attention"]
+    even = np.array(table.column("even"))
+    assert np.allclose(even, np.array(table.column("entropy")) / math.log(17))
+    assert ((even > 0) & (even <= 1)).all()
+    assert measured.facts["tokens"] == 17
+    assert "patches away" in attention.paragraph(measured.facts)
+
+
+# --- attribution ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES.keys() - NOT_AFFINE))
+def test_contributions_add_up_to_the_logit(name):
+    model = FAMILIES[name].wrapped()
+    labels = torch.tensor([0, 3, 4])
+    split = attribution.split_logits(subject_of(model), images(), labels=labels, order=ORDER)
+    with torch.inference_mode(), running(model, ORDER):
+        logits = logits_of(model(images()))
+    expected = logits[range(3), labels] - logits.mean(1)
+    total = split.stem + split.constant + sum(split.blocks)
+    assert_close(total, expected, tolerance=1e-4 * max(1.0, float(split.stem.abs().max())))
+    assert len(split.blocks) == DEPTH
+
+
+def test_a_blocks_contribution_from_the_models_own_weights():
+    """timm ViT: update of the class token, centred, over the norm's deviation, through the head."""
+    model = FAMILIES["timm-vit"].wrapped()
+    labels = torch.tensor([0, 3, 4])
+    split = attribution.split_logits(subject_of(model), images(), labels=labels, order=ORDER)
+    with torch.no_grad(), running(model, ORDER), ls.tap(model) as tap:
+        model(images())
+        states = [record.tensor[:, 0].double() for record in tap.records]
+        norm, head = model.norm, model.head
+        deviation = (states[-1].var(1, unbiased=False, keepdim=True) + norm.eps).sqrt()
+        for position in (1, 3):
+            update = states[position] - states[position - 1]
+            update = (update - update.mean(1, keepdim=True)) / deviation * norm.weight
+            logits = update @ head.weight.T.double()
+            expected = logits[range(3), labels] - logits.mean(1)
+            assert_close(split.blocks[position].double(), expected, tolerance=1e-5)
+
+
+def test_class_attention_is_refused():
+    with pytest.raises(DoesNotApply, match="more than pooling, a norm and a linear head"):
+        attribution.measure(subject_of(FAMILIES["timm-xcit"].wrapped()))
+
+
+def test_attribution_of_a_model_with_position_encoding():
+    model = ls.add_position(FAMILIES["timm-vit"].plain(), encoding=ls.EncodingForm()).eval()
+    measured = attribution.measure(subject_of(model))
+    facts = measured.facts
+    blocks = sum(facts["by_position"])
+    assert facts["stem"] + facts["constant"] + blocks == pytest.approx(facts["logit"], abs=1e-4)
+    assert "above the mean of all classes" in attribution.paragraph(facts)
+
+
+# --- leave one out --------------------------------------------------------------------------------
+
+
+def test_leave_one_out_against_a_naive_loop():
+    model = FAMILIES["hf-vit"].wrapped()
+    subject = subject_of(model)
+    measured = leave_one_out.measure(subject)
+    loss = np.zeros((DEPTH, DEPTH))
+    top1, counts = np.zeros((DEPTH, DEPTH)), np.zeros((DEPTH, DEPTH))
+
+    def score(order, batch):
+        with torch.inference_mode(), running(model, order):
+            logits = logits_of(model(batch.images)).double()
+        right = (logits.argmax(1) == batch.labels).sum()
+        return float(F.cross_entropy(logits, batch.labels, reduction="sum")), 100 * int(right)
+
+    for batch in subject.batches(share=0.25):
+        for order in batch.orders:
+            whole = score(order, batch)
+            for position, block in enumerate(order):
+                rest = [b for k, b in enumerate(order) if k != position]
+                less = score(rest, batch)
+                loss[block, position] += less[0] - whole[0]
+                top1[block, position] += less[1] - whole[1]
+                counts[block, position] += len(batch.images)
+    table = measured.tables["leave-one-out"]
+    assert np.allclose(cells_of(table, "cross_entropy"), loss / counts, atol=1e-5)
+    assert np.allclose(cells_of(table, "top1"), top1 / counts)
+    facts = measured.facts
+    # Four orders in all, each whole (4) and four times with three blocks.
+    assert facts["block_executions_without_trie"] == 4 * (4 + 4 * 3)
+    # A trie of one order alone: 4 + (3 + 2 + 1 + 0); two orders of a batch may share more.
+    assert facts["block_executions"] <= 4 * 10
+    assert "prefix trie" in leave_one_out.paragraph(facts)
+
+
+# --- CKA ------------------------------------------------------------------------------------------
+
+
+def features(seed, *shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.double)
+
+
+def test_cka_closed_form_and_invariances():
+    x, y = features(0, 40, 6), features(1, 40, 3)
+    turn, _ = torch.linalg.qr(features(2, 6, 6))
+    assert linear_cka(x, x) == pytest.approx(1.0)
+    assert linear_cka(x, 3.0 * x @ turn + 5.0) == pytest.approx(1.0)
+    assert linear_cka(x, y) == pytest.approx(linear_cka(y, x))
+    assert linear_cka(x, torch.ones(40, 2)) == 0.0
+    # With one feature each it is the squared correlation.
+    a, b = x[:, :1], y[:, :1]
+    squared = float(torch.corrcoef(torch.stack([a[:, 0], b[:, 0]]))[0, 1]) ** 2
+    assert linear_cka(a, b) == pytest.approx(squared)
+    # By Gram matrices: tr(KHLH) / sqrt(tr(KHKH) tr(LHLH)).
+    centre = torch.eye(40, dtype=torch.double) - 1 / 40
+    k, m = (centre @ z @ z.T @ centre for z in (x, y))
+    gram = float((k * m).sum() / (k.norm() * m.norm()))
+    assert linear_cka(x, y) == pytest.approx(gram)
+
+
+def test_cka_matrix_is_cka_of_every_pair():
+    one, two = features(3, 3, 20, 5), features(4, 3, 20, 5)
+    expected = [[linear_cka(a, b) for b in two] for a in one]
+    assert np.allclose(cka_matrix(one, two), expected)
+
+
+def test_cka_of_a_model():
+    measured = cka.measure(subject_of(FAMILIES["timm-vit"].wrapped(), count=12))
+    table = measured.tables["cka"]
+    for block in range(DEPTH):
+        matrix = cells_of(table.where(block=block), "cka", row="position", column="other")
+        assert np.allclose(matrix, matrix.T)
+        # Position 0 is given the stem's output whatever the order.
+        assert matrix[0, 0] == pytest.approx(1.0, abs=1e-6)
+        assert matrix.max() <= 1.0 + 1e-6
+    assert "linear CKA of" in cka.paragraph(measured.facts)

@@ -1,0 +1,150 @@
+"""UMAP's numbers and the position probes, on features whose answers are known."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from subjects import subject_of
+from torch.utils.data import TensorDataset
+
+import layershuffle as ls
+from common import DEPTH, FAMILIES, images
+from layershuffle.analysis import position, umap
+from layershuffle.analysis.cells import cells_of
+from layershuffle.analysis.features import pooled
+from layershuffle.analysis.subject import Subject
+from layershuffle.data import Split
+from layershuffle.errors import UsageError
+from layershuffle.stack import running
+
+
+@pytest.mark.parametrize("name", ["timm-vit", "hf-dinov2", "torchvision-vit", "hf-siglip"])
+def test_grouped_images_come_out_as_they_do_alone(name):
+    model = FAMILIES[name].wrapped()
+    features, positions = umap.collect(subject_of(model, count=6, seed=5))
+    assert set(features) == ({"mean"} if name == "hf-siglip" else {"class", "mean"})
+    for image in range(6):
+        order = ls.Shuffled().draw(DEPTH, seed=5, step=image)
+        with torch.inference_mode(), running(model, order), ls.tap(model) as tap:
+            model(images(6)[image : image + 1])
+        for record in tap.records:
+            assert positions[image, record.block] == record.position
+            for token, vectors in features.items():
+                alone = pooled(record.tensor, token)[0].numpy()
+                assert np.allclose(vectors[image, record.block], alone, atol=2e-5)
+
+
+def clusters(gaps, *, each=30, noise=0.05):
+    """Points about places on a line, `gaps` apart: one place per position."""
+    places = np.concatenate([[0.0], np.cumsum(gaps)])
+    positions = np.repeat(np.arange(len(places)), each)
+    points = np.random.default_rng(0).normal(0, noise, (len(positions), 3))
+    points[:, 0] += places[positions]
+    return points, positions
+
+
+def test_numbers_of_separate_clusters():
+    found = umap.describe(*clusters([9.0, 3.0, 3.0, 3.0]), neighbours=5)
+    assert found["purity"] == 1.0
+    # Of 149 others: 29 at the same position, and 30 or 60 one away.
+    assert found["chance"] == pytest.approx((2 * 59 + 3 * 89) / 5 / 149)
+    assert found["silhouette"] > 0.9
+    assert found["early_gap"] == pytest.approx(3.0, rel=0.05)
+    assert found["early_held"] == 1.0
+
+
+def test_even_steps_are_no_early_cluster():
+    found = umap.describe(*clusters([3.0, 3.0, 3.0, 3.0]), neighbours=5)
+    assert found["early_gap"] == pytest.approx(1.0, rel=0.05)
+
+
+def test_mixed_points_are_at_chance():
+    points, positions = clusters([0.0, 0.0, 0.0, 0.0], noise=1.0)
+    found = umap.describe(points, positions, neighbours=5)
+    assert found["purity"] == pytest.approx(found["chance"], abs=0.06)
+    assert abs(found["silhouette"]) < 0.1
+
+
+def test_few_positions_have_no_early_ones():
+    found = umap.describe(*clusters([3.0, 3.0]), neighbours=5)
+    assert np.isnan(found["early_gap"])
+    assert np.isnan(found["early_held"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [({"block": 4}, "4 is not a block"), ({"neighbours": 4}, "8 images are too few")],
+)
+def test_umap_refuses(settings, words):
+    with pytest.raises(UsageError, match=words):
+        umap.measure(subject_of(FAMILIES["timm-vit"].wrapped(), **settings))
+
+
+# --- position -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def predicting(monkeypatch):
+    """A model with a prediction part, fitted on one half of the images and asked on the other."""
+    host = FAMILIES["timm-vit"].plain()
+    model = ls.add_position(host, prediction=ls.PredictionForm(pooling="mean")).eval()
+    both = images(48)
+
+    def split(self, name):
+        part = both[:32] if name == "holdout" else both[32:]
+        dataset = TensorDataset(part, torch.zeros(len(part), dtype=torch.long))
+        return Split(dataset=dataset, size=len(part))
+
+    monkeypatch.setattr(Subject, "_split", split)
+    return subject_of(model, count=32, batch_size=16)
+
+
+def test_accuracies_against_loops(predicting):
+    subject, block = predicting, 1
+    measured = position.measure(subject)
+    right, count = np.zeros(DEPTH), np.zeros(DEPTH)
+    vectors = {"holdout": ([], []), "test": ([], [])}
+    for split, share in (("holdout", 0.5), ("test", 1.0)):
+        for batch in subject.batches(split=split, share=share):
+            for order in batch.orders:
+                with (
+                    torch.inference_mode(),
+                    running(subject.model.host, order),
+                    ls.tap(subject.model.host) as tap,
+                ):
+                    subject.model(batch.images)
+                at = order.blocks.index(block)
+                state = tap.records[at].tensor
+                vectors[split][0].append(state.mean(1).numpy())
+                vectors[split][1].extend([at] * len(state))
+                if split == "test":
+                    guess = subject.model.prediction(state, block).argmax(-1)
+                    right[at] += int((guess == at).sum())
+                    count[at] += len(guess)
+    table = measured.tables["position"]
+    part = cells_of(table.where(source="the model's own prediction part"), "accuracy")
+    assert np.allclose(part[block], 100 * right / count)
+    probe = make_pipeline(
+        StandardScaler(), LinearDiscriminantAnalysis(solver="lsqr", shrinkage="auto")
+    ).fit(np.concatenate(vectors["holdout"][0]), vectors["holdout"][1])
+    truth = np.array(vectors["test"][1])
+    guesses = probe.predict(np.concatenate(vectors["test"][0]))
+    outputs = cells_of(table.where(source="probe on the block's output"), "accuracy")
+    for at in range(DEPTH):
+        assert outputs[block, at] == pytest.approx(100 * (guesses == truth)[truth == at].mean())
+    assert "(the paper: 99.99 %)" in position.paragraph(measured.facts)
+
+
+def test_a_plain_model_is_probed_at_input_and_output(predicting):
+    subject = replace(predicting, model=predicting.model.host)
+    measured = position.measure(subject)
+    sources = measured.facts["sources"]
+    assert list(sources) == ["probe on the block's input", "probe on the block's output"]
+    # The stem's own output is told from anything that went through a block.
+    inputs = cells_of(measured.tables["position"].where(source=next(iter(sources))), "accuracy")
+    assert (inputs[:, 0] == 100).all()
+    assert "points" in position.paragraph(measured.facts)

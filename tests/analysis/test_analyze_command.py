@@ -1,0 +1,126 @@
+"""`layershuffle analyze` as a user meets it, and the files it leaves."""
+
+import json
+
+import pytest
+
+from layershuffle.analysis import ANALYSES, AnalysisSettings, draw, read_analysis, run_analysis
+from layershuffle.analysis.results import table_text
+from layershuffle.analysis.subject import DoesNotApply
+from layershuffle.cli import main
+from layershuffle.errors import UsageError
+
+MODEL = (
+    "timm:vit_tiny_patch16_224?pretrained=false&num_classes=100&in_chans=1&img_size=12,20"
+    "&patch_size=4&embed_dim=32&depth=4&num_heads=2&mlp_ratio=2"
+)
+DATA = "digit-pairs?train=64&validation=64&test=48"
+WORDS = ["--data", DATA, "--images", "48", "--batch-size", "24", "--neighbours", "5"]
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory):
+    out = tmp_path_factory.mktemp("analyses")
+    assert main(["analyze", "all", MODEL, *WORDS, "--out", str(out)]) == 0
+    return out
+
+
+@pytest.mark.parametrize("name", ANALYSES)
+def test_what_an_analysis_leaves(everything, name):
+    out = everything / name
+    summary = json.loads((out / "summary.json").read_text())
+    assert set(summary) == {
+        "schema", "name", "title", "paragraph", "files", "settings", "facts"
+    }  # fmt: skip
+    assert (summary["schema"], summary["name"]) == (1, name)
+    assert summary["settings"]["images"] == summary["facts"]["images"] == 48
+    assert sorted(summary["files"]) == sorted(
+        path.name for path in out.iterdir() if path.name != "summary.json"
+    )
+    assert any(file.endswith(".csv") for file in summary["files"])
+    assert 2 <= summary["paragraph"].count(". ") + 1 <= 9
+    assert "nan" not in summary["paragraph"]
+
+
+@pytest.mark.parametrize("name", ANALYSES)
+def test_figures_are_drawn_again_from_the_tables(everything, name):
+    result = read_analysis(everything / name)
+    pictures = draw(name, result.tables)
+    assert pictures
+    for file, picture in pictures.items():
+        assert picture == (everything / name / file).read_bytes()
+        assert b"<dc:date>" not in picture
+    for stem, table in result.tables.items():
+        assert table_text(table) == (everything / name / f"{stem}.csv").read_text()
+
+
+def test_again_is_the_same_and_takes_the_old_ones_place(everything):
+    settings = AnalysisSettings(images=48, batch_size=24, neighbours=5)
+    for name in ("umap", "norms"):
+        out = everything / name
+        before = {path.name: path.read_bytes() for path in out.iterdir()}
+        heard = []
+        run_analysis(name, MODEL, data_spec=DATA, settings=settings, out=out, progress=heard.append)
+        assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+        assert "test images, batch 2 of 2" in heard
+
+
+def test_one_says_what_it_found_and_where(capsys, tmp_path):
+    out = tmp_path / "norms"
+    assert main(["analyze", "norms", MODEL, *WORDS, "--out", str(out)]) == 0
+    text = capsys.readouterr().out
+    assert "Norms of what blocks add to the stream" in text
+    assert "branch adds" in text
+    assert f"In {out}: norms.csv, norms.svg" in text
+
+
+def test_all_says_what_does_not_apply(capsys, tmp_path, monkeypatch):
+    def run(name, model_spec, **others):
+        if name != "norms":
+            raise DoesNotApply(f"nothing about {name}")
+        run_analysis(name, model_spec, **others)
+
+    monkeypatch.setattr("layershuffle.cli.analyze_command.run_analysis", run)
+    assert main(["analyze", "all", MODEL, *WORDS, "--out", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert text.count("does not apply") == len(ANALYSES) - 1
+    assert "attention does not apply: nothing about attention." in text
+    assert [path.name for path in tmp_path.iterdir()] == ["norms"]
+
+
+def test_list(capsys):
+    assert main(["analyze", "--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(ANALYSES)
+
+
+@pytest.mark.parametrize(
+    ("words", "phrase"),
+    [
+        (["analyze"], "analyze needs the name of an analysis, a model"),
+        (["analyze", "norms", MODEL, "--data", DATA], "--data SPEC and --out DIR"),
+        (["analyze", "nroms", MODEL, "--data", DATA, "--out", "x"], "did you mean 'norms'?"),
+        (["analyze", "umap", MODEL, *WORDS, "--out", "x", "--block", "9"], "9 is not a block"),
+        (["analyze", "norms", MODEL, "--data", DATA, "--out", "x", "--images", "0"], "images: "),
+    ],
+)
+def test_errors_are_one_paragraph(capsys, tmp_path, monkeypatch, words, phrase):
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    err = capsys.readouterr().err
+    assert phrase in err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert not (tmp_path / "x").exists()
+
+
+def test_other_files_are_not_deleted(tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(UsageError, match="Something else than an analysis"):
+        run_analysis("norms", MODEL, data_spec=DATA, settings=AnalysisSettings(), out=tmp_path)
+    assert (tmp_path / "thesis.tex").read_text() == "years of work"
+
+
+def test_nothing_to_read(tmp_path):
+    with pytest.raises(UsageError, match="There is no analysis here"):
+        read_analysis(tmp_path)

@@ -1,0 +1,294 @@
+"""`layershuffle merge` and `ensemble` as a user meets them, on three tiny models in a directory."""
+
+import csv
+import hashlib
+import io
+import json
+import shutil
+
+import pytest
+import timm
+import torch
+
+import layershuffle as ls
+from common import redraw
+from layershuffle.cli import main
+from layershuffle.data import DataOptions, open_data
+from layershuffle.evaluation import evaluate
+from layershuffle.merging.plans import MergePlan, orders_seed, sample_plans
+from layershuffle.merging.rows import COLUMNS, rows_csv, rows_from_csv
+from layershuffle.merging.scoring import score_ensemble, score_merging
+from layershuffle.merging.settings import EnsembleSettings, MergingSettings
+from layershuffle.models import image_view
+from layershuffle.policies import Shuffled, policy_to_json
+
+DATA = "digit-pairs?train=40&validation=30&test=50"
+SPEC = (
+    "timm:vit_tiny_patch16_224?pretrained=false&num_classes=100&in_chans=1&img_size=12,20"
+    "&patch_size=4&embed_dim=32&depth=3&num_heads=2&mlp_ratio=2"
+)
+RECIPE = """
+slices:
+  - model: runs/a
+    blocks: [0, 2]
+  - model: runs/b
+    blocks: [1]
+stem: average
+head: runs/b
+"""
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """runs/a, runs/b, runs/c, of which c is the output of a fit (the model one level below)."""
+    place = tmp_path_factory.mktemp("merging")
+    ls.save(ls.load(SPEC), place / "base")
+    provenance = {"base": f"dir:{place / 'base'}", "data": DATA}
+    for seed, name in enumerate("abc"):
+        record = {
+            "method": "layershuffle",
+            "policy": policy_to_json(Shuffled()),
+            "settings": {"seed": seed, "holdout": 0.05},
+            "provenance": provenance,
+        }
+        directory = place / "runs" / name / ("model" if name == "c" else "")
+        ls.save(redraw(ls.load(SPEC), seed=seed), directory, record=record)
+    return place
+
+
+@pytest.fixture
+def work(made, monkeypatch, tmp_path):
+    """The models' directory as the current one; what a test adds stays out of the others' way."""
+    shutil.copytree(made / "runs", tmp_path / "runs")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(capsys, *words):
+    code = main(list(words))
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_a_recipe_becomes_a_model_that_timm_loads(capsys, work):
+    (work / "m.yaml").write_text(RECIPE)
+    code, out, err = run(capsys, "merge", "m.yaml", "--out", "merged")
+    assert code == 0, err
+    assert "blocks 0,2 from runs/a" in out
+    assert "stem average, head runs/b" in out
+    donors = [ls.load("runs/a"), ls.load("runs/b")]
+    view = ls.merge(donors, MergePlan((0, 1, 0), stem="average", head=1))
+    stock = timm.create_model("local-dir:merged", pretrained=True).eval()
+    images = torch.randn(2, 1, 12, 20, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        assert torch.equal(stock(images), view(images))
+    merge = json.loads((work / "merged" / "layershuffle.json").read_text())["provenance"]["merge"]
+    assert (merge["blocks"], merge["stem"], merge["head"]) == ([0, 1, 0], "average", "runs/b")
+    card = (work / "merged" / "README.md").read_text()
+    for donor in merge["donors"]:
+        content = (work / donor["model"] / "model.safetensors").read_bytes()
+        assert donor["sha256"] == {"model.safetensors": hashlib.sha256(content).hexdigest()}
+        assert donor["sha256"]["model.safetensors"] in card
+    assert run(capsys, "eval", "merged", "--data", DATA, "--num-orders", "2")[0] == 0
+
+
+def test_base_ends_and_the_directory_of_a_fit(capsys, work, made):
+    text = RECIPE.replace("runs/a", "runs/c").replace("stem: average", "stem: base")
+    (work / "m.yaml").write_text(text)
+    assert run(capsys, "merge", "m.yaml", "--out", "merged")[0] == 0
+    merged, base = ls.load("merged"), ls.load(str(made / "base"))
+    assert torch.equal(merged.patch_embed.proj.weight, base.patch_embed.proj.weight)
+    assert torch.equal(merged.head.weight, ls.load("runs/b").head.weight)
+    content = (work / "runs" / "c" / "model" / "model.safetensors").read_bytes()
+    assert hashlib.sha256(content).hexdigest() in (work / "merged" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "phrase"),
+    [
+        ("slises: []", "'slises' is not a setting, did you mean 'slices'? Where: m.yaml"),
+        (RECIPE.replace("- model", "- modle", 1), "'modle' is not a setting, did you mean 'model'"),
+        (RECIPE.replace("blocks: [1]", "blocks: [2]"), "two donors give block 2"),
+        (RECIPE.replace("blocks: [1]", "blocks: [3]"), "no donor gives block 1"),
+        (RECIPE.replace("[0, 2]", "[0, 2, 3]"), "make a model of 3 blocks: 3 is no block"),
+        (RECIPE.replace("head: runs/b", "head: runs/d"), "'runs/d'; did you mean 'runs/"),
+        (RECIPE.replace("average", "avrage"), "'avrage'; did you mean 'average'?"),
+        (RECIPE.replace("model: runs/b", "model: runs/x"), "runs/x"),
+        (RECIPE.replace("[1]", "1"), "blocks: Input should be a valid tuple. Where: m.yaml"),
+        ("[]", "A recipe is a YAML mapping"),
+    ],
+)
+def test_recipes_that_are_wrong(capsys, work, text, phrase):
+    (work / "m.yaml").write_text(text)
+    code, _, err = run(capsys, "merge", "m.yaml", "--out", "merged")
+    assert code == 2
+    assert phrase in err
+    assert err.count("\n") == 1
+    assert not (work / "merged").exists()
+
+
+def test_rows_equal_the_slow_path(work):
+    """Every kind of row measured again by hand, from what the row itself says."""
+    specs = [f"runs/{name}" for name in "abc"]
+    settings = MergingSettings(merges=4, ends=("average", "first"), num_orders=2, seed=5)
+    told, notes = [], []
+    rows = score_merging(
+        specs, DATA, settings=settings, progress=lambda *at: told.append(at), note=notes.append
+    )
+    assert rows == score_merging(specs, DATA, settings=settings)
+    assert told[-1] == (told[-1][1],) * 2 == (3 * 2 + 8 + 7 * 2 + 3 * 2 * 2,) * 2
+    assert rows_from_csv(rows_csv(rows)) == rows
+    assert any("split by instance" in note for note in notes)
+    kinds = [row.kind for row in rows]
+    assert [kinds.count(k) for k in ("donor", "merge", "soup", "ensemble")] == [6, 8, 4, 8]
+    donors = [ls.load(spec) for spec in specs]
+    data = open_data(DATA, image_view(donors[0]), options=DataOptions(train=False))
+    batches = list(torch.utils.data.DataLoader(data.splits["test"].dataset, batch_size=250))
+
+    def again(model, row):
+        with torch.inference_mode(), ls.running(model, row.order):
+            (images, labels) = batches[0]
+            return 100.0 * float((model(images).argmax(-1) == labels).float().mean())
+
+    assert sum(row.main for row in rows if row.kind == "merge") == 4
+    for row in rows:
+        assert (row.mode, row.n) == ("arbitrary", 50)
+        parts = [int(word) for word in row.donors.split(",")]
+        if row.kind == "donor":
+            assert again(donors[row.index], row) == pytest.approx(row.top1, abs=1e-4)
+        elif row.kind == "merge":
+            end = "average" if row.ends == "average" else parts[0]
+            model = ls.merge(donors, MergePlan(tuple(parts), stem=end, head=end))
+            assert again(model, row) == pytest.approx(row.top1, abs=1e-4)
+        elif row.kind == "soup":
+            taken = [donors[i] for i in parts]
+            soup = ls.uniform_soup(taken) if len(taken) > 1 else taken[0]
+            assert again(soup, row) == pytest.approx(row.top1, abs=1e-4)
+    seeds = [orders_seed(5, 1, index=i) for i in range(4)]
+    wanted = [str(Shuffled().draw(3, seed=seed, step=0)) for seed in seeds]
+    assert [row.order for row in rows if row.kind == "merge"] == wanted * 2
+    plans = sample_plans(3, 3, count=4, seed=5)
+    assert [row.donors for row in rows if row.kind == "merge"] == [str(p) for p in plans] * 2
+    main = [row for row in rows if row.kind == "ensemble" and row.main]
+    assert {row.name for row in main} == {"logits-independent"}
+    assert all(len(row.order.split(";")) == 3 for row in main)
+
+
+def test_the_greedy_soup_never_sees_the_reported_images(work, monkeypatch):
+    """Scores on other test images do not change which donors are taken."""
+    specs = [f"runs/{name}" for name in "abc"]
+    settings = MergingSettings(merges=1, num_orders=2)
+    chosen = []
+    for test in (20, 45):
+        data = f"digit-pairs?train=40&validation=60&test={test}"
+        rows = score_merging(specs, data, settings=settings)
+        chosen.append(next(row.donors for row in rows if row.name == "greedy"))
+    assert chosen[0] == chosen[1]
+    none = MergingSettings(merges=1, soups=False)
+    rows = score_merging(specs, DATA, settings=none, mode="sequential")
+    assert {row.kind for row in rows} == {"donor", "merge", "ensemble"}
+    assert {row.name for row in rows if row.kind == "ensemble"} == {
+        "logits-same", "probabilities-same",
+    }  # fmt: skip
+    assert [row.main for row in rows if row.kind == "ensemble"] == [1, 0]
+
+
+def test_a_new_order_for_every_batch(work):
+    specs = [f"runs/{name}" for name in "abc"]
+    settings = MergingSettings(merges=2, num_orders=2, draw="batch", batch_size=20, soups=False)
+    rows = score_merging(specs, DATA, settings=settings)
+    assert {row.order for row in rows} == {""}
+    (first, second) = (row for row in rows if row.kind == "merge")
+    model = ls.merge([ls.load(spec) for spec in specs], sample_plans(3, 3, count=1, seed=0)[0])
+    data = open_data(DATA, image_view(model), options=DataOptions(train=False))
+    batches = torch.utils.data.DataLoader(data.splits["test"].dataset, batch_size=20)
+    (score,) = evaluate(
+        model, batches, modes="arbitrary", num_orders=1, seed=orders_seed(0, 1, index=0),
+        draw="batch",
+    )  # fmt: skip
+    assert (first.top1, first.cross_entropy) == (score.top1, score.cross_entropy)
+    assert len(set(score.batch_orders)) > 1
+    assert first != second
+
+
+def test_random_merges_table_csv_and_json_agree(capsys, work):
+    words = ["merge", "runs/a", "runs/b", "runs/c", "--random", "5", "--data", DATA]
+    words += ["--num-orders", "2", "--max-images", "30"]
+    code, table, err = run(capsys, *words, "--out", "scores.csv")
+    assert code == 0, err
+    report = json.loads(run(capsys, *words, "--json")[1])
+    groups = {group["what"]: group for group in report["groups"]}
+    assert list(groups) == [
+        "donor", "merge average", "soup uniform", "soup greedy", "ensemble logits-same",
+        "ensemble logits-independent", "ensemble probabilities-same",
+        "ensemble probabilities-independent",
+    ]  # fmt: skip
+    rows = list(csv.DictReader(io.StringIO((work / "scores.csv").read_text())))
+    assert tuple(rows[0]) == COLUMNS
+    tops = [float(row["top1"]) for row in rows if row["kind"] == "merge"]
+    assert (len(tops), len({row["donors"] for row in rows if row["kind"] == "merge"})) == (5, 5)
+    assert groups["merge average"]["top1"]["mean"] == pytest.approx(sum(tops) / 5)
+    assert f"{sum(tops) / 5:9.2f}" in next(x for x in table.splitlines() if "merge average" in x)
+    assert "30 images each" in table
+
+
+def test_ensemble_command(capsys, work):
+    words = ["ensemble", "runs/a", "runs/b", "--data", DATA, "--num-orders", "3"]
+    code, text, _ = run(capsys, *words, "--orders", "same", "--combine", "probabilities")
+    assert code == 0
+    assert "mean probabilities, arbitrary same orders, 3 draws, 50 images" in text
+    report = json.loads(run(capsys, *words, "--json")[1])
+    scores, _ = score_ensemble(["runs/a", "runs/b"], DATA, settings=EnsembleSettings(num_orders=3))
+    assert [s["top1"] for s in report["scores"]] == [s.top1 for s in scores]
+    assert [len(s["orders"]) for s in report["scores"]] == [2, 2, 2]
+    assert report["top1"]["mean"] == pytest.approx(sum(s.top1 for s in scores) / 3)
+    _, text, _ = run(capsys, *words, "--mode", "sequential")
+    assert "sequential orders, 1 draw, 50 images" in text
+    assert "over images (Wilson)" in text
+
+
+RANDOM = ["merge", "runs/a", "runs/b", "--random", "2", "--data", DATA]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "phrase"),
+    [
+        (["merge"], 2, "merge needs RECIPE.yaml and --out DIR"),
+        (["merge", "m.yaml"], 2, "merge needs RECIPE.yaml and --out DIR"),
+        (["merge", "m.yaml", "--out", "x"], 2, "m.yaml"),
+        (RANDOM, 2, "needs 3 donors: 2 were given. Next: give 1 more"),
+        ([*RANDOM[:3], *RANDOM[4:]], 2, "merge needs RECIPE.yaml"),
+        ([*RANDOM, "--mode", "any"], 2, "'any' is not an order mode"),
+        ([*RANDOM[:5]], 2, "merge --random needs models and --data SPEC"),
+        (["merge", "runs/a", *RANDOM[3:]], 2, "At least two models are needed"),
+        (["merge", "runs/a", "runs/a", *RANDOM[3:]], 2, "runs/a is named twice"),
+        ([*RANDOM, "--replacement", "--merges", "7"], 2, "2 donors of 3 blocks make 6"),
+        (["merge", "runs/a", "bundled:digits", *RANDOM[3:]], 2, "number of blocks is 3 there and"),
+        (["ensemble", "runs/a"], 2, "ensemble needs models and --data SPEC"),
+        (["ensemble", "runs/a", "runs/b", "--data", "folder:/nowhere"], 1, "/nowhere"),
+    ],
+)
+def test_errors_are_one_paragraph(capsys, work, words, code, phrase):
+    got, out, err = run(capsys, *words)
+    assert (got, phrase in err) == (code, True), err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert "Traceback" not in out + err
+
+
+def test_base_ends_that_nobody_names(capsys, work):
+    for name in "abc":
+        path = work / "runs" / name / ("model" if name == "c" else "") / "layershuffle.json"
+        facts = json.loads(path.read_text())
+        del facts["provenance"]["base"]
+        path.write_text(json.dumps(facts))
+    words = ["merge", "runs/a", "runs/b", "runs/c", "--random", "2", "--data", DATA]
+    code, _, err = run(capsys, *words, "--ends", "base")
+    assert code == 2
+    assert "do not say which base checkpoint" in err
+    code, out, err = run(capsys, *words, "--ends", "base", "--base", "bundled:digits", "--no-soups")
+    assert code == 2
+    assert "The stem cannot come from the base checkpoint: its " in err
+    code, out, _ = run(capsys, *words, "--ends", "base", "--base", SPEC, "--no-soups")
+    assert code == 0
+    assert "merge base" in out

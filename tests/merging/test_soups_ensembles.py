@@ -1,0 +1,135 @@
+"""Soups against means by hand, ensembles against a sample-by-sample slow path."""
+
+import math
+
+import pytest
+import torch
+
+import layershuffle as ls
+from common import DEPTH, FAMILIES, images, logits_of, redraw
+from layershuffle.errors import DataError, UsageError
+from layershuffle.merging.ensembles import evaluate_ensemble, evaluate_ensembles
+from layershuffle.merging.soups import greedy_soup, uniform_soup
+from layershuffle.models.digest import weights_digest
+from layershuffle.stack import running
+
+BATCHES = [(images(3, seed=s), torch.tensor([0, 1, 2]) + s % 3) for s in range(2)]
+
+
+def donors_of(name, count=3):
+    return [redraw(FAMILIES[name].wrapped(), seed=20 + s).eval() for s in range(count)]
+
+
+@pytest.mark.parametrize("name", ["timm-vit", "timm-xcit", "hf-beit", "torchvision-vit"])
+def test_uniform_soup_is_the_mean(name):
+    donors = donors_of(name)
+    before = [weights_digest(donor) for donor in donors]
+    soup = uniform_soup(donors)
+    states = [donor.state_dict() for donor in donors]
+    for key, tensor in soup.state_dict().items():
+        if tensor.is_floating_point():
+            wanted = torch.stack([s[key].double() for s in states]).mean(0)
+            assert torch.equal(tensor, wanted.to(tensor.dtype)), key
+    assert [weights_digest(donor) for donor in donors] == before
+    assert soup.state_dict().keys() == states[0].keys()
+
+
+def test_greedy_soup_adds_while_the_score_does_not_fall():
+    donors = donors_of("timm-vit", count=4)
+    weights = [float(donor.head.bias[0].detach()) for donor in donors]
+
+    def score(model):  # the nearer the bias to its wish, the better
+        return -abs(float(model.head.bias[0].detach()) - wish)
+
+    for wish in (weights[1], sum(weights) / 4, weights[0] + 5):
+        soup, chosen = greedy_soup(donors, score)
+        ranked = sorted(range(4), key=lambda i: -score(donors[i]))
+        expected, best = [ranked[0]], score(donors[ranked[0]])
+        for i in ranked[1:]:
+            mean = sum(weights[j] for j in (*expected, i)) / (len(expected) + 1)
+            if -abs(mean - wish) >= best:
+                expected, best = [*expected, i], -abs(mean - wish)
+        assert chosen == tuple(expected)
+        assert score(soup) == pytest.approx(best, abs=1e-6)
+
+
+def test_equal_scores_take_everyone_in_the_order_given():
+    donors = donors_of("timm-vit")
+    soup, chosen = greedy_soup(donors, lambda _: 1.0)
+    assert chosen == (0, 1, 2)
+    assert weights_digest(soup) == weights_digest(uniform_soup(donors))
+
+
+def slow(donors, orders_at, combine):
+    """(top-1, cross-entropy), one sample at a time."""
+    right, loss, n = 0, 0.0, 0
+    for number, (batch, labels) in enumerate(BATCHES):
+        for image, label in zip(batch, labels.tolist(), strict=True):
+            rows = []
+            for donor, order in zip(donors, orders_at(number), strict=True):
+                with torch.inference_mode(), running(donor, order):
+                    rows.append(logits_of(donor(image[None]))[0].double())
+            if combine == "logits":
+                p = torch.stack(rows).mean(0).softmax(0)
+            else:
+                p = torch.stack([row.softmax(0) for row in rows]).mean(0)
+            right += int(p.argmax()) == label
+            loss -= math.log(p[label])
+            n += 1
+    return 100 * right / n, loss / n
+
+
+@pytest.mark.parametrize("combine", ["logits", "probabilities"])
+@pytest.mark.parametrize("orders", ["same", "independent"])
+@pytest.mark.parametrize("draw", ["pass", "batch"])
+def test_ensembles_equal_the_slow_path(combine, orders, draw):
+    donors = donors_of("timm-vit")
+    scores = evaluate_ensemble(
+        donors, BATCHES, num_orders=2, seed=3, orders=orders, combine=combine, draw=draw
+    )
+    assert [score.index for score in scores] == [0, 1]
+    for score in scores:
+
+        def orders_at(batch, index=score.index):
+            place = {"step": batch, "micro_batch": index} if draw == "batch" else {"step": index}
+            ranks = range(3) if orders == "independent" else (0, 0, 0)
+            return [ls.Shuffled().draw(DEPTH, seed=3, rank=rank, **place) for rank in ranks]
+
+        top1, loss = slow(donors, orders_at, combine)
+        assert (score.images, score.top1) == (6, top1)
+        assert score.cross_entropy == pytest.approx(loss, rel=1e-5)
+        assert score.member_orders == (tuple(orders_at(0)) if draw == "pass" else ())
+        assert (score.order is None) == (orders == "independent" or draw == "batch")
+
+
+def test_variants_share_their_work():
+    donors = donors_of("timm-vit", count=2)
+    calls = []
+    donors[0].register_forward_hook(lambda *_: calls.append(1))
+    variants = [("logits", "same"), ("probabilities", "same"), ("logits", "independent")]
+    found = evaluate_ensembles(donors, BATCHES, variants=variants, num_orders=3, seed=1)
+    assert len(calls) == len(BATCHES) * 3 * 2
+    for combine, orders in variants:
+        assert found[combine, orders] == evaluate_ensemble(
+            donors, BATCHES, num_orders=3, seed=1, orders=orders, combine=combine
+        )
+
+
+def test_one_sequential_order_and_the_members_stay_as_they_were():
+    donors = donors_of("hf-vit", count=2)
+    donors[1].train()
+    (score,) = evaluate_ensemble(donors, BATCHES, mode="sequential", num_orders=7)
+    assert str(score.order) == "0,1,2,3"
+    assert [donor.training for donor in donors] == [False, True]
+    alone = evaluate_ensemble(donors[:1], BATCHES, mode="sequential", combine="probabilities")[0]
+    (wanted,) = ls.evaluate(donors[0], BATCHES, modes="sequential")
+    assert (alone.top1, alone.top5) == (wanted.top1, wanted.top5)
+    assert alone.cross_entropy == pytest.approx(wanted.cross_entropy, rel=1e-5)
+
+
+def test_nothing_to_score():
+    donors = donors_of("timm-vit", count=2)
+    with pytest.raises(DataError, match="no image"):
+        evaluate_ensemble(donors, [])
+    with pytest.raises(UsageError, match="one mode, not in 2"):
+        evaluate_ensemble(donors, BATCHES, mode="sequential,arbitrary")

@@ -1,0 +1,119 @@
+"""The big recipes run end to end on tiny models and generated images: the same code path.
+
+Tasks are done in this process: a process each would spend a minute importing torch.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import pytest
+import torch
+from transformers import ViTConfig, ViTForImageClassification
+
+from layershuffle.recipes import read_recipe
+from layershuffle.study.plan import RunSpec, is_finished, tasks_of, write_plan
+from layershuffle.study.report import write_report
+from layershuffle.study.settings import StudySettings
+from layershuffle.study.worker import execute
+
+CLASSES = ("ape", "bee", "cat")
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    """A folder of generated images: train/ and val/, a directory per class."""
+    from PIL import Image
+
+    root = tmp_path_factory.mktemp("images")
+    generator = torch.Generator().manual_seed(0)
+    for split, count in (("train", 6), ("val", 4)):
+        for name in CLASSES:
+            directory = root / split / name
+            directory.mkdir(parents=True)
+            for index in range(count):
+                pixels = torch.randint(256, (20, 20, 3), generator=generator, dtype=torch.uint8)
+                Image.fromarray(pixels.numpy()).save(directory / f"{index}.png")
+    return root
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A transformers ViT of 12 blocks with random weights."""
+    directory = tmp_path_factory.mktemp("model")
+    config = ViTConfig(
+        hidden_size=8,
+        num_hidden_layers=12,
+        num_attention_heads=2,
+        intermediate_size=16,
+        image_size=16,
+        patch_size=8,
+        num_labels=len(CLASSES),
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        ViTForImageClassification(config).save_pretrained(directory)
+    return f"hf:{directory}"
+
+
+def shrunk(recipe, *, model, data, seeds):
+    """The recipe with another model, data and budget; arms, modes and tables stay."""
+    arms = [
+        {
+            **arm,
+            "seeds": seeds if "seeds" in arm else seeds[:1],
+            "fit": {
+                **{k: v for k, v in arm.get("fit", {}).items() if k not in ("epochs", "model")},
+                **({"model": model} if "model" in arm.get("fit", {}) else {}),
+            },
+        }
+        for arm in recipe["arms"]
+    ]
+    fit = {k: v for k, v in recipe["fit"].items() if k != "epochs"}
+    fit |= {"steps": 1, "batch_size": 4, "eval_batch_size": 4, "workers": 0, "eval_orders": 1}
+    evaluate = {**recipe["evaluate"], "num_orders": 2, "batch_size": 6}
+    shrunk = {**recipe, "model": model, "data": data, "seeds": seeds[:1], "arms": arms}
+    if "merging" in recipe:
+        options = {**recipe["merging"]["options"], "merges": 3, "batch_size": 6, "num_orders": 1}
+        shrunk["merging"] = {**recipe["merging"], "options": options}
+    small = {"images": 12, "neighbours": 3, "batch_size": 6}
+    shrunk["analyses"] = [
+        {**one, "seeds": seeds[:1], "options": small} for one in recipe["analyses"]
+    ]
+    return StudySettings(**{**shrunk, "fit": fit, "evaluate": evaluate})
+
+
+@pytest.mark.parametrize(
+    ("name", "seeds", "runs", "others"),
+    [("imagenet-paper", tuple(range(12)), 30, 4), ("cifar100-paper", (0,), 10, 2)],
+)
+def test_end_to_end(repository, images, model, tmp_path, name, seeds, runs, others):
+    recipe = read_recipe(repository / "recipes" / f"{name}.yaml")
+    study = shrunk(recipe, model=model, data=f"folder:{images}", seeds=seeds)
+    tasks = tasks_of(study)
+    assert (sum(isinstance(task, RunSpec) for task in tasks), len(tasks)) == (runs, runs + others)
+    write_plan(study, tmp_path)
+    for task in tasks:
+        task.directory(tmp_path).mkdir(parents=True)
+        execute(task, tmp_path)
+        assert is_finished(task, tmp_path)
+    report = write_report(tmp_path)
+    assert report.complete
+    text = (tmp_path / "report.md").read_text()
+    for arm in recipe["arms"]:
+        if arm["method"] != "truncated":
+            assert _rows(tmp_path, arm.get("name", arm["method"])), arm
+    assert "Figure 4" in text
+    if name == "imagenet-paper":
+        assert "Table 2 and Figure 5" in text
+        assert "Paper protocol: the checkpoint was picked on the same images" in text
+        short = json.loads(
+            (tmp_path / "runs/truncated-3-seed0/fit/model/layershuffle.json").read_text()
+        )
+        assert (short["depth"], short["provenance"]["blocks_of_base"]) == (3, "0,6,11")
+
+
+def _rows(out, arm):
+    with (out / "results.csv").open() as file:
+        return [row for row in csv.DictReader(file) if row["method"] == arm]

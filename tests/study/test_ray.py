@@ -1,0 +1,76 @@
+"""The same study on a local two-node Ray cluster, also when one of its machines dies."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from layershuffle.cli import main
+
+RECIPE = {
+    "name": "tiny",
+    "model": "timm:vit_tiny_patch16_224?pretrained=false&num_classes=100&in_chans=1&img_size=12,20"
+    "&patch_size=4&embed_dim=32&depth=4&num_heads=2&mlp_ratio=2",
+    "data": "digit-pairs?train=64&validation=32&test=32",
+    "arms": [{"method": "baseline"}, {"method": "layershuffle"}],
+    "fit": {"steps": 40, "batch_size": 16, "lr": 1e-3, "eval_every": 10, "log_every": 1},
+    "evaluate": {"modes": "sequential,arbitrary", "num_orders": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    path = tmp_path_factory.mktemp("recipe") / "tiny.yaml"
+    path.write_text(yaml.safe_dump(RECIPE))
+    return path
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory, recipe):
+    out = tmp_path_factory.mktemp("local") / "out"
+    assert main(["reproduce", str(recipe), "--out", str(out)]) == 0
+    return results(out)
+
+
+def results(out):
+    return {path.parent.name: path.read_text() for path in sorted(out.glob("runs/*/results.csv"))}
+
+
+def on_cluster(recipe, out, *options):
+    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+    return subprocess.run(
+        [sys.executable, Path(__file__).parent / "ray_cluster.py", recipe, out, *options],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("options", [(), ("kill",)])
+def test_a_cluster_gives_the_same_numbers(recipe, local, tmp_path, options):
+    done = on_cluster(recipe, tmp_path / "out", *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert ("node killed" in done.stdout) == bool(options)
+    assert results(tmp_path / "out") == local
+    assert (tmp_path / "out" / "report.html").is_file()
+    assert not (tmp_path / "out" / ".shared-disk").exists()
+
+
+def test_no_cluster_there(recipe, tmp_path, capsys):
+    pytest.importorskip("ray")
+    words = ["reproduce", str(recipe), "--out", str(tmp_path / "out"), "--ray", "127.0.0.1:1"]
+    code = subprocess.run(
+        [sys.executable, "-m", "layershuffle", *words],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "RAY_gcs_rpc_server_reconnect_timeout_s": "1"},
+        timeout=120,
+        check=False,
+    )
+    assert code.returncode == 2, code.stderr
+    assert "No Ray cluster answers at '127.0.0.1:1'" in code.stderr
