@@ -80,7 +80,19 @@ def test_settings_named_in_the_docs_exist(repository):
     from layershuffle.merging.settings import EnsembleSettings, MergingSettings
     from layershuffle.settings import EvalSettings, FitSettings
 
-    own = {"out", "recipe", "debug", "json", "order", "data", "workers", "dry-run", "help"}
+    own = {
+        "out",
+        "recipe",
+        "debug",
+        "json",
+        "order",
+        "data",
+        "workers",
+        "dry-run",
+        "only",
+        "ray",
+        "help",
+    }
     own |= {"random", "mode", "base", "no-soups"}
     own |= {"list"}
     kinds = (FitSettings, EvalSettings, MergingSettings, EnsembleSettings, AnalysisSettings)

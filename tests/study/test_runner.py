@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import layershuffle as ls
 from layershuffle.cli import main
 from layershuffle.errors import Interrupted, UsageError
 from layershuffle.study.plan import read_plan, runs_of, write_plan
@@ -92,6 +94,58 @@ def test_killed_and_restarted(undisturbed, recipe, tmp_path):
     wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
     assert run_study(read_plan(out), out, watch=watch) == []
     assert results(out) == results(undisturbed)
+
+
+FIVE = {
+    **RECIPE,
+    "seeds": [0, 1],
+    "arms": [{"method": "layershuffle"}],
+    "fit": {**RECIPE["fit"], "steps": 30, "eval_every": 5, "checkpoint_every": 3},
+    "evaluate": {"modes": "sequential,arbitrary", "num_orders": 2},
+    "merging": {"arms": ["layershuffle"], "options": {"merges": 2, "num_orders": 1}},
+    "analyses": [
+        {"name": "norms", "arm": "layershuffle", "options": {"images": 20}},
+        {"name": "leave-one-out", "arm": "layershuffle", "options": {"images": 20}},
+    ],
+}
+
+
+def test_killed_at_five_random_moments(tmp_path):
+    """kill -9 wherever it is: training, merging or analysing; no number changes."""
+    path, base = tmp_path / "five.yaml", tmp_path / "base"
+    ls.save(ls.load(MODEL.replace("depth=4", "depth=2")), base)  # donors must share their base
+    path.write_text(yaml.safe_dump({**FIVE, "model": f"dir:{base}"}))
+    started = time.monotonic()
+    assert main(["reproduce", str(path), "--out", str(tmp_path / "calm")]) == 0
+    whole = time.monotonic() - started
+    command = [sys.executable, "-m", "layershuffle", "reproduce", str(path)]
+    moments = random.Random(0)
+    killed = 0
+    for _ in range(5):
+        study = subprocess.Popen(
+            [*command, "--out", str(tmp_path / "rough")], stdout=subprocess.DEVNULL
+        )
+        time.sleep(moments.uniform(0.1, 0.6) * whole)
+        workers = children_of(study.pid) if study.poll() is None else []
+        killed += study.poll() is None
+        study.kill()
+        study.wait()
+        wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))  # noqa: B023
+    assert killed >= 3
+    assert main(["reproduce", str(path), "--out", str(tmp_path / "rough")]) == 0
+    calm, rough = (numbers(tmp_path / name) for name in ("calm", "rough"))
+    assert len(calm) == 2 + 1 + 2
+    assert rough == calm
+
+
+def numbers(out):
+    """Every CSV that a task of the study left."""
+    patterns = ("runs/*/results.csv", "merging/*/results.csv", "analysis/*/files/*.csv")
+    found = [path for pattern in patterns for path in out.glob(pattern)]
+    return {
+        path.relative_to(out).as_posix(): path.read_text().replace(str(out), "OUT")
+        for path in sorted(found)
+    }
 
 
 def test_stopped_and_restarted(undisturbed, tmp_path):
