@@ -66,7 +66,10 @@ def test_sizes_classes_and_a_stratified_disjoint_holdout(root: Path) -> None:
     assert torch.bincount(torch.tensor(labels)).tolist() == [4, 4, 4]
     assert any("12 of 60 training images" in note for note in data.notes)
     assert files_of(opened(root), "holdout") == held
-    assert files_of(opened(root, seed=1), "holdout") != held
+    assert files_of(opened(root, seed=1), "holdout") == held, "donors of a merge must share it"
+    uncut = opened(root, holdout=None)
+    assert set(uncut.splits) == {"train", "test"}
+    assert set(files_of(uncut, "train")) == {*train, *held}
 
 
 def test_items_are_the_files_pixels_with_the_folders_label(root: Path) -> None:

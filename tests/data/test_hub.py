@@ -205,7 +205,7 @@ def test_a_stream_has_every_image_once_and_a_holdout_by_content(
     assert sizes(data) == {"train": None, "holdout": None, "test": None}
     assert data.classes == CLASSES
     assert any("hash of their content" in note for note in data.notes)
-    cut = IdentityCut(seed=0, share=0.2, held_out=True)
+    cut = IdentityCut(share=0.2, held_out=True)
     files = {path.read_bytes() for path in (image_folder / "train").rglob("*.png")}
     expected = sorted(
         np.asarray(Image.open(io.BytesIO(content))).tobytes()

@@ -163,7 +163,7 @@ def test_the_plan_in_words(study):
 def test_time_adds_up(study):
     """Against a sum by hand: one run, one merging."""
     speed = Speed(
-        step=0.5, image_block=1e-3, parameter_bytes=4, depth=12, steps=9, test_images=1000
+        step=0.5, image_block=1e-3, parameter_bytes=4, depth=12, train_images=6400, test_images=1000
     )
     run = next(run for run in runs_of(study) if run.name == "baseline-seed0")
     # sequential 12; two arbitrary orders of 12, whose first 6 blocks are the pruned orders.
@@ -173,5 +173,9 @@ def test_time_adds_up(study):
     assert task_seconds(run, speed) == pytest.approx(8 + 100 * 0.5 + 36 * 1.0)
     short = next(run for run in runs_of(study) if run.name == "truncated-3-seed0")
     assert task_seconds(short, speed) == pytest.approx(8 + 100 * 0.5 / 4 + 3 * 1.0)
+    for epochs in (1, 20):  # 100 steps each
+        fit = {"batch_size": 64, "epochs": epochs}
+        by_epochs = runs_of(StudySettings(**{**RECIPE, "fit": fit, "budget": None}))[0]
+        assert task_seconds(by_epochs, speed) == pytest.approx(8 + epochs * 50.0 + 36 * 1.0)
     merging = next(task for task in tasks_of(study) if isinstance(task, MergingSpec))
     assert task_seconds(merging, speed) == pytest.approx(8 + (7 + 3 * 4 * 5) * 12 * 1.0)

@@ -20,7 +20,10 @@ from layershuffle.study.report import Report, write_report
 from layershuffle.study.statistics import estimate
 from layershuffle.study.summary import label
 
-FILES = ["results.csv", "table.md", "report.md", "report.html", "figure1.svg", "figure1.png"]
+FILES = [
+    *("results.csv", "table.md", "report.md", "report.html", "claims.md"),
+    *("figure1.svg", "figure1.png"),
+]
 VOID = {"meta", "br", "img", "input", "hr", "col", "link"}
 CONDITIONS = [
     ("sequential", 12),
@@ -265,7 +268,7 @@ def test_an_arm_without_results_is_shown_as_not_measured(tmp_path: Path):
 def test_a_study_before_its_first_run(tmp_path: Path):
     names = [f"run{i}-{method}-seed0" for i, method in enumerate(LEVELS)]
     report = write_report(write_study(tmp_path, undone=names))
-    assert [path.name for path in report.files] == FILES[:4]
+    assert [path.name for path in report.files] == FILES[:5]
     page = Page(report.html.read_text())
     assert "No score in arbitrary order yet" in page.text
     assert "0 of 4 runs are finished; 0 failed, 4 not done yet." in page.text

@@ -72,7 +72,7 @@ def test_table_1_gives_differences_to_the_sequential_baseline(out):
         for arm, mode in (("layershuffle", "arbitrary"), ("baseline", "sequential"))
     ]
     assert ours[head["Top-1"]] == f"{means[0]:.2f}"
-    assert ours[head["To sequential baseline"]] == f"{means[0] - means[1]:+.2f}"
+    assert ours[head["To sequential baseline"]].split()[0] == f"{means[0] - means[1]:+.2f}"
     assert ours[head["Paper"]] == "62.77 +-0.41"
     assert ours[head["Paper, to sequential baseline"]] == "-19.84"
     assert ours[head["Ours - paper"]] == f"{means[0] - 62.77:+.2f}"
@@ -170,9 +170,10 @@ def test_no_point_of_the_swarm_is_lost(out):
     svg = draw_swarm(read_pieces(out, read_study(out))).decode()
     # Two donors, a hundred merges, a soup, two ensembles: each dot is one <use>.
     assert len(re.findall(r"<use [^>]*clip-path|<use [^>]*style=\"fill", svg)) >= 105
-    shifts = swarm(merges, step=1.1)
-    places = {(round(value / 1.1), shift) for value, shift in zip(merges, shifts, strict=True)}
-    assert len(places) == 100, "two dots lie on each other"
+    shifts = swarm(merges, step=1.0)
+    for i, one in enumerate(merges):
+        for j in range(i):
+            assert abs(one - merges[j]) >= 1.0 or abs(shifts[i] - shifts[j]) >= 1, "dots overlap"
 
 
 def verdicts(out):
@@ -191,13 +192,14 @@ def test_claims_are_judged_by_numbers(out):
     assert (lose.verdict, lose.evidence) == ("not measured", "-")
     write_merging(out, "layershuffle", merging_rows([70.0, 74.0], [66.0, 68.0, 70.0]))
     after = verdicts(out)
-    assert after[lose.says].verdict == "holds partly"
-    assert after[lose.says].evidence == "single 72.00, merged 68.00: -4.00 points"
+    # Two single models: the interval is so wide that nothing speaks against "no loss".
+    assert after[lose.says].verdict == "holds"
+    assert after[lose.says].evidence.startswith("single 72.00, merged 68.00: -4.00 points (")
     ensemble = next(c for c in after.values() if c.says.startswith("An ensemble"))
     assert (ensemble.verdict, ensemble.evidence) == ("holds", "ensemble 80.00, +8.00 points")
     vary = next(c for c in after.values() if "vary more" in c.says)
     assert vary.verdict == "does not hold"
-    assert vary.evidence.startswith("single 2.83 ")
+    assert vary.evidence == "single models 2.83, merged 2.00, both over single orders"
 
 
 def test_the_identity_draw_is_looked_for(out):
@@ -265,6 +267,9 @@ def test_the_report_holds_all_of_it_and_says_what_is_missing(out):
     assert "data:image/svg+xml;base64," in page
     assert "](figure5.svg)" in text
     assert (out / "figure5.svg").is_file()
+    claims = (out / "claims.md").read_text()
+    assert claims.count("\n## ") == len(CLAIMS)
+    assert "**Holds.** ensemble 80.00, +8.00 points." in claims
     assert "umap-x" in page
 
 

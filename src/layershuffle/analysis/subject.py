@@ -16,7 +16,8 @@ from layershuffle.analysis.squares import balanced_orders
 from layershuffle.data import DataOptions, ImageData, Split, check_class_count, open_data
 from layershuffle.data.contract import limited_test
 from layershuffle.errors import DataError, UsageError
-from layershuffle.models import image_view, load, logits_of, num_classes_of
+from layershuffle.models import host_of, image_view, load, logits_of, num_classes_of
+from layershuffle.models.origin import trained_with
 from layershuffle.orders import ExecutionOrder
 from layershuffle.parts import Part
 from layershuffle.stack import depth_of, running, with_parts
@@ -129,6 +130,7 @@ def open_subject(
 def _open(spec: str, model: nn.Module, settings: AnalysisSettings, *, train: bool) -> ImageData:
     options = DataOptions(
         train=train,
+        holdout=trained_with(host_of(model)).get("holdout", DataOptions.holdout),
         max_test=settings.images,
         resize=settings.resize,
         skip_corrupt=settings.skip_corrupt,

@@ -49,13 +49,16 @@ def run(argv: Sequence[str]) -> int:
     """Run the study; exit code 1 if a run failed (the others are done and reported)."""
     options = parse(_Options, argv, command="reproduce", about=_ABOUT)
     if options.workers is not None and options.workers < 1:
-        raise UsageError(f"--workers is a number of processes, not {options.workers}")
+        raise UsageError(
+            f"--workers is a number of processes, not {options.workers}",
+            hint="leave it out for one per GPU or core",
+        )
     study = _study(options.recipe)
     out = options.out or Path("runs") / study.name
     tasks = tasks_for(study, options.only)
     if options.dry_run:
         print(plan_text(study, tasks))
-        print(forecast_text(forecast(study, tasks, workers=options.workers), out))
+        print(forecast_text(forecast(study, tasks, out=out, workers=options.workers), out))
         return 0
 
     from layershuffle.cli.study_progress import study_watcher

@@ -24,21 +24,25 @@ Item = tuple[Tensor, int]  # image float32 [C, H, W], normalised; class index
 
 # `max_test` always takes the same images, whatever seed the run has: scores stay comparable.
 TEST_SHUFFLE_SEED = 0
+# Nor does the holdout move with the seed: sibling models, whose blocks are merged, must have
+# trained on the same images, and what picks or probes any of them must be new to all of them.
+HOLDOUT_SEED = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
     """What the caller wants from a source.
 
-    seed: places the holdout and drives augmentation (never the content of `digit-pairs`).
-    holdout: share of the training images held out, for sources without a validation split beside
-    a test split. resize: "crop" keeps the aspect ratio and cuts the centre, "squash" keeps all of
-    the image. max_test: first n of one fixed shuffle. train=False opens only "test".
+    seed: drives augmentation and the shuffling of streams (never the content of `digit-pairs`).
+    holdout: share of the training images held out, the same ones for every seed, for sources
+    without a validation split beside a test split; None trains on all of them. resize: "crop" keeps
+    the aspect ratio and cuts the centre, "squash" keeps all of the image. max_test: first n of one
+    fixed shuffle. train=False opens only "test".
     Raises UsageError if a value is out of range.
     """
 
     seed: int = 0
-    holdout: float = 0.05
+    holdout: float | None = 0.05
     augment: bool = False
     resize: Literal["crop", "squash"] = "crop"
     skip_corrupt: bool = False
@@ -47,7 +51,7 @@ class DataOptions:
     train: bool = True
 
     def __post_init__(self) -> None:
-        if not 0 < self.holdout < 1:
+        if self.holdout is not None and not 0 < self.holdout < 1:
             raise UsageError(
                 f"holdout is {self.holdout}, must be above 0 and below 1",
                 hint="0.05 holds out 5 percent of the training images",
@@ -126,7 +130,7 @@ def generator_for(*parts: int | str) -> torch.Generator:
 
 
 def stratified_holdout(
-    labels: Sequence[int] | Tensor, share: float, *, seed: int
+    labels: Sequence[int] | Tensor, share: float, *, seed: int = HOLDOUT_SEED
 ) -> tuple[list[int], list[int]]:
     """(kept, held out): ascending indices, each class cut at `share` by its own shuffle.
 

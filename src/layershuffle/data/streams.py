@@ -19,6 +19,7 @@ from datasets.utils.file_utils import xopen
 from torch.utils.data import IterableDataset
 
 from layershuffle.data.contract import (
+    HOLDOUT_SEED,
     TEST_SHUFFLE_SEED,
     ImageData,
     Item,
@@ -104,13 +105,12 @@ class RecordReader:
 class IdentityCut:
     """Keeps the images whose identity falls into the held-out share, or all the others."""
 
-    seed: int
     share: float
     held_out: bool
 
     def keeps(self, digest: str) -> bool:
         """Whether an image with this identity belongs to the part."""
-        falls_in = derived_seed("holdout", self.seed, digest) < self.share * 2**63
+        falls_in = derived_seed("holdout", HOLDOUT_SEED, digest) < self.share * 2**63
         return falls_in == self.held_out
 
 
@@ -199,7 +199,8 @@ def assemble_streams(request: SourceRequest, streams: Streams) -> ImageData:
     parts = {"test": StreamedImages(test, streams.readers["test"], plain)}
     if options.train and streams.train is not None:
         parts["train"] = _train_part(request, streams, notes)
-        parts["holdout"] = _holdout_part(request, streams, notes)
+        if streams.validation is not None or options.holdout is not None:
+            parts["holdout"] = _holdout_part(request, streams, notes)
     return ImageData(
         spec=request.spec,
         classes=streams.classes,
@@ -228,12 +229,12 @@ def _holdout_part(request: SourceRequest, streams: Streams, notes: list[str]) ->
     reader = streams.readers["train"]
     notes.append(
         f"the holdout is about {options.holdout:g} of the training images, chosen by the hash of "
-        f"their {'content' if reader.key is None else 'key'}, seed {options.seed}"
+        f"their {'content' if reader.key is None else 'key'}, the same for every seed"
     )
     cut = _identity_cut(request, held_out=True)
     return StreamedImages(streams.train, reader, plain, cut=cut)
 
 
-def _identity_cut(request: SourceRequest, *, held_out: bool) -> IdentityCut:
-    options = request.options
-    return IdentityCut(seed=options.seed, share=options.holdout, held_out=held_out)
+def _identity_cut(request: SourceRequest, *, held_out: bool) -> IdentityCut | None:
+    share = request.options.holdout
+    return None if share is None else IdentityCut(share=share, held_out=held_out)

@@ -183,33 +183,34 @@ def _training_splits(
     else:
         kept, cut = _cut(request, tables, rows["train"], notes)
         held, size = TransformedImages(tables.train, cut, plain), len(cut)
-    _require_images(kept, size, request)
+    uncut = options.holdout is None and tables.validation is None
+    _require_images(kept, size or uncut, request)
     fitted: Dataset[Item]
     if options.augment:
         transform = augment_transform(request.view)
         fitted = AugmentedImages(tables.train, kept, transform, seed=options.seed)
     else:
         fitted = TransformedImages(tables.train, kept, plain)
-    return {
-        "train": Split(dataset=fitted, size=len(kept)),
-        "holdout": Split(dataset=held, size=size),
-    }
+    splits = {"train": Split(dataset=fitted, size=len(kept))}
+    return splits if uncut else {**splits, "holdout": Split(dataset=held, size=size)}
 
 
 def _cut(
     request: SourceRequest, tables: Tables, good: list[int], notes: list[str]
 ) -> tuple[list[int], list[int]]:
     assert tables.train is not None
+    if request.options.holdout is None:
+        notes.append("all training images are trained on, none is held out")
+        return good, []
     if tables.holdout is not None:
         readable = set(good)
         kept, cut = ([row for row in part if row in readable] for part in tables.holdout)
         return kept, cut
-    options = request.options
     labels = [tables.train.labels[row] for row in good]
-    kept, cut = stratified_holdout(labels, options.holdout, seed=options.seed)
+    kept, cut = stratified_holdout(labels, request.options.holdout)
     notes.append(
         f"the holdout is {len(cut)} of {len(good)} training images, "
-        f"a share of {options.holdout:g} per class, seed {options.seed}"
+        f"a share of {request.options.holdout:g} per class, the same for every seed"
     )
     return [good[i] for i in kept], [good[i] for i in cut]
 

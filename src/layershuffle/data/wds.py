@@ -24,7 +24,13 @@ from layershuffle.data.columns import (
     numbered,
     record_reader,
 )
-from layershuffle.data.contract import ImageData, SourceRequest, generator_for, shortened
+from layershuffle.data.contract import (
+    HOLDOUT_SEED,
+    ImageData,
+    SourceRequest,
+    generator_for,
+    shortened,
+)
 from layershuffle.data.hub import LOAD_ERRORS
 from layershuffle.data.images import mode_for
 from layershuffle.data.shards import (
@@ -58,12 +64,14 @@ def open_source(request: SourceRequest) -> ImageData:
     return _tabled(request, shards, classes)
 
 
-def held_out_shards(count: int, share: float, *, seed: int) -> list[int] | None:
+def held_out_shards(count: int, share: float) -> list[int] | None:
     """Which of `count` shards are held out; None if the share is less than half a shard."""
     number = min(round(share * count), count - 1)
     if number == 0:
         return None
-    order: list[int] = torch.randperm(count, generator=generator_for("shards", seed)).tolist()
+    order: list[int] = torch.randperm(
+        count, generator=generator_for("shards", HOLDOUT_SEED)
+    ).tolist()
     return sorted(order[:number])
 
 
@@ -92,18 +100,20 @@ def _cut(
     request: SourceRequest, train: Any, shards: Sequence[Path]
 ) -> tuple[tuple[list[int], list[int]], str]:
     """((rows kept, rows held out), note): whole shards if the share has one, else keys."""
-    share, seed = request.options.holdout, request.options.seed
-    held = held_out_shards(len(shards), share, seed=seed)
+    share = request.options.holdout
+    if share is None:
+        return (list(range(len(train))), []), ""
+    held = held_out_shards(len(shards), share)
     if held is not None:
         names = {str(shards[index]) for index in held}
         out = [shard in names for shard in train[_SHARD]]
-        note = _shard_note(held, shards, seed)
+        note = _shard_note(held, shards)
     else:
-        rule = IdentityCut(seed=seed, share=share, held_out=True)
+        rule = IdentityCut(share=share, held_out=True)
         out = [rule.keeps(identity(key.encode("utf-8"))) for key in train[_KEY]]
         note = (
             f"the holdout is {sum(out)} of {len(out)} training images, "
-            f"about {share:g}, chosen by the hash of their key, seed {seed}"
+            f"about {share:g}, chosen by the hash of their key, the same for every seed"
         )
     kept = [row for row, held_out in enumerate(out) if not held_out]
     return (kept, [row for row, held_out in enumerate(out) if held_out]), note
@@ -112,10 +122,10 @@ def _cut(
 def _streamed(request: SourceRequest, shards: Shards, classes: tuple[str, ...]) -> ImageData:
     note = ""
     if "train" in shards and "validation" not in shards:
-        train, options = shards["train"], request.options
-        held = held_out_shards(len(train), options.holdout, seed=options.seed)
+        train, share = shards["train"], request.options.holdout
+        held = None if share is None else held_out_shards(len(train), share)
         if held is not None:
-            note = _shard_note(held, train, options.seed)
+            note = _shard_note(held, train)
             kept = [path for index, path in enumerate(train) if index not in held]
             shards = shards | {"train": kept, "validation": [train[index] for index in held]}
     loaded = {name: _load(request, paths, classes) for name, paths in shards.items()}
@@ -168,6 +178,9 @@ def _load(
     return renamed, Columns(image=_IMAGE, label=label, classes=classes, index=index)
 
 
-def _shard_note(held: Sequence[int], shards: Sequence[Path], seed: int) -> str:
+def _shard_note(held: Sequence[int], shards: Sequence[Path]) -> str:
     names = ", ".join(shards[index].name for index in held[:5])
-    return f"the holdout is {len(held)} of {len(shards)} training shards, seed {seed}: {names}"
+    return (
+        f"the holdout is {len(held)} of {len(shards)} training shards, the same for every seed: "
+        f"{names}"
+    )

@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Any
 
 import torch
 from torch import nn
@@ -28,7 +27,7 @@ from layershuffle.merging.rows import MergingRow, rows_csv
 from layershuffle.merging.settings import Combine, EnsembleOrders, EnsembleSettings, MergingSettings
 from layershuffle.merging.soups import greedy_soup, uniform_soup
 from layershuffle.models import host_of, image_view, load, num_classes_of
-from layershuffle.models.origin import origin_of
+from layershuffle.models.origin import trained_with
 from layershuffle.modes import Mode
 from layershuffle.policies import OrderMode
 
@@ -51,20 +50,20 @@ def score_merging(
     settings: MergingSettings,
     mode: OrderMode = "arbitrary",
     base: str | None = None,
+    names: Sequence[str] | None = None,
     progress: Progress | None = None,
     note: Callable[[str], None] | None = None,
 ) -> list[MergingRow]:
     """Score donors, merges, soups and ensembles on the test split of `data`, all in one order mode.
 
     `donors` and `base` are model specs; `base` is needed for ends from there, by default the one
-    that the donors name. The greedy soup is put together on the held-out split. `note` is called
-    with every sentence that a reader of the rows should know. Raises
+    that the donors name. `names` stand for the specs in the rows. The greedy soup is put together
+    on the held-out split. `note` is called with every sentence that a reader should know. Raises
     `UsageError` for donors that do not fit together or impossible settings, `DataError` if the
     classes of the data are not as many as the models'.
     """
-    family = load_family(
-        donors, base=base, needs_base="base" in settings.ends, mixed=settings.mixed
-    )
+    needs = "base" in settings.ends
+    family = load_family(donors, base=base, needs_base=needs, mixed=settings.mixed, names=names)
     ends = {  # first of all, because it refuses impossible counts
         end: sample_plans(
             len(donors), family.depth, count=settings.merges, seed=settings.seed,
@@ -88,7 +87,7 @@ def score_merging(
         if split is None:
             raise DataError("The data have no held-out part", place=data, hint="add --no-soups")
         desk.score_soups(_batches(split, settings.batch_size, image_view(family.donors[0])))
-        notes += _holdout_notes(family, data)
+        notes += _holdout_notes(family)
     desk.score_ensembles()
     if note is not None:
         for sentence in notes:
@@ -232,7 +231,12 @@ def _order_text(score: Score) -> str:
 
 
 def load_family(
-    donors: Sequence[str], *, base: str | None, needs_base: bool, mixed: bool
+    donors: Sequence[str],
+    *,
+    base: str | None,
+    needs_base: bool,
+    mixed: bool,
+    names: Sequence[str] | None = None,
 ) -> Family:
     """The family of the models with these specs; `base` is by default the one that they name.
 
@@ -243,24 +247,23 @@ def load_family(
         raise UsageError(f"{twice[0]} is named twice", hint="name each model once")
     models = [load(spec) for spec in donors]
     if not needs_base:
-        return Family(models, names=donors, mixed=mixed)
+        return Family(models, names=names or donors, mixed=mixed)
     named = base or shared_record(models)["provenance"].get("base")
     if not named:
         raise UsageError(
             "The donors do not say which base checkpoint they were refined from",
             hint="name it (--base SPEC, base: SPEC in a recipe), or choose other ends",
         )
-    return Family(models, names=donors, base=load(named), mixed=mixed)
+    return Family(models, names=names or donors, base=load(named), mixed=mixed)
 
 
 def _open(
     family: Family, data: str, *, settings: MergingSettings | EnsembleSettings, holdout: bool
 ) -> ImageData:
     first = family.donors[0]
-    trained = _training(first)
+    trained = trained_with(host_of(first))
     options = DataOptions(
         train=holdout,
-        seed=trained.get("seed", DataOptions.seed),
         holdout=trained.get("holdout", DataOptions.holdout),
         max_test=settings.max_images,
         resize=settings.resize,
@@ -272,19 +275,12 @@ def _open(
     return opened
 
 
-def _training(donor: nn.Module) -> dict[str, Any]:
-    """The settings of the run that made the donor: they say which images it held out."""
-    settings = origin_of(host_of(donor)).record.get("settings")
-    return settings if isinstance(settings, dict) else {}
-
-
-def _holdout_notes(family: Family, data: str) -> tuple[str, ...]:
-    seeds = {_training(donor).get("seed") for donor in family.donors}
-    if data.startswith("digit-pairs") or len(seeds) == 1:
+def _holdout_notes(family: Family) -> tuple[str, ...]:
+    if not any(trained_with(host_of(donor)).get("paper_protocol") for donor in family.donors):
         return ()
     return (
-        f"greedy soup: the held-out images are those of {family.names[0]}; where they are a part "
-        "of the training images, donors with other seeds have seen some of them",
+        "greedy soup: the donors held nothing out (paper_protocol), so it is chosen on images that "
+        "they have trained on",
     )
 
 

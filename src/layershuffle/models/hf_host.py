@@ -141,13 +141,17 @@ def set_depth(host: Host, depth: int) -> None:
     )
     if not hasattr(config, "num_hidden_layers"):
         raise refusal
-    before = dict(vars(config))
+    before, same = dict(vars(config)), False
     _note_depth(config, depth)
-    with _quiet(), seeded(0), torch.device("meta"):
-        sketch = type(host)._from_config(host.config)
-    if shapes_of(sketch.state_dict()) != shapes_of(host.state_dict()):
-        vars(config).clear()
-        vars(config).update(before)
+    try:
+        with _quiet(), seeded(0), torch.device("meta"):
+            sketch = type(host)._from_config(host.config)
+        same = shapes_of(sketch.state_dict()) == shapes_of(host.state_dict())
+    finally:
+        if not same:
+            vars(config).clear()
+            vars(config).update(before)
+    if not same:
         raise refusal
 
 

@@ -50,6 +50,12 @@ def origin_of(host: nn.Module) -> Origin:
     return origin if isinstance(origin, Origin) else Origin()
 
 
+def trained_with(host: nn.Module) -> Mapping[str, Any]:
+    """The settings of the run that made `host` (which images it held out, say), else nothing."""
+    settings = origin_of(host).record.get("settings")
+    return settings if isinstance(settings, dict) else {}
+
+
 def remember(host: nn.Module, origin: Origin) -> nn.Module:
     """`host` itself, with its origin."""
     setattr(host, _ATTRIBUTE, origin)

@@ -33,11 +33,13 @@ def truncate(model: nn.Module, blocks: ExecutionOrder | str | Sequence[int]) -> 
     names = list(before)[: len(order)]
     kept = dict(zip(names, [stack.block(block) for block in order], strict=True))
     _fill(stack, kept)
+    noted = False
     try:
         library_of(model).set_depth(model, len(order))
-    except UsageError:
-        _fill(stack, before)
-        raise
+        noted = True
+    finally:
+        if not noted:
+            _fill(stack, before)
     # Method and scores were those of the longer model.
     return remember(model, replace(origin_of(model), record={}))
 

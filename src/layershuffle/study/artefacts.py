@@ -78,7 +78,10 @@ def tasks_for(study: StudySettings, only: str | None) -> tuple[Task, ...]:
     for name in (word.strip() for word in only.split(",")):
         found = {task.name for task in tasks if _artefact(name)(task, study)}
         if not found:
-            raise UsageError(f"The study {study.name!r} plans nothing for {name}")
+            raise UsageError(
+                f"The study {study.name!r} plans nothing for {name}",
+                hint="add it to the recipe (docs/commands/reproduce.md), or leave --only out",
+            )
         wanted |= found
     return tuple(task for task in tasks if task.name in _with_needs(wanted, tasks))
 

@@ -38,9 +38,10 @@ def budget_points(study: Study) -> tuple[Point, ...]:
         if arm in arms and run.facts is not None and run.plan.method == arms_method(study, arm):
             groups.setdefault((arm, run.facts.steps), []).append(run)
     return tuple(
-        Point(arm=arm, steps=steps, mode=mode, top1=_top1(groups[arm, steps], mode))
+        Point(arm=arm, steps=steps, mode=mode, top1=top1)
         for arm, steps in sorted(groups, key=lambda key: (list(arms).index(key[0]), key[1]))
         for mode in _MODES
+        if (top1 := _top1(groups[arm, steps], mode)) is not None
     )
 
 
@@ -55,15 +56,16 @@ def _base_arm(run: Run) -> str:
     return re.sub(r"-\d+-steps$", "", run.plan.arm)
 
 
-def _top1(runs: Sequence[Run], mode: str) -> Estimate:
+def _top1(runs: Sequence[Run], mode: str) -> Estimate | None:
     """Over the runs, of the full stack in that mode."""
-    scores = {}
-    images = 0
-    for run in runs:
-        rows = [row for row in run.rows if row.mode == mode and row.choose == ""]
-        scores[run.plan.seed] = [row.top1 for row in rows]
-        images = rows[0].n
-    return estimate(scores, images=images)
+    rows = {
+        run.plan.seed: [row for row in run.rows if row.mode == mode and row.choose == ""]
+        for run in runs
+    }
+    scores = {seed: [row.top1 for row in found] for seed, found in rows.items() if found}
+    if not scores:
+        return None
+    return estimate(scores, images=min(row.n for found in rows.values() for row in found))
 
 
 def budget_section(summary: Summary) -> Section | None:
@@ -91,6 +93,8 @@ def _words(points: Sequence[Point]) -> str:
     for arm in dict.fromkeys(point.arm for point in points):
         for mode in _MODES:
             curve = [p for p in points if (p.arm, p.mode) == (arm, mode)]
+            if not curve:
+                continue
             first, last = curve[0], curve[-1]
             sentences.append(
                 f"{label(arm)} in {mode} order goes from {first.top1.mean:.1f} % after "

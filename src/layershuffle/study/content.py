@@ -26,6 +26,7 @@ from layershuffle.study.sections import Section
 from layershuffle.study.settings import StudySettings
 from layershuffle.study.summary import Cell, Column, Summary, label
 from layershuffle.study.table1 import choices_table, table_1
+from layershuffle.study.tables import NOT_DONE
 
 _FIT = "fit"  # what `layershuffle.study.worker` trains into; `layershuffle eval` takes it
 
@@ -63,7 +64,7 @@ def gaps(study: Study, pieces: Sequence[Piece] = ()) -> list[tuple[str, str]]:
     tasks = [(run.plan.name, run.state, run.failure) for run in study.runs]
     tasks += [(piece.name, piece.state, piece.failure) for piece in pieces]
     failed = [(name, f"failed: {why}") for name, state, why in tasks if state == "failed"]
-    return failed + [(name, "not done yet") for name, state, _ in tasks if state == "missing"]
+    return failed + [(name, NOT_DONE) for name, state, _ in tasks if state == "missing"]
 
 
 def sections(summary: Summary, pieces: Sequence[Piece] = ()) -> list[Section]:

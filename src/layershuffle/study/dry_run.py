@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from layershuffle.machine import processor
 from layershuffle.modes import Mode, parse_modes
 from layershuffle.settings import DEFAULT_EPOCHS, EvalSettings, FitSettings
 from layershuffle.study.facts import duration
-from layershuffle.study.plan import AnalysisSpec, MergingSpec, RunSpec, Task
+from layershuffle.study.plan import AnalysisSpec, MergingSpec, RunSpec, Task, is_finished
 from layershuffle.study.pool import gpu_count
 from layershuffle.study.settings import StudySettings
 from layershuffle.study.speed import Speed
@@ -68,8 +69,10 @@ def _arm_text(study: StudySettings, runs: Sequence[RunSpec]) -> str:
     )
 
 
-def forecast(study: StudySettings, tasks: Sequence[Task], *, workers: int | None) -> Forecast:
-    """Measure a short probe per model and batch size, and add up what the tasks will take."""
+def forecast(
+    study: StudySettings, tasks: Sequence[Task], *, out: Path, workers: int | None
+) -> Forecast:
+    """Measure a short probe per model and batch size, and add up what is not done in `out` yet."""
     from layershuffle.study.probe import measure
 
     gpus = gpu_count()
@@ -85,7 +88,8 @@ def forecast(study: StudySettings, tasks: Sequence[Task], *, workers: int | None
             speeds[key] = measure(run.settings, run.evaluate, threads=threads)
         return speeds[key]
 
-    seconds = sum(task_seconds(task, speed(task)) for task in tasks)
+    left = [task for task in tasks if not is_finished(task, out)]
+    seconds = sum(task_seconds(task, speed(task)) for task in left)
     sizes = [speed(run).parameter_bytes for run in runs.values()]
     said = "; ".join(
         f"{one.step:.3g} s per step of {batch} images with {model}, {1e6 * one.image_block:.3g} us "
@@ -106,7 +110,7 @@ def task_seconds(task: Task, speed: Speed) -> float:
     block = speed.image_block * speed.test_images
     if isinstance(task, RunSpec):
         share = (task.settings.kept or speed.depth) / speed.depth
-        steps = task.settings.steps or speed.steps
+        steps = _steps(task.settings, speed.train_images)
         executions = block_runs(task.evaluate, task.settings.kept or speed.depth)
         return _START_SECONDS + steps * speed.step * share + executions * block
     if isinstance(task, MergingSpec):
@@ -115,6 +119,12 @@ def task_seconds(task: Task, speed: Speed) -> float:
         return _START_SECONDS + passes * speed.depth * block
     images = task.options.options.images
     return _START_SECONDS + _PIECE_PASSES * speed.depth * speed.image_block * images
+
+
+def _steps(settings: FitSettings, images: int | None) -> float:
+    if settings.steps is not None or images is None:
+        return settings.steps or 0
+    return (settings.epochs or DEFAULT_EPOCHS) * math.ceil(images / settings.batch_size)
 
 
 def orders_of(settings: EvalSettings) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 from layershuffle.study.merging_report import group_rows, score_of
 from layershuffle.study.pieces import Piece
-from layershuffle.study.statistics import Estimate, mean
+from layershuffle.study.statistics import Estimate, deviation, mean
 from layershuffle.study.summary import Column, Summary
 
 
@@ -21,10 +21,7 @@ class Evidence:
     def means(self, arm: str, mode: str, *, kept: int | None = None) -> list[float]:
         """The models' mean top-1 of an arm, blocks chosen as in the main table."""
         cell = self.summary.cell(arm, Column(mode, kept or self.summary.depth))
-        if cell is None:
-            return []
-        seeds = sorted({row.seed for row in cell.rows})
-        return [mean([row.top1 for row in cell.rows if row.seed == seed]) for seed in seeds]
+        return [] if cell is None else cell.model_means
 
     def by_identity(self, arm: str, kept: int) -> tuple[list[float], list[float]]:
         """Top-1 in arbitrary order of the draws that were the sequential order, and of others."""
@@ -46,6 +43,25 @@ class Evidence:
                         found[name if kind == "soup" else kind] = score_of(rows)
                 return found
         return {}
+
+    def spread_of_single_orders(self, arm: str, kind: str) -> float | None:
+        """Standard deviation over (model, order) scores of an arm's single models or merges."""
+        for piece in self.pieces:
+            if piece.kind == "merging" and piece.arm == arm:
+                rows = [row for row in piece.rows if row.kind == kind and row.main]
+                return deviation([row.top1 for row in rows])
+        return None
+
+    def merging_means(self, arm: str, kind: str) -> list[float]:
+        """The mean top-1 of every single model or merge of an arm, main variant."""
+        for piece in self.pieces:
+            if piece.kind == "merging" and piece.arm == arm:
+                models: dict[int, list[float]] = {}
+                for row in piece.rows:
+                    if row.kind == kind and row.main:
+                        models.setdefault(row.index, []).append(row.top1)
+                return [mean(values) for values in models.values()]
+        return []
 
     def fact(self, analysis: str, arm: str, *, path: tuple[str, ...]) -> float | None:
         """A number of an analysis by its path in the facts, averaged over the models asked."""

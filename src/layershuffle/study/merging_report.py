@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
 from typing import TYPE_CHECKING
 
 from layershuffle.merging.rows import MergingRow
@@ -24,8 +25,10 @@ _HEAD = (
     "Models", "Order", "Stem and head", "Number", "Top-1", "sd", "Lowest", "Highest", "95 %",
     "Top-5", "sd top-5", "Paper: top-1", "Paper: top-5", "Ours - paper",
 )  # fmt: skip
-_DOTS_ACROSS = 0.85  # of the distance between two columns of the swarm
-_ROW_HEIGHT = 1.1  # percentage points that a dot is high
+_DOT_POINTS = 2.2  # diameter of a dot
+_HEIGHT, _RANGE = 4.6, 104.0  # of the axes, in inches and in percentage points
+_ROW = _RANGE * _DOT_POINTS / 72 / _HEIGHT  # percentage points that a dot is high
+_ACROSS = 0.9  # of the distance between two columns that dots may fill
 
 
 def merging_section(pieces: Iterable[Piece]) -> Section | None:
@@ -124,7 +127,9 @@ def draw_swarm(pieces: Sequence[Piece]) -> bytes:
         for piece in pieces
         for key, rows in group_rows(piece.rows).items()
     ]
-    figure = new_figure(max(5.0, 1.05 * len(columns)), 5.2)
+    widest = max(_widest(values) for _, _, values in columns)
+    inches = max(0.8, widest * _DOT_POINTS / 72 / _ACROSS)  # of a column
+    figure = new_figure(1.0 + inches * len(columns), _HEIGHT + 1.4)
     axes = figure.subplots()
     style_axes(axes)
     axes.set(ylabel="top-1 accuracy (%)", ylim=(-2, 102), xlim=(-0.6, len(columns) - 0.4))
@@ -132,7 +137,8 @@ def draw_swarm(pieces: Sequence[Piece]) -> bytes:
     axes.set_axisbelow(True)
     arms = [piece.arm for piece in pieces]
     for place, (piece, _, values) in enumerate(columns):
-        _draw_column(axes, place, values, colour=STYLES[arms.index(piece.arm)][0])
+        colour = STYLES[arms.index(piece.arm)][0]
+        _draw_column(axes, place, values, colour=colour, step=_DOT_POINTS / 72 / inches)
     names = [_column_name(piece, key) for piece, key, _ in columns]
     axes.set_xticks(range(len(columns)), names, rotation=40, ha="right", fontsize=8)
     return figure_bytes(figure, "svg")
@@ -151,22 +157,37 @@ def _column_name(piece: Piece, key: tuple[str, str, str]) -> str:
     return " ".join(word for word in (label(piece.arm), _KINDS[kind], name, ends) if word)
 
 
-def _draw_column(axes: Axes, place: int, values: Sequence[float], *, colour: str) -> None:
-    shifts = swarm(values, step=_ROW_HEIGHT)
-    widest = max(map(abs, shifts), default=0) or 1
-    scale = min(0.08, _DOTS_ACROSS / 2 / widest)
-    axes.scatter([place + scale * shift for shift in shifts], values, s=11, color=colour, alpha=0.8)
+def _draw_column(
+    axes: Axes, place: int, values: Sequence[float], *, colour: str, step: float
+) -> None:
+    across = [place + step * shift for shift in swarm(values, step=_ROW)]
+    axes.scatter(across, values, s=_DOT_POINTS**2, color=colour, linewidths=0)
     mean = sum(values) / len(values)
     axes.plot([place - 0.4, place + 0.4], [mean, mean], color=INK, linewidth=1.1)
 
 
+def _widest(values: Sequence[float]) -> float:
+    """Dots side by side at most."""
+    return 1 + 2 * max(map(abs, swarm(values, step=_ROW)), default=0.0)
+
+
 def swarm(values: Sequence[float], *, step: float) -> list[float]:
-    """A place to the side for each value so that dots nearer than `step` stand side by side."""
-    rows: dict[int, list[int]] = {}
-    for index, value in enumerate(values):
-        rows.setdefault(round(value / step), []).append(index)
+    """How many dots to the side each value stands so that none covers another.
+
+    Values nearer than `step` to each other take different places: 0, 1, -1, 2, -2, ...
+    """
     shifts = [0.0] * len(values)
-    for members in rows.values():
-        for place, index in enumerate(sorted(members, key=lambda i: values[i])):
-            shifts[index] = place - (len(members) - 1) / 2
+    placed: list[tuple[float, int]] = []
+    for index in sorted(range(len(values)), key=lambda i: values[i]):
+        near = {place for value, place in placed if abs(value - values[index]) < step}
+        place = next(place for place in _outwards() if place not in near)
+        placed.append((values[index], place))
+        shifts[index] = float(place)
     return shifts
+
+
+def _outwards() -> Iterator[int]:
+    yield 0
+    for distance in count(1):
+        yield distance
+        yield -distance

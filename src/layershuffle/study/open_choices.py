@@ -35,7 +35,10 @@ def open_choices(study: StudySettings) -> Section:
         rows.append((question.number, question.text, question.options, default, used))
     return Section(
         title="What the paper leaves open, and what was done here",
-        sentences=("Each has a name in the recipe, and can be changed there.",),
+        sentences=(
+            "What has an option can be changed in the recipe. A7 is fixed because a block's work "
+            "must not depend on blocks that come after it; A2 and A9 are how this report counts.",
+        ),
         tables=(
             Table(
                 title="",
@@ -47,18 +50,23 @@ def open_choices(study: StudySettings) -> Section:
 
 
 def _evaluate(*names: str) -> Callable[[StudySettings], tuple[str, str]]:
-    return lambda study: _pair(EvalSettings(), study.evaluate, names)
+    def of(study: StudySettings) -> tuple[str, str]:
+        used = [_shown(study.evaluate_settings(arm), names) for arm in study.arms]
+        return _shown(EvalSettings(), names), "; ".join(dict.fromkeys(used))
+
+    return of
 
 
-def _fit(*names: str, method: str = "layershuffle") -> Callable[[StudySettings], tuple[str, str]]:
-    """The values in the runs of a method; several where the arms differ."""
+def _fit(*names: str, method: str = "") -> Callable[[StudySettings], tuple[str, str]]:
+    """The values in the runs of a method, or of all; several where the arms differ."""
 
     def of(study: StudySettings) -> tuple[str, str]:
         kept = 1 if method == "truncated" else None
-        bare = FitSettings(method=method, model="m", data="d", kept=kept)
-        arms = [arm for arm in study.arms if arm.method == method] or list(study.arms)
+        name = method or "layershuffle"
+        bare = FitSettings(method=name, model="none", data="none", kept=kept)
+        arms = [arm for arm in study.arms if method in ("", arm.method)]
         used = [_shown(study.fit_settings(arm, study.seeds_of(arm)[0]), names) for arm in arms]
-        return _shown(bare, names), "; ".join(dict.fromkeys(used))
+        return _shown(bare, names), "; ".join(dict.fromkeys(used)) or "not in this study"
 
     return of
 
@@ -78,10 +86,6 @@ def _always(text: str) -> Callable[[StudySettings], tuple[str, str]]:
         return text, text
 
     return of
-
-
-def _pair(default: object, used: object, names: tuple[str, ...]) -> tuple[str, str]:
-    return _shown(default, names), _shown(used, names)
 
 
 def _shown(settings: object, names: tuple[str, ...]) -> str:
@@ -168,7 +172,7 @@ QUESTIONS = (
     ),
     Question(
         number="A16", text="Which checkpoint is refined", options="model",
-        of=lambda study: ("none", study.model),
+        of=_fit("model"),
     ),
     Question(
         number="A17", text="Schedule, clipping, weight decay, precision",

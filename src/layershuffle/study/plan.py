@@ -127,7 +127,7 @@ def _budget_runs(study: StudySettings) -> tuple[RunSpec, ...]:
 
 def _with_steps(arm: Arm, steps: int) -> Arm:
     """The arm at another length, evaluated four times on the way as the checkpoint is picked."""
-    fit = {**arm.fit, "steps": steps, "eval_every": max(1, steps // 4)}
+    fit = {**arm.fit, "steps": steps, "epochs": None, "eval_every": max(1, steps // 4)}
     fields = {**arm.model_dump(), "name": f"{arm.label}-{steps}-steps", "fit": fit}
     return Arm(**{**fields, "evaluate": {**arm.evaluate, "modes": "sequential,arbitrary"}})
 
@@ -161,8 +161,17 @@ def _analyses(study: StudySettings) -> list[AnalysisSpec]:
 
 
 def is_finished(task: Task, out: Path) -> bool:
-    """Whether the task is done: its result is written last."""
-    return (task.directory(out) / RESULT_FILE).is_file()
+    """Whether the task is done: its result is written last.
+
+    A merging whose donors have become more since is not.
+    """
+    path = task.directory(out) / RESULT_FILE
+    if not path.is_file():
+        return False
+    if isinstance(task, MergingSpec):
+        donors: list[str] = json.loads(path.read_text(encoding="utf-8")).get("donors", [])
+        return donors == list(task.needs)
+    return True
 
 
 def write_plan(study: StudySettings, out: Path) -> None:
@@ -179,7 +188,7 @@ def write_plan(study: StudySettings, out: Path) -> None:
 def _check_kept(old: StudySettings, new: StudySettings, out: Path) -> None:
     planned = {task.name: task for task in tasks_of(new)}
     done = [task for task in tasks_of(old) if is_finished(task, out)]
-    changed = [task.name for task in done if planned.get(task.name) != task]
+    changed = [task.name for task in done if not _same(task, planned.get(task.name))]
     if old.name != new.name or changed:
         what = f"finished already: {', '.join(changed[:3])}" if changed else f"of {old.name!r}"
         differing = [n for n in type(old).model_fields if getattr(old, n) != getattr(new, n)]
@@ -188,6 +197,15 @@ def _check_kept(old: StudySettings, new: StudySettings, out: Path) -> None:
             place=out / PLAN_FILE,
             hint="give the same recipe to go on, or another --out to start afresh",
         )
+
+
+def _same(done: Task, planned: Task | None) -> bool:
+    """Whether a finished task stays as it is; more donors only make a merging be done again."""
+    if isinstance(done, MergingSpec) and isinstance(planned, MergingSpec):
+        return set(done.needs) <= set(planned.needs) and done.options.options == (
+            planned.options.options
+        )
+    return done == planned
 
 
 def plan_json(study: StudySettings) -> dict[str, Any]:

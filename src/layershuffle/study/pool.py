@@ -112,14 +112,21 @@ def worker_command(out: Path, name: str) -> list[str]:
 
 
 def gpu_count() -> int:
-    """GPUs, without importing torch into the process that only watches."""
+    """GPUs that are ours to use, without importing torch into the process that only watches."""
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        return len(_visible_gpus())
     try:
         listing = subprocess.run(
             ["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=20, check=True
         )
     except (FileNotFoundError, subprocess.CalledProcessError, subprocess.TimeoutExpired):
         return 0
-    return len(listing.stdout.splitlines())
+    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+
+
+def _visible_gpus() -> list[str]:
+    """The GPUs that CUDA_VISIBLE_DEVICES names."""
+    return [one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one.strip()]
 
 
 def _environment(threads: int | None, gpu: int | None) -> dict[str, str]:
@@ -127,5 +134,6 @@ def _environment(threads: int | None, gpu: int | None) -> dict[str, str]:
     if threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)
     if gpu is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
+        visible = _visible_gpus()
+        environment["CUDA_VISIBLE_DEVICES"] = visible[gpu] if visible else str(gpu)
     return environment

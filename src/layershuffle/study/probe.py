@@ -19,7 +19,6 @@ from layershuffle.orders import ExecutionOrder
 from layershuffle.settings import EvalSettings, FitSettings
 from layershuffle.stack import depth_of, running
 from layershuffle.study.speed import Speed
-from layershuffle.training.job import steps_of
 
 _WARM_UP, _TIMED = 2, 5
 
@@ -46,7 +45,7 @@ def measure(fitted: FitSettings, scored: EvalSettings, *, threads: int | None) -
         image_block=forward / min(len(images), scored.batch_size) / depth,
         parameter_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
         depth=depth,
-        steps=steps_of(fitted, data.splits["train"])[0],
+        train_images=data.splits["train"].size,
         test_images=min(data.splits["test"].size or 0, scored.max_images or 1 << 62),
     )
 
@@ -60,8 +59,13 @@ def _training_step(model: nn.Module, images: Tensor) -> float:
     labels = torch.zeros(len(images), dtype=torch.long, device=images.device)
     order = ExecutionOrder(tuple(reversed(range(depth_of(model)))), depth_of(model))
 
+    fast = images.is_cuda and torch.cuda.is_bf16_supported()
+
     def step() -> None:
-        with running(model, order):
+        with (
+            running(model, order),
+            torch.autocast(images.device.type, torch.bfloat16, enabled=fast),
+        ):
             loss = F.cross_entropy(logits_of(model(images)), labels)
             loss.backward()  # type: ignore[no-untyped-call]
         optimiser.step()

@@ -9,23 +9,27 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import subprocess
-from collections.abc import Collection
+import time
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from layershuffle.errors import UsageError
 from layershuffle.files import write_text
-from layershuffle.study.plan import Task
+from layershuffle.study.plan import RESULT_FILE, Task
 from layershuffle.study.pool import LOG_FILE, STOP_SECONDS, fresh_directory, worker_command
 from layershuffle.study.runner import MakePool
 from layershuffle.study.settings import StudySettings
+from layershuffle.study.worker import FAILURE_FILE
 
 _PROOF_FILE = ".shared-disk"
 _STOPPED = 143
 _LOST = 1
 _FIND_SECONDS = 60.0
+_RETRIES = 5
 
 
 def ray_pool(address: str) -> MakePool:
@@ -70,24 +74,37 @@ def _connected(address: str) -> Any:
 
 def check_shared(ray: Any, out: Path) -> None:
     """Raises `UsageError` naming the machines of the cluster that do not see `out`."""
-    proof = out / _PROOF_FILE
+    proof, word = out / _PROOF_FILE, f"{platform.node()} {os.getpid()}"
     out.mkdir(parents=True, exist_ok=True)
-    write_text(proof, str(os.getpid()))
-    blind = []
-    for node in (one for one in ray.nodes() if one["Alive"]):
-        strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
-            node["NodeID"], soft=False
-        )
-        see = ray.remote(num_cpus=0, scheduling_strategy=strategy)(_sees)
-        if ray.get(see.remote(str(proof)), timeout=_FIND_SECONDS) != str(os.getpid()):
-            blind.append(node["NodeManagerAddress"])
-    proof.unlink()
+    write_text(proof, word)
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    try:
+        blind = [
+            node["NodeManagerAddress"] for node in nodes if _seen(ray, node, proof=proof) != word
+        ]
+    finally:
+        proof.unlink()
     if blind:
         raise UsageError(
             f"The study's directory is not on a disk shared with {', '.join(blind)}",
             place=out,
             hint="give an --out on a network disk that all machines of the cluster mount",
         )
+
+
+def _seen(ray: Any, node: Mapping[str, Any], *, proof: Path) -> str:
+    strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
+        node["NodeID"], soft=False
+    )
+    see = ray.remote(num_cpus=0, scheduling_strategy=strategy)(_sees)
+    try:
+        return str(ray.get(see.remote(str(proof)), timeout=_FIND_SECONDS))
+    except ray.exceptions.RayError as error:
+        raise UsageError(
+            f"A machine of the cluster does not work ({' '.join(str(error).split())[:200]})",
+            place=node["NodeManagerAddress"],
+            hint="install the same layershuffle there, or take it out of the cluster",
+        ) from error
 
 
 def _sees(proof: str) -> str:
@@ -103,6 +120,7 @@ class RayPool:
     out: Path
     gpus: int
     references: dict[str, Any] = field(default_factory=dict)
+    directories: dict[str, Path] = field(default_factory=dict)
 
     @property
     def running(self) -> Collection[str]:
@@ -111,13 +129,15 @@ class RayPool:
 
     def start(self, task: Task) -> None:
         """Give `task` to the cluster."""
-        log = fresh_directory(task, self.out) / LOG_FILE
+        self.directories[task.name] = fresh_directory(task, self.out)
+        log = self.directories[task.name] / LOG_FILE
         work = self.ray.remote(
             num_cpus=1,
             num_gpus=1 if self.gpus else 0,
-            max_retries=-1,  # a machine that dies loses its tasks; they go on from checkpoints
+            max_retries=_RETRIES,  # on another machine when one dies, from the last checkpoint
         )(_work)
-        self.references[task.name] = work.remote(str(self.out), task.name, str(log))
+        threads = None if self.gpus else 1
+        self.references[task.name] = work.remote(str(self.out), task.name, str(log), threads)
 
     def reap(self) -> dict[str, int]:
         """Exit codes of the tasks that ended since the last call."""
@@ -125,19 +145,30 @@ class RayPool:
             return {}
         names = {reference: name for name, reference in self.references.items()}
         ended, _ = self.ray.wait(list(names), num_returns=len(names), timeout=0)
-        codes = {names[reference]: self._code(reference) for reference in ended}
+        codes = {names[reference]: self._code(reference, names[reference]) for reference in ended}
         for name in codes:
             del self.references[name]
         return codes
 
-    def _code(self, reference: Any) -> int:
+    def _code(self, reference: Any, name: str) -> int:
         try:
-            return int(self.ray.get(reference))
+            code = int(self.ray.get(reference))
         except self.ray.exceptions.TaskCancelledError:
             return _STOPPED
         except self.ray.exceptions.RayError as error:
-            del error  # the worker's own log says more; the task counts as failed
+            write_text(self.directories[name] / FAILURE_FILE, f"{type(error).__name__}: {error}\n")
             return _LOST
+        if code == 0:
+            self._wait_for_result(name)
+        return code
+
+    def _wait_for_result(self, name: str) -> None:
+        """A network disk may show a file some seconds after another machine wrote it."""
+        deadline = time.monotonic() + _FIND_SECONDS
+        path = self.directories[name] / RESULT_FILE
+        while not path.is_file() and time.monotonic() < deadline:
+            os.listdir(path.parent)  # makes NFS look again
+            time.sleep(0.2)
 
     def stop(self) -> None:
         """Cancel all: each worker gets SIGTERM, and saves a checkpoint."""
@@ -150,9 +181,9 @@ class RayPool:
         self.ray.shutdown()
 
 
-def _work(out: str, name: str, log: str) -> int:
+def _work(out: str, name: str, log: str, threads: int | None) -> int:
     """On the cluster: one task in a process of its own, which ends with this one."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **({"OMP_NUM_THREADS": str(threads)} if threads else {})}
     with Path(log).open("ab") as file:
         process = subprocess.Popen(
             worker_command(Path(out), name),

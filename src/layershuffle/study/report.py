@@ -20,6 +20,7 @@ from urllib.parse import quote
 
 from layershuffle.files import write_bytes, write_text
 from layershuffle.plotting import figure_bytes
+from layershuffle.study.claims_page import claims_markdown
 from layershuffle.study.content import gaps, headline, key_facts, sections, status
 from layershuffle.study.facts import Table
 from layershuffle.study.figures import (
@@ -54,10 +55,12 @@ class Report:
     html: Path
     complete: bool
 
+    pieces: tuple[Piece, ...] = ()
+
     @property
     def text(self) -> str:
         """The main table with its legend and what is missing, at most 100 columns wide."""
-        return table_text(self.summary)
+        return table_text(self.summary, gaps(self.summary.study, self.pieces))
 
 
 def write_report(out: Path) -> Report:
@@ -74,6 +77,7 @@ def write_report(out: Path) -> Report:
         "table.md": table_markdown(summary),
         "report.md": report_markdown(summary, pieces, parts=parts),
         "report.html": report_html(summary, pieces, parts=parts),
+        "claims.md": claims_markdown(summary, pieces),
     }
     for name, text in texts.items():
         write_text(out / name, text)
@@ -82,6 +86,7 @@ def write_report(out: Path) -> Report:
         write_bytes(out / name, content)
     return Report(
         summary=summary,
+        pieces=pieces,
         files=tuple(out / name for name in (*texts, *pictures)),
         html=out / "report.html",
         complete={task.state for task in study.runs} | {piece.state for piece in pieces}

@@ -10,7 +10,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,8 @@ from types import FrameType
 from typing import Any
 
 from layershuffle.errors import Interrupted
-from layershuffle.files import locked
+from layershuffle.files import locked, write_text
+from layershuffle.settings import DEFAULT_EPOCHS
 from layershuffle.study.artefacts import tasks_for
 from layershuffle.study.plan import RunSpec, Task, is_finished, write_plan
 from layershuffle.study.pool import LOG_FILE, LocalPool, Pool, gpu_count
@@ -86,13 +87,16 @@ def run_study(
                 if not pool.running:
                     break
                 time.sleep(_POLL_SECONDS)
-                codes.update(pool.reap())
-                watch([_state(t, out, pool.running, codes) for t in tasks], _since(started))
+                ended = pool.reap()
+                codes.update(ended)
+                _say_why(tasks, ended, out)
+                states = [_state(task, out, pool.running, codes) for task in tasks]
+                watch(states, time.monotonic() - started)
         finally:
             pool.stop()
         if stopping():
             raise Interrupted(
-                "The study was stopped; running runs saved a checkpoint",
+                "The study was stopped; running runs go on from their last checkpoint",
                 place=out,
                 hint="the same command goes on",
             )
@@ -119,13 +123,20 @@ def failure(task: Task, out: Path) -> str:
     directory = task.directory(out)
     if (directory / FAILURE_FILE).is_file():
         return (directory / FAILURE_FILE).read_text(encoding="utf-8").strip()
-    lines = (directory / LOG_FILE).read_text(encoding="utf-8", errors="replace").split("\n")
+    log, lines = directory / LOG_FILE, list[str]()
+    if log.is_file():
+        lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
     last = next((line for line in reversed(lines) if line.strip()), "it wrote nothing")
-    return f"{last.strip()} (whole log: {directory / LOG_FILE})"
+    return f"{last.strip()} (whole log: {log})"
 
 
-def _since(started: float) -> float:
-    return time.monotonic() - started
+def _say_why(tasks: Sequence[Task], ended: Mapping[str, int], out: Path) -> None:
+    """A task that ended without its own words (killed, out of memory) gets a failure.txt too."""
+    for task in tasks:
+        code = ended.get(task.name, 0)
+        path = task.directory(out) / FAILURE_FILE
+        if code not in (0, Interrupted.exit_code) and not path.exists():
+            write_text(path, f"It ended with exit code {code}: {failure(task, out)}\n")
 
 
 def _state(task: Task, out: Path, running: Collection[str], codes: Collection[str]) -> TaskState:
@@ -146,8 +157,7 @@ def _weight(task: Task) -> float:
     if not isinstance(task, RunSpec):
         return _PIECE_WEIGHT
     settings = task.settings
-    length = settings.steps or _EPOCHS_WEIGHT * (settings.epochs or 1.0)
-    return float(length * settings.batch_size)
+    return float(settings.steps or _EPOCHS_WEIGHT * (settings.epochs or DEFAULT_EPOCHS))
 
 
 def _progress(path: Path) -> tuple[str, float]:

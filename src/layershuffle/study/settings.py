@@ -96,7 +96,24 @@ class StudySettings(Settings):
             for seed in self.seeds_of(arm):
                 self.fit_settings(arm, seed)
         self._check_names()
+        self._check_unique()
         return self
+
+    def _check_unique(self) -> None:
+        lists: dict[str, list[object]] = {
+            "budget.steps": list(self.budget.steps if self.budget else ()),
+            "budget.arms": list(self.budget.arms if self.budget else ()),
+            "merging.arms": list(self.merging.arms if self.merging else ()),
+            "analyses": [
+                (one.name, one.arm, seed)
+                for one in self.analyses
+                for seed in one.seeds or self.seeds_of(self.arm(one.arm))[:1]
+            ],
+        }
+        for where, values in lists.items():
+            twice = [value for value in values if values.count(value) > 1]
+            if twice:
+                raise ValueError(f"{where} holds {twice[0]} twice")
 
     def _check_names(self) -> None:
         for arm in self.budget.arms if self.budget else ():

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 @dataclass(frozen=True, kw_only=True)
 class Speed:
     """What the probe saw. Seconds; `image_block`: one block on one image in evaluation, its share
-    of stem and head included. `parameter_bytes`: of the saved model. `test_images`, `steps`: of the
-    data as they are.
+    of stem and head included. `parameter_bytes`: of the saved model. `train_images` (`None` for a
+    stream), `test_images`: of the data.
     """
 
     step: float
     image_block: float
     parameter_bytes: int
     depth: int
-    steps: int
+    train_images: int | None
     test_images: int

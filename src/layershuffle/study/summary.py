@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from layershuffle.study.paper import PaperNumber, paper_number
 from layershuffle.study.results import CHOICES, DRAWS, MODES, PlannedRun, Row, Study
-from layershuffle.study.statistics import Estimate, estimate
+from layershuffle.study.statistics import Estimate, estimate, mean
 
 _MOST_LEVELS = 3
 _QUARTERS = (3, 2, 1)
@@ -35,6 +35,12 @@ class Cell:
     top5: Estimate
     cross_entropy: Estimate
     rows: tuple[Row, ...]
+
+    @property
+    def model_means(self) -> list[float]:
+        """The mean top-1 of every model, by seed."""
+        seeds = sorted({row.seed for row in self.rows})
+        return [mean([row.top1 for row in self.rows if row.seed == seed]) for seed in seeds]
 
 
 @dataclass(frozen=True)

@@ -17,17 +17,21 @@ from layershuffle.study.summary import Column, Summary, label, printable
 WIDTH = 100
 _LABEL_WIDTH = 24
 _NOTHING = "-"
+NOT_DONE = "not done yet"
 
 
-def table_text(summary: Summary) -> str:
-    """The main table with its legend and what is missing: ASCII, no line above 100 columns."""
+def table_text(summary: Summary, gaps: Sequence[tuple[str, str]] = ()) -> str:
+    """The main table with its legend: ASCII, no line above 100 columns.
+
+    `gaps`: (task, what happened) of every task that is not done.
+    """
     if not summary.cells:
-        return "\n".join(["No run has finished yet.", *_wrapped(missing_words(summary.study))])
+        return "\n".join(["No run has finished yet.", *_wrapped(missing_words(gaps))])
     name = printable(summary.study.name)
     lines = [_clip(f"{name}: top-1 accuracy in percent", WIDTH), ""]
     for block in _blocks(summary):
         lines += [*block, ""]
-    words = [*table_notes(summary), *missing_words(summary.study)]
+    words = [*table_notes(summary), *missing_words(gaps)]
     return "\n".join([*lines, *_wrapped(words)])
 
 
@@ -119,15 +123,16 @@ def _span(counts: Iterable[int]) -> str:
     return f"{found[0]:,}" if len(found) == 1 else f"{found[0]:,} to {found[-1]:,}"
 
 
-def missing_words(study: Study) -> list[str]:
-    """One sentence per run that failed or is not done; empty when all is there."""
+def missing_words(gaps: Sequence[tuple[str, str]]) -> list[str]:
+    """One sentence per task that failed, one for all that are not done; empty when all is there."""
     words = [
-        f"FAILED {run.plan.name}: {printable(run.failure)}" for run in study.in_state("failed")
+        f"FAILED {name}: {printable(what.removeprefix('failed: '))}"
+        for name, what in gaps
+        if what != NOT_DONE
     ]
-    missing = study.in_state("missing")
+    missing = [name for name, what in gaps if what == NOT_DONE]
     if missing:
-        names = ", ".join(run.plan.name for run in missing)
-        words.append(f"Not done yet: {names}. Run the same command again to go on.")
+        words.append(f"Not done yet: {', '.join(missing)}. Run the same command again to go on.")
     return words
 
 

@@ -16,8 +16,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from layershuffle.analysis.settings import AnalysisSettings
+from layershuffle.draws import Stream
 from layershuffle.errors import Interrupted, LayerShuffleError
 from layershuffle.files import write_text
+from layershuffle.merging.settings import MergingSettings
+from layershuffle.settings import digest
 from layershuffle.study.plan import (
     RESULT_FILE,
     AnalysisSpec,
@@ -33,6 +37,7 @@ FAILURE_FILE = "failure.txt"
 PROGRESS_FILE = "progress.json"
 SCHEMA = 1
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_SCORING = 1 << 20  # a rank of its own among the draws: orders are drawn with small ones
 
 
 def main(argv: list[str]) -> int:
@@ -74,12 +79,30 @@ def _train_and_score(run: RunSpec, directory: Path) -> dict[str, Any]:
     fitted = fit(run.settings, directory / "fit", listeners=[_progress_writer(directory)])
     started = time.monotonic()
     _tell(directory, {"phase": "scoring"})
-    settings = run.evaluate.model_copy(update=_as_trained(run))
+    settings = run.evaluate.model_copy(
+        update={**_as_trained(run), "seed": scoring_seed(run.evaluate.seed, run.settings.seed)}
+    )
     scoring = score_model(f"dir:{directory / 'fit'}", run.settings.data, settings=settings)
     rows = scores_csv(scoring, method=run.arm, seed=run.settings.seed, draw=run.evaluate.draw)
     write_text(directory / "results.csv", rows)
     seconds = round(time.monotonic() - started, 2)
-    return {**asdict(fitted), "run": run.name, "arm": run.arm, "eval_seconds": seconds}
+    return {
+        **asdict(fitted),
+        "run": run.name,
+        "arm": run.arm,
+        "eval_seconds": seconds,
+        "eval_seed": settings.seed,
+    }
+
+
+def scoring_seed(seed: int, model: int) -> int:
+    """Seed of the orders that a model is scored under.
+
+    The same for all arms, so that they compare order by order; another for every model, so that a
+    spread over models holds that over orders; and none that picked a checkpoint, whose orders come
+    from the run's own seed.
+    """
+    return Stream(seed, model, rank=_SCORING).below(1 << 32)
 
 
 def _as_trained(run: RunSpec) -> dict[str, Any]:
@@ -103,6 +126,7 @@ def _merge(task: MergingSpec, out: Path) -> dict[str, Any]:
         first.settings.data,
         settings=options,
         mode=method.selects_by,
+        names=[run.name for run in donors],
         progress=lambda done, total: _tell(
             directory, {"phase": "merging", "done": done, "total": total}
         ),
@@ -110,11 +134,10 @@ def _merge(task: MergingSpec, out: Path) -> dict[str, Any]:
     )
     write_text(directory / "results.csv", rows_csv(rows))
     return {
-        **_facts(task, started),
+        **_facts(task, options, started=started),
         "donors": [run.name for run in donors],
         "mode": method.selects_by,
         "data": first.settings.data,
-        "options": options.model_dump(mode="json"),
         "notes": notes,
     }
 
@@ -127,24 +150,34 @@ def _analyse(task: AnalysisSpec, out: Path) -> dict[str, Any]:
     if not isinstance(run, RunSpec) or run.name != run_name(task.arm, task.seed):
         raise RuntimeError(f"{task.name} needs {task.needs}, which is no run")
     _tell(directory, {"phase": task.options.name, "done": 0, "total": 1})
+    options = task.options.options.model_copy(update=_as_trained(run))
     run_analysis(
         task.options.name,
         f"dir:{run.directory(out) / 'fit'}",
         data_spec=run.settings.data,
-        settings=task.options.options.model_copy(update=_as_trained(run)),
+        settings=options,
         out=directory / "files",
     )
-    options = task.options.options.model_dump(mode="json")
-    return {**_facts(task, started), "analysis": task.options.name, "options": options}
+    return {
+        **_facts(task, options, started=started),
+        "analysis": task.options.name,
+        "model": run.name,
+        "data": run.settings.data,
+    }
 
 
-def _facts(task: MergingSpec | AnalysisSpec, started: float) -> dict[str, Any]:
+def _facts(
+    task: MergingSpec | AnalysisSpec, options: MergingSettings | AnalysisSettings, *, started: float
+) -> dict[str, Any]:
     from layershuffle.machine import hardware, versions
 
     return {
         "schema": SCHEMA,
         "name": task.name,
         "arm": task.arm,
+        "options": options.model_dump(mode="json"),
+        "settings_hash": digest(options),
+        "seed": options.seed,
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "seconds": round(time.monotonic() - started, 2),
         "hardware": hardware("fp32"),

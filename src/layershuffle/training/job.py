@@ -67,7 +67,8 @@ def prepare(settings: FitSettings, out: Path) -> Job:
     method = settings.find_method()
     host = load(settings.model, seed=settings.seed)
     options = DataOptions(
-        holdout=settings.holdout,
+        # The paper picked on the split that it reports, and trained on all the rest.
+        holdout=None if settings.paper_protocol else settings.holdout,
         augment=settings.augment,
         resize=settings.resize,
         skip_corrupt=settings.skip_corrupt,
