@@ -1,12 +1,15 @@
 """What the docs say is what was measured, and what they show runs."""
 
 import csv
+import json
 import re
+import shutil
 import statistics
 
 import pytest
 import timm
 import torch
+import yaml
 
 ARMS = {
     "baseline": "baseline",
@@ -128,3 +131,29 @@ def test_the_python_page_runs_from_top_to_bottom(repository, tmp_path, monkeypat
     assert len(names["tap"].records) == 3
     assert len(names["scores"]) == 1 + 20 + 20
     assert (tmp_path / "mine" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("name", ["digits-paper", "digits-tune"])
+def test_committed_reports_say_what_the_committed_results_say(repository, tmp_path, name):
+    """Every number of a report comes from the files of its runs, which lie beside it."""
+    from layershuffle.study.report import write_report
+
+    stored = repository / "docs" / "results" / name
+    shutil.copytree(stored, tmp_path / "study")
+    write_report(tmp_path / "study")
+    for page in ("report.md", "claims.md", "table.md", "results.csv"):
+        assert (tmp_path / "study" / page).read_text() == (stored / page).read_text(), page
+
+
+def test_the_learning_rates_of_the_paper_study_are_the_tuned_ones(repository):
+    """The lowest cross-entropy on held-out data, per method (recipes/digits-tune.yaml)."""
+    runs = [
+        json.loads(path.read_text())
+        for path in (repository / "docs/results/digits-tune/runs").glob("*/result.json")
+    ]
+    recipe = yaml.safe_load((repository / "recipes" / "digits-paper.yaml").read_text())
+    for method in ("baseline", "layershuffle"):
+        tried = [run for run in runs if run["method"] == method]
+        best = min(tried, key=lambda run: run["selected"]["value"])
+        assert best["settings"]["lr"] == recipe["fit"]["lr"], method
+        assert len(tried) >= 4
