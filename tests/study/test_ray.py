@@ -68,7 +68,6 @@ def test_no_cluster_there(recipe, tmp_path, capsys):
         [sys.executable, "-m", "layershuffle", *words],
         capture_output=True,
         text=True,
-        env={**os.environ, "RAY_gcs_rpc_server_reconnect_timeout_s": "1"},
         timeout=120,
         check=False,
     )

@@ -33,7 +33,8 @@ _FIT = "fit"  # what `layershuffle.study.worker` trains into; `layershuffle eval
 
 def headline(summary: Summary) -> str:
     """The one sentence to remember, from the numbers: arbitrary order, baseline against ours."""
-    arms = [arm for arm in ("baseline", "layershuffle") if arm in summary.arms] or summary.arms
+    known = [arm for arm in summary.arms if arm in ("baseline", "layershuffle")]
+    arms = known or list(summary.arms[:_MOST_IN_HEADLINE])
     column = Column("arbitrary", summary.depth)
     cells = [cell for arm in arms if (cell := summary.cell(arm, column))]
     parts = [f"{label(cell.arm)} {_percent(cell)}" for cell in cells]
@@ -120,6 +121,7 @@ def _facts(summary: Summary) -> list[Section]:
     ]
 
 
+_MOST_IN_HEADLINE = 4
 _DRAWN = (
     "Every order that was scored, with the top-1 accuracy (%) of each arm under it, averaged over "
     "its models. Block ids count from 0; the block named first runs first."

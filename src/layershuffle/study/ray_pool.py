@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import socket
 import subprocess
 import time
 from collections.abc import Collection, Mapping
@@ -30,6 +31,7 @@ _STOPPED = 143
 _LOST = 1
 _FIND_SECONDS = 60.0
 _RETRIES = 5
+_CONNECT_SECONDS = 5.0
 
 
 def ray_pool(address: str) -> MakePool:
@@ -57,6 +59,7 @@ def _connected(address: str) -> Any:
         raise UsageError(
             "Ray is not installed", hint="pip install 'layershuffle[ray]', on all machines"
         ) from error
+    _check_answers(address)
     try:
         ray.init(
             address=address,
@@ -65,11 +68,26 @@ def _connected(address: str) -> Any:
             namespace="layershuffle",
         )
     except (ConnectionError, ValueError, RuntimeError) as error:
-        raise UsageError(
-            f"No Ray cluster answers at {address!r} ({' '.join(str(error).split())[:200]})",
-            hint="start one with `ray start --head`, or leave --ray out",
-        ) from error
+        raise _no_cluster(address, error) from error
     return ray
+
+
+def _check_answers(address: str) -> None:
+    # Ray ends the whole process where nothing listens, without an exception.
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise _no_cluster(address, error) from error
+
+
+def _no_cluster(address: str, error: Exception) -> UsageError:
+    return UsageError(
+        f"No Ray cluster answers at {address!r} ({' '.join(str(error).split())[:200]})",
+        hint="start one with `ray start --head`, or leave --ray out",
+    )
 
 
 def check_shared(ray: Any, out: Path) -> None:
