@@ -152,8 +152,46 @@ def test_the_learning_rates_of_the_paper_study_are_the_tuned_ones(repository):
         for path in (repository / "docs/results/digits-tune/runs").glob("*/result.json")
     ]
     recipe = yaml.safe_load((repository / "recipes" / "digits-paper.yaml").read_text())
-    for method in ("baseline", "layershuffle"):
+    own = {arm["method"]: arm["fit"]["lr"] for arm in recipe["arms"] if "lr" in arm.get("fit", {})}
+    assert set(own) == {"layershuffle-predict"}
+    for method in ("baseline", "layershuffle", "layershuffle-predict"):
         tried = [run for run in runs if run["method"] == method]
         best = min(tried, key=lambda run: run["selected"]["value"])
-        assert best["settings"]["lr"] == recipe["fit"]["lr"], method
+        assert best["settings"]["lr"] == own.get(method, recipe["fit"]["lr"]), method
         assert len(tried) >= 4
+
+
+PAPER_ARMS = {
+    "baseline": "baseline",
+    "LayerShuffle": "layershuffle",
+    "LayerShuffle-position": "layershuffle-position",
+    "LayerShuffle-predict": "layershuffle-predict",
+    "LayerDrop (p = 0.2)": "layerdrop",
+    "LayerShuffle with drop 0.2 (ours)": "layershuffle-drop",
+    "LayerShuffle-depth (ours)": "layershuffle-depth",
+}
+
+
+def paper_cell(rows, arm, mode, kept):
+    """Mean over models of their means over orders, and its deviation, as the README writes it."""
+    scores = {}
+    for row in rows:
+        key = (row["method"], row["mode"], int(row["kept"]))
+        if key == (arm, mode, kept) and row["choose"] in ("", "random"):
+            scores.setdefault(row["seed"], []).append(float(row["top1"]))
+    if not scores:
+        return ""
+    means = [statistics.mean(values) for values in scores.values()]
+    return f"{statistics.mean(means):.1f} &plusmn;{statistics.stdev(means):.1f}"
+
+
+@pytest.mark.parametrize("label", PAPER_ARMS)
+def test_the_readme_table_of_the_paper_study_is_the_measured_one(repository, label):
+    with (repository / "docs" / "results" / "digits-paper" / "results.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    text = (repository / "README.md").read_text()
+    text = text[text.index("## The whole paper") : text.index("## Your own model")]
+    line = next(line for line in text.splitlines() if line.startswith(f"| {label} |"))
+    cells = [cell.strip() for cell in line.strip("|").split("|")][1:]
+    for cell, (mode, kept) in zip(cells, COLUMNS, strict=False):
+        assert cell == paper_cell(rows, PAPER_ARMS[label], mode, kept), (label, mode, kept)

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 import layershuffle as ls
 from layershuffle.data import DataOptions, open_data
 from layershuffle.errors import Interrupted, LayerShuffleError, TrainingError, UsageError
+from layershuffle.machine import processor
 from layershuffle.models import image_view
 from layershuffle.settings import FitSettings
 from layershuffle.training import fit
@@ -205,7 +206,8 @@ def test_golden_losses(undisturbed):
 
 
 def machine():
-    return {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability()}
+    capability = torch.backends.cpu.get_cpu_capability()
+    return {"torch": torch.__version__, "cpu": capability, "processor": processor()}
 
 
 def test_every_forward_has_an_order_of_its_own(tmp_path, monkeypatch):

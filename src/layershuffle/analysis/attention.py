@@ -195,7 +195,7 @@ def paragraph(facts: Facts) -> str:
     """What the numbers say, in sentences."""
     far, even = facts["distance_by_position"], facts["even_by_position"]
     blocks, positions = facts["spread_over_blocks"], facts["spread_over_positions"]
-    more = "the block" if blocks > positions else "the position"
+    more, less = ("block", "position") if blocks > positions else ("position", "block")
     return (
         f"Over {facts['images']} images and {facts['orders']} orders, tokens look "
         f"{far[0]:.2f} patches away at the first position and {far[-1]:.2f} at the last; attention "
@@ -203,7 +203,7 @@ def paragraph(facts: Facts) -> str:
         f"Entropy goes from {even[0]:.0%} to {even[-1]:.0%} of what even attention over "
         f"{facts['tokens']} tokens has; the sharpest pair of block and position has "
         f"{facts['sharpest']:.0%}. "
-        f"How far a token looks depends more on {more} than on the other: the deviation is "
+        f"How far a token looks depends more on the {more} than on the {less}: the deviation is "
         f"{blocks:.3f} patches between blocks and {positions:.3f} between positions."
     )
 
