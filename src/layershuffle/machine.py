@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -52,3 +54,20 @@ def cpu_has_bf16() -> bool:
         return False
     words = set(cpuinfo.read_text(encoding="utf-8").split())
     return bool(words & {"avx512_bf16", "amx_bf16", "bf16"})
+
+
+@contextmanager
+def torch_threads(number: int | None) -> Iterator[None]:
+    """Inside, torch computes with `number` threads (None: as before); after, as before.
+
+    With None it is a guard: numba, for one, resets the thread pool that it shares with torch, and
+    then sums come out in another order and results differ in their last bits.
+    """
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(number or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

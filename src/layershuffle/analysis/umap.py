@@ -27,6 +27,7 @@ from layershuffle.analysis.features import FeatureWatch, Token
 from layershuffle.analysis.results import Facts, Measured, Table, Tables, Value, spread
 from layershuffle.analysis.subject import Subject
 from layershuffle.errors import UsageError
+from layershuffle.machine import torch_threads
 from layershuffle.plotting import INK, new_figure, style_axes
 from layershuffle.policies import Shuffled
 from layershuffle.position import has_class_token
@@ -120,7 +121,8 @@ def embed(vectors: Array, neighbours: int, *, seed: int) -> Array:
         from umap import UMAP
     # One job: with several, UMAP would not keep to its random state.
     model = UMAP(n_neighbors=neighbours, random_state=seed, n_jobs=1)
-    coordinates: Array = model.fit_transform(vectors)
+    with torch_threads(None):
+        coordinates: Array = model.fit_transform(vectors)
     return coordinates
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from layershuffle.data import DataOptions, open_data
 from layershuffle.evaluation import evaluate
+from layershuffle.machine import torch_threads
 from layershuffle.models import image_view, load, logits_of, num_classes_of
 from layershuffle.modes import Mode
 from layershuffle.orders import ExecutionOrder
@@ -36,7 +36,7 @@ def measure(fitted: FitSettings, scored: EvalSettings, *, threads: int | None) -
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model.to(device)
     images = _noise((fitted.batch_size, view.channels, view.height, view.width), device)
-    with _threads(threads):
+    with torch_threads(threads):
         step = _training_step(model, images)
         forward = _evaluation(model, images[: scored.batch_size])
     depth = depth_of(model)
@@ -92,13 +92,3 @@ def _timed(work: Callable[[], object]) -> float:
         if call >= _WARM_UP:
             seconds.append(time.perf_counter() - started)
     return statistics.median(seconds)
-
-
-@contextmanager
-def _threads(number: int | None) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(number or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
