@@ -33,6 +33,7 @@ def test_words(text, mode, policy, drawn):
     assert parse_modes(text) == (mode,)
     assert mode.policy() == policy
     assert mode.is_drawn is drawn
+    assert mode.draws(7) == (7 if drawn else 1)
     assert parse_modes(str(mode)) == (mode,)
 
 

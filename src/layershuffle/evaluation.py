@@ -131,7 +131,7 @@ def evaluate(
     columns = [
         _column(mode, index, depth_of(model), seed=seed, draw=draw)
         for mode in wanted
-        for index in range(num_orders if mode.is_drawn else 1)
+        for index in range(mode.draws(num_orders))
     ]
     was_training = model.training
     model.eval()

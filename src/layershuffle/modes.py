@@ -40,6 +40,10 @@ class Mode:
             return False
         return self.order == "arbitrary" or (self.kept is not None and self.choose == "random")
 
+    def draws(self, num_orders: int) -> int:
+        """How many scores the mode gets: `num_orders`, or one if it has a single order."""
+        return num_orders if self.is_drawn else 1
+
     def __str__(self) -> str:
         if self.fixed is not None:
             return f"order:{self.fixed}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import os
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -12,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from layershuffle.data import DataOptions, ImageData, check_class_count, open_data
+from layershuffle.data.loading import loader_processes
 from layershuffle.evaluation import Score, evaluate
 from layershuffle.models import image_view, load, num_classes_of
 from layershuffle.modes import Mode, parse_modes
@@ -68,11 +68,10 @@ def score_model(
     data = open_data(data_spec, image_view(model), options=options)
     check_class_count(data, num_classes_of(model), place=model_spec)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
-    in_memory = data_spec.startswith("digit-pairs")
     batches = DataLoader(
         data.splits["test"].dataset,
         batch_size=settings.batch_size,
-        num_workers=0 if in_memory else min(8, max(0, len(os.sched_getaffinity(0)) - 1)),
+        num_workers=loader_processes(data_spec),
     )
     scores = evaluate(
         model,

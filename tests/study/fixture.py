@@ -26,6 +26,22 @@ CONDITIONS = [
     *(("sequential", kept) for kept in (9, 6, 3)),
 ]
 
+# Unlike the made-up study, this one is small enough to be run.
+TINY: dict[str, Any] = {
+    "name": "tiny",
+    "model": "timm:vit_tiny_patch16_224?pretrained=false&num_classes=100&in_chans=1&img_size=12,20"
+    "&patch_size=4&embed_dim=32&depth=4&num_heads=2&mlp_ratio=2",
+    "data": "digit-pairs?train=64&validation=32&test=32",
+    "arms": [{"method": "baseline"}, {"method": "layershuffle"}],
+    "fit": {"steps": 4, "batch_size": 16, "lr": 1e-3, "eval_every": 2, "log_every": 1},
+    "evaluate": {"modes": "sequential,arbitrary,kept:2:arbitrary", "num_orders": 2},
+}
+
+
+def results(out: Path) -> dict[str, str]:
+    """The scores of every finished run, as they are on disk."""
+    return {path.parent.name: path.read_text() for path in sorted(out.glob("runs/*/results.csv"))}
+
 
 def write_study(
     out: Path,

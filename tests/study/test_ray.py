@@ -7,16 +7,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from fixture import TINY, results
 
 from layershuffle.cli import main
 
 RECIPE = {
-    "name": "tiny",
-    "model": "timm:vit_tiny_patch16_224?pretrained=false&num_classes=100&in_chans=1&img_size=12,20"
-    "&patch_size=4&embed_dim=32&depth=4&num_heads=2&mlp_ratio=2",
-    "data": "digit-pairs?train=64&validation=32&test=32",
-    "arms": [{"method": "baseline"}, {"method": "layershuffle"}],
-    "fit": {"steps": 40, "batch_size": 16, "lr": 1e-3, "eval_every": 10, "log_every": 1},
+    **TINY,
+    "fit": {**TINY["fit"], "steps": 40, "eval_every": 10},
     "evaluate": {"modes": "sequential,arbitrary", "num_orders": 2},
 }
 
@@ -33,10 +30,6 @@ def local(tmp_path_factory, recipe):
     out = tmp_path_factory.mktemp("local") / "out"
     assert main(["reproduce", str(recipe), "--out", str(out)]) == 0
     return results(out)
-
-
-def results(out):
-    return {path.parent.name: path.read_text() for path in sorted(out.glob("runs/*/results.csv"))}
 
 
 def on_cluster(recipe, out, *options):

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from fixture import TINY as RECIPE
+from fixture import results
 
 import layershuffle as ls
 from layershuffle.cli import main
@@ -22,19 +24,6 @@ from layershuffle.errors import Interrupted, UsageError
 from layershuffle.study.plan import read_plan, runs_of, write_plan
 from layershuffle.study.runner import failure, run_study
 from layershuffle.study.settings import StudySettings
-
-MODEL = (
-    "timm:vit_tiny_patch16_224?pretrained=false&num_classes=100&in_chans=1&img_size=12,20"
-    "&patch_size=4&embed_dim=32&depth=4&num_heads=2&mlp_ratio=2"
-)
-RECIPE = {
-    "name": "tiny",
-    "model": MODEL,
-    "data": "digit-pairs?train=64&validation=32&test=32",
-    "arms": [{"method": "baseline"}, {"method": "layershuffle"}],
-    "fit": {"steps": 4, "batch_size": 16, "lr": 1e-3, "eval_every": 2, "log_every": 1},
-    "evaluate": {"modes": "sequential,arbitrary,kept:2:arbitrary", "num_orders": 2},
-}
 
 
 def watch(states, seconds):
@@ -54,10 +43,6 @@ def undisturbed(tmp_path_factory, recipe):
     out = tmp_path_factory.mktemp("study") / "out"
     assert main(["reproduce", str(recipe), "--out", str(out)]) == 0
     return out
-
-
-def results(out):
-    return {p.parent.name: p.read_text() for p in sorted(out.glob("runs/*/results.csv"))}
 
 
 def test_every_run_is_scored(undisturbed):
@@ -114,7 +99,9 @@ FIVE = {
 def test_killed_at_five_random_moments(tmp_path):
     """kill -9 wherever it is: training, merging or analysing; no number changes."""
     path, base = tmp_path / "five.yaml", tmp_path / "base"
-    ls.save(ls.load(MODEL.replace("depth=4", "depth=2")), base)  # donors must share their base
+    ls.save(
+        ls.load(RECIPE["model"].replace("depth=4", "depth=2")), base
+    )  # donors must share their base
     path.write_text(yaml.safe_dump({**FIVE, "model": f"dir:{base}"}))
     started = time.monotonic()
     assert main(["reproduce", str(path), "--out", str(tmp_path / "calm")]) == 0

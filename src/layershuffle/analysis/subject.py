@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ from layershuffle.analysis.settings import AnalysisSettings
 from layershuffle.analysis.squares import balanced_orders
 from layershuffle.data import DataOptions, ImageData, Split, check_class_count, open_data
 from layershuffle.data.contract import limited_test
+from layershuffle.data.loading import loader_processes
 from layershuffle.errors import DataError, UsageError
 from layershuffle.models import host_of, image_view, load, logits_of, num_classes_of
 from layershuffle.models.origin import trained_with
@@ -104,12 +104,11 @@ class Subject:
 
     def _loader(self, split: Split) -> Iterator[tuple[Tensor, Tensor]]:
         """Batches up to the wanted number of images, which a stream does not know of."""
-        in_memory = self.data.spec.startswith("digit-pairs")
         left = self.settings.images
         for images, labels in DataLoader(
             split.dataset,
             batch_size=self.settings.batch_size,
-            num_workers=0 if in_memory else min(8, max(0, len(os.sched_getaffinity(0)) - 1)),
+            num_workers=loader_processes(self.data.spec),
         ):
             yield images[:left], labels[:left]
             left -= len(images)

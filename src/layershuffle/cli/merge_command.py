@@ -8,14 +8,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from layershuffle.cli.parsing import settings_from, take_option
 from layershuffle.errors import UsageError
+from layershuffle.merging.rows import MergingRow, by_model, group_rows, rows_csv
 from layershuffle.merging.settings import MergingSettings
-
-if TYPE_CHECKING:
-    from layershuffle.merging.rows import MergingRow
 
 _ABOUT = (
     "Two forms. merge RECIPE.yaml --out DIR writes the model whose blocks come from the donors "
@@ -86,7 +84,7 @@ def _run_random(random: str | None, words: Sequence[str]) -> int:
         raise UsageError(f"{mode!r} is not an order mode", hint=f"modes are {', '.join(_MODES)}")
 
     from layershuffle.files import write_text
-    from layershuffle.merging.scoring import rows_csv, score_merging
+    from layershuffle.merging.scoring import score_merging
 
     notes: list[str] = []
     rows = score_merging(
@@ -105,7 +103,7 @@ def _run_random(random: str | None, words: Sequence[str]) -> int:
         "data": data,
         "mode": mode,
         "settings": settings.model_dump(mode="json"),
-        "groups": [_summary(group) for group in _groups(rows)],
+        "groups": [_summary(group) for group in group_rows(rows).values()],
         "notes": notes,
         "rows": [asdict(row) for row in rows],
     }
@@ -113,24 +111,12 @@ def _run_random(random: str | None, words: Sequence[str]) -> int:
     return 0
 
 
-def _groups(rows: Sequence[MergingRow]) -> list[list[MergingRow]]:
-    """Rows that one line of the table is about: donors together, the others by what they are."""
-    groups: dict[tuple[str, ...], list[MergingRow]] = {}
-    for row in rows:
-        key = (row.kind,) if row.kind == "donor" else (row.kind, row.name, row.ends)
-        groups.setdefault(key, []).append(row)
-    return list(groups.values())
-
-
 def _summary(rows: Sequence[MergingRow]) -> dict[str, Any]:
     """Means per model, then over models: the interval covers models where there are several."""
     from layershuffle.study.statistics import estimate
 
     def over_models(metric: str, *, percent: bool) -> dict[str, Any]:
-        values: dict[int, list[float]] = {}
-        for row in rows:
-            values.setdefault(row.index, []).append(getattr(row, metric))
-        return asdict(estimate(values, images=rows[0].n, percent=percent))
+        return asdict(estimate(by_model(rows, metric), images=rows[0].n, percent=percent))
 
     first = rows[0]
     what = " ".join(word for word in (first.kind, first.ends) if word)

@@ -13,6 +13,7 @@ the digits do not wait for the libraries of the others.
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -120,6 +121,13 @@ def check_class_count(data: ImageData, outputs: int, *, place: str) -> None:
             hint="use data with the model's classes, or fine-tune first: "
             f"layershuffle fit --model ... --data {data.spec} resizes the head",
         )
+
+
+def loader_processes(spec: str = "") -> int:
+    """How many processes should load images of `spec`: none for digits, which are in memory."""
+    if spec.startswith("digit-pairs"):
+        return 0
+    return min(8, max(0, len(os.sched_getaffinity(0)) - 1))
 
 
 def _settings(query: str, scheme: str) -> dict[str, str]:

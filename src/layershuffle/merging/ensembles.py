@@ -69,7 +69,7 @@ def evaluate_ensembles(
     draws = [
         _Draws(meant, tuple(map(depth_of, donors)), seed, draw, index, orders)
         for orders in dict.fromkeys(orders for _, orders in variants)
-        for index in range(num_orders if meant.is_drawn else 1)
+        for index in range(meant.draws(num_orders))
     ]
     tallies = {
         (combine, one): Tally() for one in draws for combine, orders in variants

@@ -41,6 +41,23 @@ class MergingRow:
 COLUMNS = tuple(field.name for field in fields(MergingRow))
 
 
+def group_rows(rows: Iterable[MergingRow]) -> dict[tuple[Kind, str, str], list[MergingRow]]:
+    """Rows by (kind, name, ends): single models and merges together, soups and ensembles apart."""
+    groups: dict[tuple[Kind, str, str], list[MergingRow]] = {}
+    for row in rows:
+        name = row.name if row.kind in ("soup", "ensemble") else ""
+        groups.setdefault((row.kind, name, row.ends), []).append(row)
+    return groups
+
+
+def by_model(rows: Iterable[MergingRow], metric: str = "top1") -> dict[int, list[float]]:
+    """The scores of every model of one group, one per order."""
+    scores: dict[int, list[float]] = {}
+    for row in rows:
+        scores.setdefault(row.index, []).append(getattr(row, metric))
+    return scores
+
+
 def rows_csv(rows: Iterable[MergingRow]) -> str:
     """The rows under `COLUMNS`; `rows_from_csv` reads them back."""
     text = io.StringIO()

@@ -7,7 +7,6 @@ settings give the same rows on the same machine.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -17,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from layershuffle.data import DataOptions, ImageData, ImageView, Split, check_class_count, open_data
+from layershuffle.data.loading import loader_processes
 from layershuffle.errors import DataError, UsageError
 from layershuffle.evaluation import Batches, Score, evaluate
 from layershuffle.merging.ensembles import EnsembleScore, Variant, evaluate_ensembles
@@ -128,7 +128,7 @@ class _Desk:
     @property
     def draws(self) -> int:
         """Orders per donor, soup and ensemble."""
-        return self.settings.num_orders if Mode(order=self.mode).is_drawn else 1
+        return Mode(order=self.mode).draws(self.settings.num_orders)
 
     @property
     def variants(self) -> list[Variant]:
@@ -288,10 +288,9 @@ def _batches(split: Split, batch_size: int, view: ImageView) -> Batches:
     """Batches that can be read again and again; kept in memory if they are less than 1 GiB."""
     size = math.inf if split.size is None else split.size
     total = size * 4 * view.channels * view.height * view.width
-    processes = min(8, max(0, len(os.sched_getaffinity(0)) - 1))
     loader = DataLoader(
         split.dataset,
         batch_size=batch_size,
-        num_workers=0 if total <= _SMALL_BYTES else processes,
+        num_workers=0 if total <= _SMALL_BYTES else loader_processes(),
     )
     return list(loader) if total <= _IN_MEMORY_BYTES else loader

@@ -5,32 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 
+from layershuffle.analysis import ANALYSES
 from layershuffle.errors import UsageError
+from layershuffle.methods import METHODS
 from layershuffle.study.plan import AnalysisSpec, MergingSpec, RunSpec, Task, tasks_of
 from layershuffle.study.settings import StudySettings
 
 _TABLE_1 = {"baseline", "layershuffle", "layershuffle-position", "layershuffle-predict"}
-_NOT_IN_FIGURE_1 = {"layershuffle-position", "layershuffle-predict"}
+_FIGURE_1 = METHODS.keys() - {"layershuffle-position", "layershuffle-predict"}
 
 Filter = Callable[[Task, StudySettings], bool]
 
 
-def _in_table_1(task: Task, study: StudySettings) -> bool:
-    del study
-    return _is_main(task) and task.settings.method in _TABLE_1  # type: ignore[union-attr]
+def _main_runs(methods: set[str]) -> Filter:
+    return lambda task, _: (
+        isinstance(task, RunSpec) and task.part == "main" and task.settings.method in methods
+    )
 
 
-def _in_figure_1(task: Task, study: StudySettings) -> bool:
-    del study
-    return _is_main(task) and task.settings.method not in _NOT_IN_FIGURE_1  # type: ignore[union-attr]
-
-
-def _is_main(task: Task) -> bool:
-    return isinstance(task, RunSpec) and task.part == "main"
-
-
-def _is_merging(task: Task, study: StudySettings) -> bool:
-    del study
+def _is_merging(task: Task, _: StudySettings) -> bool:
     return isinstance(task, MergingSpec)
 
 
@@ -41,27 +34,18 @@ def _in_budget(task: Task, study: StudySettings) -> bool:
 
 
 def _analysis(name: str) -> Filter:
-    def of(task: Task, study: StudySettings) -> bool:
-        del study
-        return isinstance(task, AnalysisSpec) and task.options.name == name
-
-    return of
+    return lambda task, _: isinstance(task, AnalysisSpec) and task.options.name == name
 
 
 ARTEFACTS: dict[str, Filter] = {
-    "table1": _in_table_1,
-    "fig1b": _in_figure_1,
-    "fig1c": _in_figure_1,
+    "table1": _main_runs(_TABLE_1),
+    "fig1b": _main_runs(_FIGURE_1),
+    "fig1c": _main_runs(_FIGURE_1),
     "fig4": _analysis("umap"),
     "table2": _is_merging,
     "fig5": _is_merging,
     "budget": _in_budget,
-    "norms": _analysis("norms"),
-    "attention": _analysis("attention"),
-    "attribution": _analysis("attribution"),
-    "leave-one-out": _analysis("leave-one-out"),
-    "cka": _analysis("cka"),
-    "position": _analysis("position"),
+    **{name: _analysis(name) for name in ANALYSES if name != "umap"},
 }
 
 

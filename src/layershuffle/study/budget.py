@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from layershuffle.plotting import INK, RULE, figure_bytes, new_figure, style_axes
 from layershuffle.study.facts import Table
-from layershuffle.study.figures import STYLES
+from layershuffle.study.figures import STYLES, error_bars
 from layershuffle.study.results import Run, Study
 from layershuffle.study.sections import Picture, Section
 from layershuffle.study.statistics import Estimate, estimate
@@ -35,7 +35,7 @@ def budget_points(study: Study) -> tuple[Point, ...]:
     groups: dict[tuple[str, int], list[Run]] = {}
     for run in study.runs:
         arm = _base_arm(run)
-        if arm in arms and run.facts is not None and run.plan.method == arms_method(study, arm):
+        if arm in arms and run.facts is not None:
             groups.setdefault((arm, run.facts.steps), []).append(run)
     return tuple(
         Point(arm=arm, steps=steps, mode=mode, top1=top1)
@@ -43,11 +43,6 @@ def budget_points(study: Study) -> tuple[Point, ...]:
         for mode in _MODES
         if (top1 := _top1(groups[arm, steps], mode)) is not None
     )
-
-
-def arms_method(study: Study, arm: str) -> str:
-    """The method of an arm."""
-    return next(run.plan.method for run in study.runs if _base_arm(run) == arm)
 
 
 def _base_arm(run: Run) -> str:
@@ -88,28 +83,30 @@ def budget_section(summary: Summary) -> Section | None:
     )
 
 
+def _curves(points: Sequence[Point]) -> dict[tuple[str, str], list[Point]]:
+    """The points of every (arm, mode), by length."""
+    return {
+        (arm, mode): [point for point in points if (point.arm, point.mode) == (arm, mode)]
+        for arm in dict.fromkeys(point.arm for point in points)
+        for mode in _MODES
+    }
+
+
 def _words(points: Sequence[Point]) -> str:
-    sentences = []
-    for arm in dict.fromkeys(point.arm for point in points):
-        for mode in _MODES:
-            curve = [p for p in points if (p.arm, p.mode) == (arm, mode)]
-            if not curve:
-                continue
-            first, last = curve[0], curve[-1]
-            sentences.append(
-                f"{label(arm)} in {mode} order goes from {first.top1.mean:.1f} % after "
-                f"{first.steps:,} steps to {last.top1.mean:.1f} % after {last.steps:,}."
-            )
-    return " ".join(sentences)
+    return " ".join(
+        f"{label(arm)} in {mode} order goes from {curve[0].top1.mean:.1f} % after "
+        f"{curve[0].steps:,} steps to {curve[-1].top1.mean:.1f} % after {curve[-1].steps:,}."
+        for (arm, mode), curve in _curves(points).items()
+        if curve
+    )
 
 
 def _table(points: Sequence[Point]) -> Table:
     lengths = sorted({point.steps for point in points})
     rows = []
-    for arm in dict.fromkeys(point.arm for point in points):
-        for mode in _MODES:
-            found = {p.steps: p.top1 for p in points if (p.arm, p.mode) == (arm, mode)}
-            rows.append((label(arm), mode, *(_cell(found.get(steps)) for steps in lengths)))
+    for (arm, mode), curve in _curves(points).items():
+        found = {point.steps: point.top1 for point in curve}
+        rows.append((label(arm), mode, *(_cell(found.get(steps)) for steps in lengths)))
     return Table(
         title="",
         head=("Arm", "Order", *(f"{steps:,} steps" for steps in lengths)),
@@ -130,23 +127,18 @@ def _draw(points: Sequence[Point]) -> bytes:
     axes.set(xlabel="optimiser steps", ylabel="top-1 accuracy (%)")
     axes.grid(axis="y", color=RULE, linewidth=0.8)
     arms = list(dict.fromkeys(point.arm for point in points))
-    for arm in arms:
-        for mode in _MODES:
-            curve = [p for p in points if (p.arm, p.mode) == (arm, mode)]
-            colour, marker, _ = STYLES[arms.index(arm) % len(STYLES)]
-            axes.errorbar(
-                [p.steps for p in curve],
-                [p.top1.mean for p in curve],
-                yerr=[
-                    [p.top1.mean - (p.top1.low or 0.0) for p in curve],
-                    [(p.top1.high or 100.0) - p.top1.mean for p in curve],
-                ],
-                color=colour,
-                marker=marker,
-                linestyle="-" if mode == "sequential" else "--",
-                capsize=2.5,
-                label=f"{label(arm)}, {mode}",
-            )
+    for (arm, mode), curve in _curves(points).items():
+        colour, marker, _ = STYLES[arms.index(arm) % len(STYLES)]
+        axes.errorbar(
+            [point.steps for point in curve],
+            [point.top1.mean for point in curve],
+            yerr=error_bars([point.top1 for point in curve]),
+            color=colour,
+            marker=marker,
+            linestyle="-" if mode == "sequential" else "--",
+            capsize=2.5,
+            label=f"{label(arm)}, {mode}",
+        )
     lengths = sorted({point.steps for point in points})
     axes.set_xscale("log")
     axes.set_xticks(lengths, [f"{steps:,}" for steps in lengths], minor=False)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from layershuffle.machine import processor
-from layershuffle.modes import Mode, parse_modes
+from layershuffle.modes import parse_modes
 from layershuffle.settings import DEFAULT_EPOCHS, EvalSettings, FitSettings
 from layershuffle.study.facts import duration
 from layershuffle.study.plan import AnalysisSpec, MergingSpec, RunSpec, Task, is_finished
@@ -129,8 +129,7 @@ def _steps(settings: FitSettings, images: int | None) -> float:
 
 def orders_of(settings: EvalSettings) -> int:
     """How many orders a run is scored under."""
-    modes = parse_modes(settings.modes)
-    return sum(settings.num_orders if mode.is_drawn else 1 for mode in modes)
+    return sum(mode.draws(settings.num_orders) for mode in parse_modes(settings.modes))
 
 
 def block_runs(settings: EvalSettings, depth: int) -> int:
@@ -140,13 +139,9 @@ def block_runs(settings: EvalSettings, depth: int) -> int:
     orders = [
         mode.policy().draw(depth, seed=settings.seed, step=index)
         for mode in parse_modes(settings.modes)
-        for index in range(_draws(mode, settings))
+        for index in range(mode.draws(settings.num_orders))
     ]
     return block_executions(build_trie(orders))
-
-
-def _draws(mode: Mode, settings: EvalSettings) -> int:
-    return settings.num_orders if mode.is_drawn else 1
 
 
 def forecast_text(one: Forecast, out: Path) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from layershuffle.study.merging_report import group_rows, score_of
+from layershuffle.merging.rows import MergingRow, by_model, group_rows
+from layershuffle.study.merging_report import score_of
 from layershuffle.study.pieces import Piece
 from layershuffle.study.statistics import Estimate, deviation, mean
 from layershuffle.study.summary import Column, Summary
@@ -35,33 +36,20 @@ class Evidence:
 
     def merging(self, arm: str) -> dict[str, Estimate]:
         """Scores of the arm's single models, merges, soups and ensembles; the main variants."""
-        for piece in self.pieces:
-            if piece.kind == "merging" and piece.arm == arm and piece.rows:
-                found = {}
-                for (kind, name, _), rows in group_rows(piece.rows).items():
-                    if rows[0].main:
-                        found[name if kind == "soup" else kind] = score_of(rows)
-                return found
-        return {}
+        groups = group_rows(self._merging_rows(arm))
+        return {
+            name if kind == "soup" else kind: score_of(rows)
+            for (kind, name, _), rows in groups.items()
+        }
 
     def spread_of_single_orders(self, arm: str, kind: str) -> float | None:
         """Standard deviation over (model, order) scores of an arm's single models or merges."""
-        for piece in self.pieces:
-            if piece.kind == "merging" and piece.arm == arm:
-                rows = [row for row in piece.rows if row.kind == kind and row.main]
-                return deviation([row.top1 for row in rows])
-        return None
+        return deviation([row.top1 for row in self._merging_rows(arm) if row.kind == kind])
 
     def merging_means(self, arm: str, kind: str) -> list[float]:
         """The mean top-1 of every single model or merge of an arm, main variant."""
-        for piece in self.pieces:
-            if piece.kind == "merging" and piece.arm == arm:
-                models: dict[int, list[float]] = {}
-                for row in piece.rows:
-                    if row.kind == kind and row.main:
-                        models.setdefault(row.index, []).append(row.top1)
-                return [mean(values) for values in models.values()]
-        return []
+        rows = [row for row in self._merging_rows(arm) if row.kind == kind]
+        return [mean(scores) for scores in by_model(rows).values()]
 
     def fact(self, analysis: str, arm: str, *, path: tuple[str, ...]) -> float | None:
         """A number of an analysis by its path in the facts, averaged over the models asked."""
@@ -74,3 +62,8 @@ class Evidence:
                 if isinstance(value, int | float):
                     found.append(float(value))
         return mean(found) if found else None
+
+    def _merging_rows(self, arm: str) -> list[MergingRow]:
+        """The main variants of the arm's merging; none while it is not done."""
+        found = [piece for piece in self.pieces if (piece.kind, piece.arm) == ("merging", arm)]
+        return [row for piece in found for row in piece.rows if row.main]

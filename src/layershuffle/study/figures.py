@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from layershuffle.plotting import GROUND, INK, RULE, figure_bytes, new_figure, style_axes
 from layershuffle.study.paper import PaperNumber
+from layershuffle.study.statistics import Estimate
 from layershuffle.study.summary import Cell, Column, Summary, label
 
 if TYPE_CHECKING:
@@ -117,15 +118,10 @@ def _draw_panel(axes: Axes, summary: Summary, mode: str) -> None:
 def _draw_arm(axes: Axes, summary: Summary, arm: str, cells: Sequence[Cell]) -> None:
     colour, marker, dash = arm_style(summary, arm)
     shift = _DODGE * (summary.arms.index(arm) - (len(summary.arms) - 1) / 2)
-    means = [cell.top1.mean for cell in cells]
-    bounds = [_bounds(cell) for cell in cells]
     axes.errorbar(
         [cell.kept + shift for cell in cells],
-        means,
-        yerr=(
-            [mean - low for mean, (low, _) in zip(means, bounds, strict=True)],
-            [high - mean for mean, (_, high) in zip(means, bounds, strict=True)],
-        ),
+        [cell.top1.mean for cell in cells],
+        yerr=error_bars([cell.top1 for cell in cells]),
         color=colour,
         marker=marker,
         linestyle=dash,
@@ -160,9 +156,12 @@ def _draw_paper(axes: Axes, number: PaperNumber, x: float, *, style: tuple[str, 
         axes.annotate("~", place, (4, -3), textcoords="offset points", color=style[0])
 
 
-def _bounds(cell: Cell) -> tuple[float, float]:
-    one = cell.top1
-    return (one.mean if one.low is None else one.low, one.mean if one.high is None else one.high)
+def error_bars(ones: Sequence[Estimate]) -> tuple[list[float], list[float]]:
+    """How far the intervals reach below and above the means: 0 where there is none."""
+    return (
+        [0.0 if one.low is None else one.mean - one.low for one in ones],
+        [0.0 if one.high is None else one.high - one.mean for one in ones],
+    )
 
 
 def _legend_entries(panels: Sequence[Axes], summary: Summary) -> tuple[list[Any], list[str]]:

@@ -6,14 +6,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
 from typing import TYPE_CHECKING
 
-from layershuffle.merging.rows import MergingRow
+from layershuffle.merging.rows import MergingRow, by_model, group_rows
 from layershuffle.plotting import INK, RULE, figure_bytes, new_figure, style_axes
 from layershuffle.study.facts import Table
 from layershuffle.study.figures import STYLES
 from layershuffle.study.paper import MERGES
 from layershuffle.study.pieces import Piece
 from layershuffle.study.sections import Picture, Section
-from layershuffle.study.statistics import Estimate, estimate
+from layershuffle.study.statistics import Estimate, estimate, mean
 from layershuffle.study.summary import label
 from layershuffle.study.tables import interval_text
 
@@ -58,21 +58,9 @@ _HOW = (
 )
 
 
-def group_rows(rows: Iterable[MergingRow]) -> dict[tuple[str, str, str], list[MergingRow]]:
-    """Rows by (kind, name, ends): single models and merges together, soups and ensembles apart."""
-    groups: dict[tuple[str, str, str], list[MergingRow]] = {}
-    for row in rows:
-        name = row.name if row.kind in ("soup", "ensemble") else ""
-        groups.setdefault((row.kind, name, row.ends), []).append(row)
-    return groups
-
-
 def score_of(rows: Sequence[MergingRow], metric: str = "top1") -> Estimate:
     """Mean over models (donors, merges), each the mean over its orders, and its spreads."""
-    scores: dict[int, list[float]] = {}
-    for row in rows:
-        scores.setdefault(row.index, []).append(float(getattr(row, metric)))
-    return estimate(scores, images=rows[0].n)
+    return estimate(by_model(rows, metric), images=rows[0].n)
 
 
 def _rows(pieces: Sequence[Piece]) -> list[tuple[str, ...]]:
@@ -123,7 +111,7 @@ def _sentence(piece: Piece) -> str:
 def draw_swarm(pieces: Sequence[Piece]) -> bytes:
     """Figure 5 as an SVG: a column of dots per group of models, every model one dot."""
     columns = [
-        (piece, key, _values(rows))
+        (piece, key, [mean(scores) for scores in by_model(rows).values()])
         for piece in pieces
         for key, rows in group_rows(piece.rows).items()
     ]
@@ -144,14 +132,6 @@ def draw_swarm(pieces: Sequence[Piece]) -> bytes:
     return figure_bytes(figure, "svg")
 
 
-def _values(rows: Sequence[MergingRow]) -> list[float]:
-    """One value per model, the mean over its orders."""
-    models: dict[int, list[float]] = {}
-    for row in rows:
-        models.setdefault(row.index, []).append(row.top1)
-    return [sum(values) / len(values) for values in models.values()]
-
-
 def _column_name(piece: Piece, key: tuple[str, str, str]) -> str:
     kind, name, ends = key
     return " ".join(word for word in (label(piece.arm), _KINDS[kind], name, ends) if word)
@@ -162,8 +142,7 @@ def _draw_column(
 ) -> None:
     across = [place + step * shift for shift in swarm(values, step=_ROW)]
     axes.scatter(across, values, s=_DOT_POINTS**2, color=colour, linewidths=0)
-    mean = sum(values) / len(values)
-    axes.plot([place - 0.4, place + 0.4], [mean, mean], color=INK, linewidth=1.1)
+    axes.plot([place - 0.4, place + 0.4], [mean(values)] * 2, color=INK, linewidth=1.1)
 
 
 def _widest(values: Sequence[float]) -> float:

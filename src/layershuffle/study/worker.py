@@ -29,7 +29,7 @@ from layershuffle.study.plan import (
     RunSpec,
     Task,
     read_plan,
-    run_name,
+    runs_of,
     tasks_of,
 )
 
@@ -110,12 +110,16 @@ def _as_trained(run: RunSpec) -> dict[str, Any]:
     return {name: getattr(run.settings, name) for name in ("resize", "skip_corrupt", "streaming")}
 
 
+def _needed_runs(task: MergingSpec | AnalysisSpec, out: Path) -> list[RunSpec]:
+    return [run for run in runs_of(read_plan(out)) if run.name in task.needs]
+
+
 def _merge(task: MergingSpec, out: Path) -> dict[str, Any]:
     from layershuffle.merging.scoring import rows_csv, score_merging
 
     directory, started = task.directory(out), time.monotonic()
-    donors = [run for run in tasks_of(read_plan(out)) if run.name in task.needs]
-    first = next(run for run in donors if isinstance(run, RunSpec))
+    donors = _needed_runs(task, out)
+    first = donors[0]
     method = first.settings.find_method()
     options = task.options.options.model_copy(
         update={name: getattr(first.settings, name) for name in ("resize", "skip_corrupt")}
@@ -146,9 +150,7 @@ def _analyse(task: AnalysisSpec, out: Path) -> dict[str, Any]:
     from layershuffle.analysis import run_analysis
 
     started, directory = time.monotonic(), task.directory(out)
-    run = next(run for run in tasks_of(read_plan(out)) if run.name in task.needs)
-    if not isinstance(run, RunSpec) or run.name != run_name(task.arm, task.seed):
-        raise RuntimeError(f"{task.name} needs {task.needs}, which is no run")
+    (run,) = _needed_runs(task, out)
     _tell(directory, {"phase": task.options.name, "done": 0, "total": 1})
     options = task.options.options.model_copy(update=_as_trained(run))
     run_analysis(

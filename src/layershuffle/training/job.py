@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from torch import nn
 from transformers import TrainingArguments
 
 from layershuffle.data import DataOptions, ImageData, Split, open_data
+from layershuffle.data.loading import loader_processes
 from layershuffle.errors import DataError, TrainingError, UsageError
 from layershuffle.machine import cpu_has_bf16
 from layershuffle.methods import Method
@@ -203,8 +203,4 @@ def _precision(settings: FitSettings) -> str:
 
 def loader_workers(settings: FitSettings) -> int:
     """Loader processes."""
-    if settings.workers is not None:
-        return settings.workers
-    if settings.data.startswith("digit-pairs"):
-        return 0  # the data are in memory
-    return min(8, max(0, len(os.sched_getaffinity(0)) - 1))
+    return loader_processes(settings.data) if settings.workers is None else settings.workers
