@@ -1,21 +1,21 @@
 """A different execution order for every sample of one batch.
 
-At each position the samples are sorted by the block they need next, and every block runs once on
-its group: the same FLOPs as one shared order, one gather per position.
+Samples with the same order stay together as one group. At each position the groups that need the
+same block next are joined, and every block runs once: the same FLOPs as one shared order. Groups
+that meet nobody at a position are not copied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import groupby
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from layershuffle.errors import UsageError
+from layershuffle.machine import uploaded
 
 BlockCall = Callable[[int, int, Tensor, "tuple[int, ...] | None"], Tensor]
-_DONE = -1
 
 
 def run_grouped(state: Tensor, orders: Sequence[tuple[int, ...]], *, call: BlockCall) -> Tensor:
@@ -30,30 +30,45 @@ def run_grouped(state: Tensor, orders: Sequence[tuple[int, ...]], *, call: Block
             f"{len(orders)} orders were given for a batch of {state.shape[0]} samples",
             hint="give one order per sample, or a single order for the whole batch",
         )
-    rows = list(range(len(orders)))  # rows[k] = the sample that stands in row k now
-    for position in range(max(map(len, orders))):
-        arranged = sorted(rows, key=lambda row: (_next_block(orders[row], position), row))
-        state, rows = _arrange(state, rows, arranged), arranged
-        groups = [
-            (block, tuple(group))
-            for block, group in groupby(rows, key=lambda row: _next_block(orders[row], position))
-        ]
-        chunks = torch.split(state, [len(group) for _, group in groups])
-        state = torch.cat(
-            [
-                chunk if block == _DONE else call(block, position, chunk, group)
-                for (block, group), chunk in zip(groups, chunks, strict=True)
-            ]
-        )
-    return _arrange(state, rows, sorted(rows))
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for row, order in enumerate(orders):
+        groups.setdefault(order, []).append(row)
+    arranged = [row for rows in groups.values() for row in rows]
+    chunks = _chunks(_rearranged(state, arranged), groups)
+    for position in range(max(map(len, groups))):
+        for block, members in _by_next_block(groups, position).items():
+            parts = [chunks[order] for order in members]
+            joined = parts[0] if len(parts) == 1 else torch.cat(parts)
+            rows = tuple(row for order in members for row in groups[order])
+            out = call(block, position, joined, rows)
+            chunks |= _chunks(out, {order: groups[order] for order in members})
+    home = sorted(range(len(arranged)), key=arranged.__getitem__)
+    return _rearranged(torch.cat(list(chunks.values())), home)
 
 
-def _next_block(order: tuple[int, ...], position: int) -> int:
-    return order[position] if position < len(order) else _DONE
+def _chunks(
+    state: Tensor, groups: Mapping[tuple[int, ...], Sequence[int]]
+) -> dict[tuple[int, ...], Tensor]:
+    """The part of every group, where the groups lie one behind the other in `state`."""
+    if len(groups) == 1:
+        return dict.fromkeys(groups, state)
+    parts = torch.split(state, [len(rows) for rows in groups.values()])
+    return dict(zip(groups, parts, strict=True))
 
 
-def _arrange(state: Tensor, rows: list[int], wanted: list[int]) -> Tensor:
-    if rows == wanted:
+def _by_next_block(
+    groups: Mapping[tuple[int, ...], Sequence[int]], position: int
+) -> dict[int, list[tuple[int, ...]]]:
+    """The orders that run a block at `position`, by that block, ascending."""
+    turns: dict[int, list[tuple[int, ...]]] = {}
+    for order in groups:
+        if position < len(order):
+            turns.setdefault(order[position], []).append(order)
+    return dict(sorted(turns.items()))
+
+
+def _rearranged(state: Tensor, rows: Sequence[int]) -> Tensor:
+    """`state[rows]`; the same tensor where nothing moves."""
+    if all(row == place for place, row in enumerate(rows)):
         return state
-    place = {row: k for k, row in enumerate(rows)}
-    return state.index_select(0, torch.tensor([place[row] for row in wanted], device=state.device))
+    return state.index_select(0, uploaded(torch.tensor(rows), state.device))

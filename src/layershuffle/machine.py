@@ -8,7 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 _PACKAGES = ("layershuffle", "torch", "torchvision", "timm", "transformers", "accelerate", "numpy")
 
@@ -54,6 +58,13 @@ def cpu_has_bf16() -> bool:
         return False
     words = set(cpuinfo.read_text(encoding="utf-8").split())
     return bool(words & {"avx512_bf16", "amx_bf16", "bf16"})
+
+
+def uploaded(tensor: Tensor, device: torch.device) -> Tensor:
+    """`tensor` from the host on `device`, without making the host wait for what runs there."""
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
 from layershuffle.errors import StackError, UsageError
+from layershuffle.machine import uploaded
 from layershuffle.parts import Step
 from layershuffle.position_forms import EncodingForm, PredictionForm
 from layershuffle.stack import depth_of, stack_of, with_parts, wrap
@@ -157,9 +158,11 @@ def _share(guess: Guess, runs: Mapping[int, int], form: PredictionForm) -> Tenso
     """What each row's loss at this step counts in the loss of its sample."""
     if form.loss == "sum":
         return 1.0
-    if guess.step.rows is None:
-        return 1.0 / runs[0]
-    return guess.logits.new_tensor([1.0 / runs[row] for row in guess.step.rows])
+    counts = [runs[row] for row in _samples(guess)]
+    if min(counts) == max(counts):
+        return 1.0 / counts[0]
+    shares = torch.tensor(counts, dtype=guess.logits.dtype).reciprocal()
+    return uploaded(shares, guess.logits.device)
 
 
 def _check_asked(guesses: Sequence[Guess]) -> None:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-from torch.utils.data import DataLoader
 
 from layershuffle.data import DataOptions, ImageData, check_class_count, open_data
+from layershuffle.data.batches import Batches
 from layershuffle.data.loading import loader_processes
 from layershuffle.evaluation import Score, evaluate
 from layershuffle.models import image_view, load, num_classes_of
@@ -67,11 +67,14 @@ def score_model(
     )
     data = open_data(data_spec, image_view(model), options=options)
     check_class_count(data, num_classes_of(model), place=model_spec)
-    model.to("cuda" if torch.cuda.is_available() else "cpu")
-    batches = DataLoader(
-        data.splits["test"].dataset,
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model.to(device)
+    batches = Batches(
+        data.splits["test"],
+        data.finish,
         batch_size=settings.batch_size,
-        num_workers=loader_processes(data_spec),
+        device=device,
+        processes=loader_processes(data_spec),
     )
     scores = evaluate(
         model,

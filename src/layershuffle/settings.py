@@ -80,6 +80,8 @@ class FitSettings(Settings):
     """Images per optimiser step (the paper: 640 or 128)."""
     accumulate: Positive = 1
     """Forwards per optimiser step, each with an order of its own; divides batch_size."""
+    orders_per_batch: Positive = 1
+    """Groups of the images of a forward, each with an order of its own; no more block runs."""
     lr: Annotated[float, Field(gt=0)] = 1e-4
     """Peak learning rate of Adam(0.9, 0.999, eps 1e-6)."""
     schedule: Literal["linear", "cosine", "constant"] = "linear"
@@ -128,7 +130,13 @@ class FitSettings(Settings):
     threads: Positive | None = None
     """CPU threads of torch (default: torch's own choice)."""
     workers: Annotated[int, Field(ge=0)] | None = None
-    """Loader processes (default: none for data in memory, else the cores but one, at most 8)."""
+    """Loader processes (default: none for data in memory, else the cores but one, at most 16)."""
+    compile: bool | None = None
+    """Compile the blocks (default: on a GPU yes; on a CPU no, minutes for no gain)."""
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    """Under torchrun: a whole model in every process, or a shard of it (FSDP2)."""
+    rank_orders: Literal["same", "own"] = "same"
+    """Under torchrun: all processes in one order per forward, or each in its own (ddp only)."""
 
     @model_validator(mode="after")
     def _check(self) -> FitSettings:
@@ -139,6 +147,18 @@ class FitSettings(Settings):
             raise ValueError(
                 f"accumulate={self.accumulate} does not divide batch_size={self.batch_size}"
             )
+        if self.orders_per_batch > self.batch_size // self.accumulate:
+            raise ValueError(
+                f"orders_per_batch={self.orders_per_batch} is more than the "
+                f"{self.batch_size // self.accumulate} images of a forward"
+            )
+        if self.parallel == "fsdp" and self.rank_orders == "own":
+            raise ValueError(
+                "under fsdp all processes must run the same order (rank_orders=same): shards of "
+                "different blocks would be mixed without an error"
+            )
+        if self.parallel == "fsdp" and self.ema is not None:
+            raise ValueError("ema needs whole weights in every process: use parallel=ddp")
         return self
 
     def find_method(self) -> Method:
@@ -179,6 +199,19 @@ class EvalSettings(Settings):
     def _check(self) -> EvalSettings:
         parse_modes(self.modes)
         return self
+
+
+class CacheSettings(Settings):
+    """How images are kept in a cache."""
+
+    size: Positive = 256
+    """Pixels of the shorter side; smaller images stay as they are."""
+    quality: Annotated[int, Field(ge=1, le=100)] = 90
+    """JPEG quality."""
+    workers: Annotated[int, Field(ge=0)] | None = None
+    """Processes (default: the cores but one, at most 16)."""
+    skip_corrupt: bool = False
+    """Leave unreadable images out, counted and named, instead of stopping."""
 
 
 def check_known(kind: type[Settings], fields: Mapping[str, Any]) -> None:

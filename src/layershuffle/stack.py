@@ -22,6 +22,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from layershuffle.discovery import find_blocks
 from layershuffle.errors import StackError, UsageError
@@ -40,6 +41,7 @@ class Run:
     order: tuple[int, ...] | None = None
     parts: tuple[Part, ...] = ()
     walk: Walk | None = None
+    recompute: bool = False
 
 
 _PLAIN = Run()
@@ -67,12 +69,12 @@ class BlockStack(nn.ModuleList):
             self._refuse_replica()
             return [*blocks]
         if run.walk is not None:
-            return [_Walked(self, run.walk, run.parts)]
+            return [_Walked(self, run.walk, run)]
         order = range(len(blocks)) if run.order is None else run.order
-        if not run.parts:
+        if not run.parts and not run.recompute:
             return [blocks[block] for block in order]
         return [
-            Placed(blocks[block], Step(position, block), run.parts)
+            Placed(blocks[block], Step(position, block), run)
             for position, block in enumerate(order)
         ]
 
@@ -144,16 +146,21 @@ class BlockStack(nn.ModuleList):
 class Placed:
     """A block at a position with the parts around it; everything else is the block's own."""
 
-    def __init__(self, module: nn.Module, step: Step, parts: tuple[Part, ...]) -> None:
-        self._module, self._step, self._parts = module, step, parts
+    def __init__(self, module: nn.Module, step: Step, run: Run) -> None:
+        self._module, self._step, self._run = module, step, run
 
     def __call__(self, state: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The block's output for the input `state`, parts included."""
+        if self._run.recompute and torch.is_grad_enabled():
+            return checkpoint(self._compute, state, *args, use_reentrant=False, **kwargs)
+        return self._compute(state, *args, **kwargs)
+
+    def _compute(self, state: Tensor, *args: Any, **kwargs: Any) -> Any:
         step = replace(self._step, replay=_in_backward())
-        for part in self._parts:
+        for part in self._run.parts:
             state = part.before(state, step)
         out = self._module(state, *args, **kwargs)
-        for part in self._parts:
+        for part in self._run.parts:
             part.after(_state_of(out), step)
         return out
 
@@ -164,15 +171,15 @@ class Placed:
 class _Walked:
     """The one entry of a stack that a walk runs as a whole."""
 
-    def __init__(self, stack: BlockStack, walk: Walk, parts: tuple[Part, ...]) -> None:
-        self._stack, self._walk, self._parts = stack, walk, parts
+    def __init__(self, stack: BlockStack, walk: Walk, run: Run) -> None:
+        self._stack, self._walk, self._run = stack, walk, run
 
     def __call__(self, state: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         def call(block: int, position: int, chunk: Tensor, rows: tuple[int, ...] | None) -> Tensor:
             if rows is not None:
                 _refuse_batched((*args, *kwargs.values()), batch=len(state))
             step = Step(position, block, rows)
-            placed = Placed(self._stack.block(block), step, self._parts)
+            placed = Placed(self._stack.block(block), step, self._run)
             return _state_of(placed(chunk, *args, **kwargs))
 
         return self._walk(call, state)
@@ -274,6 +281,17 @@ def walking(model: nn.Module, walk: Walk) -> Iterator[None]:
 
 
 @contextmanager
+def recomputing(model: nn.Module) -> Iterator[None]:
+    """Keep no activations inside blocks; the backward pass computes every block again.
+
+    Gradient checkpointing block by block, for host models that have none of their own too, and
+    under any order or walk.
+    """
+    with _set(stack_of(model), recompute=True):
+        yield
+
+
+@contextmanager
 def with_parts(model: nn.Module, *parts: Part) -> Iterator[None]:
     """Add `parts` around every block inside the `with` block, after those already there."""
     stack = stack_of(model)
@@ -319,7 +337,16 @@ def _state_of(out: Any) -> Tensor:
 
 
 def _stacks(model: nn.Module) -> list[BlockStack]:
-    return [module for module in model.modules() if isinstance(module, BlockStack)]
+    # Not `model.modules()`: most modules are inside blocks, and this runs for every forward.
+    seen = {model: None}  # a dict keeps the order
+    waiting = [model]
+    while waiting:
+        module = waiting.pop()
+        if not isinstance(module, BlockStack):
+            new = [c for c in module._modules.values() if c is not None and c not in seen]
+            seen.update(dict.fromkeys(new))
+            waiting += new
+    return [module for module in seen if isinstance(module, BlockStack)]
 
 
 def _in_backward() -> bool:

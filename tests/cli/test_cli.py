@@ -12,7 +12,7 @@ from layershuffle.analysis.settings import AnalysisSettings
 from layershuffle.cli import COMMANDS, main
 from layershuffle.errors import SettingsError
 from layershuffle.merging.settings import EnsembleSettings, MergingSettings
-from layershuffle.settings import EvalSettings, FitSettings
+from layershuffle.settings import CacheSettings, EvalSettings, FitSettings
 
 MODEL = (
     "timm:vit_tiny_patch16_224?pretrained=false&num_classes=100&in_chans=1&img_size=12,20"
@@ -157,7 +157,7 @@ def test_doctor(capsys):
     assert "Next: layershuffle reproduce" in out
 
 
-@pytest.mark.parametrize("command", ["", "fit", "eval", "merge", "ensemble", "doctor"])
+@pytest.mark.parametrize("command", ["", "fit", "eval", "cache", "merge", "ensemble", "doctor"])
 def test_help_is_quick(command):
     """Under half a second of processor time (wall time on an idle machine), the best of five."""
     words = [sys.executable, "-m", "layershuffle", *command.split(), "--help"]
@@ -187,22 +187,15 @@ def test_the_flags_are_frozen(repository):
     assert sorted(AnalysisSettings.model_fields) == ANALYZE_FLAGS
     assert sorted(MergingSettings.model_fields) == MERGE_FLAGS
     assert sorted(EnsembleSettings.model_fields) == ENSEMBLE_FLAGS
+    assert sorted(CacheSettings.model_fields) == CACHE_FLAGS
 
 
 FIT_FLAGS = [
     *("accumulate", "activation_checkpointing", "augment", "batch_size", "checkpoint_every"),
-    *("choose", "clip", "data", "device", "drop", "ema", "encoding", "epochs", "eval_batch_size"),
-    *("eval_every", "eval_orders", "holdout", "kept", "log_every", "lr", "method", "min_blocks"),
-    *(
-        "model",
-        "paper_protocol",
-        "precision",
-        "prediction",
-        "resize",
-        "schedule",
-        "seed",
-        "select_by",
-    ),
+    *("choose", "clip", "compile", "data", "device", "drop", "ema", "encoding", "epochs"),
+    *("eval_batch_size", "eval_every", "eval_orders", "holdout", "kept", "log_every", "lr"),
+    *("method", "min_blocks", "model", "orders_per_batch", "paper_protocol", "parallel"),
+    *("precision", "prediction", "rank_orders", "resize", "schedule", "seed", "select_by"),
     *("skip_corrupt", "steps", "streaming", "threads", "warmup", "weight_decay", "workers"),
 ]
 EVAL_FLAGS = [
@@ -213,6 +206,7 @@ MERGE_FLAGS = [
     *("batch_size", "draw", "ends", "ensemble_combine", "ensemble_orders", "max_images", "merges"),
     *("mixed", "num_orders", "replacement", "resize", "seed", "skip_corrupt", "soups"),
 ]
+CACHE_FLAGS = ["quality", "size", "skip_corrupt", "workers"]
 ENSEMBLE_FLAGS = [
     *("batch_size", "combine", "draw", "max_images", "mixed", "mode", "num_orders", "orders"),
     *("resize", "seed", "skip_corrupt"),

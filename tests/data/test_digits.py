@@ -119,10 +119,13 @@ def test_the_whole_data_set_is_made_in_under_a_second() -> None:
 
 
 def test_the_bundled_view_normalises_ink_by_its_mean_and_spread() -> None:
-    dataset = small().splits["train"].dataset
+    data = small()
+    dataset = data.splits["train"].dataset
     assert isinstance(dataset, DigitPairs)
-    image, label = dataset[3]
-    assert image.shape == (1, 12, 20)
+    ink, label = dataset[3]
+    assert ink.shape == (1, 12, 20)
+    assert torch.equal(ink, dataset.canvases[3])
+    image = data.finish(ink[None])[0]
     assert image.dtype == torch.float32
     expected = (dataset.canvases[3].float() / 16 - 0.2) / 0.35
     assert torch.equal(image, expected)
@@ -142,10 +145,11 @@ def test_a_batch_equals_its_items_bit_for_bit(channels: int, size: tuple[int, in
     dataset = data.splits["train"].dataset
     assert isinstance(dataset, DigitPairs)
     batch = dataset.__getitems__([4, 0, 17])
-    for (image, label), index in zip(batch, (4, 0, 17), strict=True):
+    images = data.finish(torch.stack([ink for ink, _ in batch]))
+    for image, (_, label), index in zip(images, batch, (4, 0, 17), strict=True):
         single, single_label = dataset[index]
         assert image.shape == (channels, *size)
-        assert torch.equal(image, single)
+        assert torch.equal(image, data.finish(single[None])[0])
         assert label == single_label
     assert any("stretched" in note for note in data.notes) == (size != (12, 20))
 
@@ -173,7 +177,7 @@ def test_a_loader_fetches_whole_batches_and_max_test_is_one_fixed_choice() -> No
     assert [len(labels) for _, labels in batches] == [32, 8]
     whole = small(train=False).splits["test"].dataset
     assert isinstance(whole, DigitPairs)
-    flat = {image.numpy().tobytes() for image in whole.images(range(100))}
+    flat = {image.numpy().tobytes() for image in whole.canvases}
     chosen = {image.numpy().tobytes() for images, _ in batches for image in images}
     assert chosen < flat
     again = small(max_test=40, train=False, seed=5).splits["test"].dataset

@@ -14,6 +14,7 @@ import layershuffle as ls
 from common import redraw
 from layershuffle.cli import main
 from layershuffle.data import DataOptions, open_data
+from layershuffle.data.batches import Batches
 from layershuffle.evaluation import evaluate
 from layershuffle.merging.plans import MergePlan, orders_seed, sample_plans
 from layershuffle.merging.rows import COLUMNS, rows_csv, rows_from_csv
@@ -143,7 +144,7 @@ def test_rows_equal_the_slow_path(work):
     assert [kinds.count(k) for k in ("donor", "merge", "soup", "ensemble")] == [6, 8, 4, 8]
     donors = [ls.load(spec) for spec in specs]
     data = open_data(DATA, image_view(donors[0]), options=DataOptions(train=False))
-    batches = list(torch.utils.data.DataLoader(data.splits["test"].dataset, batch_size=250))
+    batches = list(Batches(data.splits["test"], data.finish, batch_size=250, device="cpu"))
 
     def again(model, row):
         with torch.inference_mode(), ls.running(model, row.order):
@@ -201,7 +202,7 @@ def test_a_new_order_for_every_batch(work):
     (first, second) = (row for row in rows if row.kind == "merge")
     model = ls.merge([ls.load(spec) for spec in specs], sample_plans(3, 3, count=1, seed=0)[0])
     data = open_data(DATA, image_view(model), options=DataOptions(train=False))
-    batches = torch.utils.data.DataLoader(data.splits["test"].dataset, batch_size=20)
+    batches = Batches(data.splits["test"], data.finish, batch_size=20, device="cpu")
     (score,) = evaluate(
         model, batches, modes="arbitrary", num_orders=1, seed=orders_seed(0, 1, index=0),
         draw="batch",

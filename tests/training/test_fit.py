@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from runs import MODEL, assert_same_weights, losses, settings, weights
 from safetensors.torch import load_file
 
 import layershuffle as ls
@@ -22,29 +23,9 @@ from layershuffle.data import DataOptions, open_data
 from layershuffle.errors import Interrupted, LayerShuffleError, TrainingError, UsageError
 from layershuffle.machine import processor
 from layershuffle.models import image_view
-from layershuffle.settings import FitSettings
 from layershuffle.training import fit
 from layershuffle.training.trainer import EpochSampler
 
-MODEL = (
-    "timm:vit_tiny_patch16_224?pretrained=false&num_classes=100&in_chans=1&img_size=12,20"
-    "&patch_size=4&embed_dim=32&depth=4&num_heads=2&mlp_ratio=2&proj_drop_rate=0.1"
-)
-DATA = "digit-pairs?train=96&validation=32&test=32"
-BASE = {
-    "model": MODEL,
-    "data": DATA,
-    "steps": 8,
-    "batch_size": 16,
-    "lr": 1e-3,
-    "schedule": "cosine",
-    "warmup": 2,
-    "eval_every": 4,
-    "eval_orders": 2,
-    "checkpoint_every": 2,
-    "log_every": 1,
-    "seed": 5,
-}
 ARMS = {
     "layershuffle": {"method": "layershuffle"},
     "position": {"method": "layershuffle-position", "encoding": {"dropout": 0.1}},
@@ -56,23 +37,6 @@ ARMS = {
 GOLDEN = Path(__file__).parent.parent / "golden" / "losses.json"
 
 
-def settings(**changes):
-    return FitSettings(**{**BASE, "method": "layershuffle", **changes})
-
-
-def weights(out):
-    model = load_file(out / "model" / "model.safetensors")
-    parts = out / "model" / "layershuffle.safetensors"
-    return {**model, **(load_file(parts) if parts.is_file() else {})}
-
-
-def assert_same_weights(one, two):
-    assert one.keys() == two.keys()
-    for name in one:
-        error = (one[name] - two[name]).abs().max()
-        assert torch.equal(one[name], two[name]), f"{name}: max error {error}"
-
-
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     """Runs of every arm that nobody killed: their directory and the losses of every step."""
@@ -80,8 +44,7 @@ def undisturbed(tmp_path_factory):
     for name, arm in ARMS.items():
         out, events = tmp_path_factory.mktemp(name), []
         fit(settings(**arm), out / "run", listeners=[events.append])
-        losses = [event["loss"] for event in events if event["kind"] == "log"]
-        found[name] = (out / "run", losses)
+        found[name] = (out / "run", losses(events))
     return found
 
 
@@ -163,7 +126,7 @@ def test_losses_equal_a_plain_loop(undisturbed):
     for step in range(6):
         adam.param_groups[0]["lr"] = run.lr * schedule(step)
         batch = [train[row] for row in rows[16 * step : 16 * step + 16]]
-        images = torch.stack([image for image, _ in batch])
+        images = data.finish(torch.stack([pixels for pixels, _ in batch]))
         labels = torch.tensor([int(label) for _, label in batch])
         with ls.running(model, ls.Shuffled().draw(4, seed=run.seed, step=step)):
             loss = F.cross_entropy(model(images), labels)
@@ -187,7 +150,7 @@ def losses_of(run):
     events = []
     with tempfile.TemporaryDirectory() as directory:
         fit(run, Path(directory) / "run", listeners=[events.append])
-    return [event["loss"] for event in events if event["kind"] == "log"]
+    return losses(events)
 
 
 def test_golden_losses(undisturbed):
@@ -197,12 +160,12 @@ def test_golden_losses(undisturbed):
     """
     golden = json.loads(GOLDEN.read_text())
     same_machine = golden["machine"] == machine()
-    for name, (_, losses) in undisturbed.items():
+    for name, (_, told) in undisturbed.items():
         expected = golden["losses"][name]
         if same_machine:
-            assert losses == expected, name
+            assert told == expected, name
         else:
-            assert losses == pytest.approx(expected, rel=1e-4), name
+            assert told == pytest.approx(expected, rel=1e-4), name
 
 
 def machine():

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from layershuffle.analysis.settings import AnalysisSettings
 from layershuffle.analysis.squares import balanced_orders
 from layershuffle.data import DataOptions, ImageData, Split, check_class_count, open_data
+from layershuffle.data.batches import Batches
 from layershuffle.data.contract import limited_test
 from layershuffle.data.loading import loader_processes
 from layershuffle.errors import DataError, UsageError
@@ -74,7 +74,7 @@ class Subject:
         more, so that every block is seen at every position. `split` is "test" or "holdout", which
         are training images that no test score is made of. Raises `DataError` if there are none.
         """
-        settings, device = self.settings, next(self.model.parameters()).device
+        settings = self.settings
         part = self._split(split)
         count = math.ceil((part.size or settings.images) / settings.batch_size)
         orders = settings.orders or max(
@@ -86,7 +86,7 @@ class Subject:
             drawn = balanced_orders(
                 self.depth, first=number * orders, count=orders, seed=settings.seed
             )
-            yield Batch(images=images.to(device), labels=labels.to(device), orders=drawn)
+            yield Batch(images=images, labels=labels, orders=drawn)
         if number < 0:
             raise DataError(f"The {split} split has no image", place=self.data.spec)
 
@@ -105,10 +105,12 @@ class Subject:
     def _loader(self, split: Split) -> Iterator[tuple[Tensor, Tensor]]:
         """Batches up to the wanted number of images, which a stream does not know of."""
         left = self.settings.images
-        for images, labels in DataLoader(
-            split.dataset,
+        for images, labels in Batches(
+            split,
+            self.data.finish,
             batch_size=self.settings.batch_size,
-            num_workers=loader_processes(self.data.spec),
+            device=next(self.model.parameters()).device,
+            processes=loader_processes(self.data.spec),
         ):
             yield images[:left], labels[:left]
             left -= len(images)

@@ -18,6 +18,7 @@ from layershuffle.errors import LayerShuffleError, UsageError
 COMMANDS = {
     "fit": "refine a model so that its blocks run in any order",
     "eval": "score a model under many execution orders",
+    "cache": "copy images at the size that training needs, to read them faster",
     "analyze": "ask what the blocks of a model learnt",
     "merge": "make models of the blocks of several models, and score them",
     "ensemble": "score the mean of several models' answers",

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 Listener = Callable[[dict[str, Any]], None]
+LOADER_BOUND = 10.0  # percent of the steps' time: below that, more loading would gain little
 
 
 @contextmanager
@@ -53,7 +54,7 @@ class _Lines:
         if event["kind"] == "start":
             self._clock.start(event)
         if event["kind"] == "log":
-            text += f", {self._clock.left(event['step'])} left"
+            text += f", {self._clock.left(event['step'])} left{loader_bound(event)}"
         if text:
             print(
                 f"step {event.get('step', event.get('at'))}/{self._clock.steps}: {text}", flush=True
@@ -80,6 +81,13 @@ def describe(event: dict[str, Any]) -> str:
         case "best":
             return f"best so far (cross-entropy {event['cross_entropy']:.4f}), model saved"
     return ""
+
+
+def loader_bound(event: dict[str, Any]) -> str:
+    """What a "log" event adds where the loader holds the training back; else nothing."""
+    if event["waiting"] < LOADER_BOUND:
+        return ""
+    return f", loader-bound: {event['waiting']:.0f} % of the time waiting for data"
 
 
 @contextmanager
@@ -109,6 +117,7 @@ def _bar() -> Iterator[Listener]:
                 progress.update(task, total=event["steps"], completed=event["at"])
             elif event["kind"] == "log":
                 training = f"loss {event['loss']:.3f}, acc {event['accuracy']:.1f} %"
+                training += loader_bound(event)
                 progress.update(task, completed=event["step"], training=training)
             elif event["kind"] == "scores":
                 progress.update(task, scores=_short_scores(event))

@@ -12,9 +12,11 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image
+from torch import Tensor
 from torchvision.datasets import CIFAR100
 
 from layershuffle.data.contract import ImageData, SourceRequest
+from layershuffle.data.decode import pixel_tensor
 from layershuffle.data.images import mode_for, to_mode
 from layershuffle.data.tables import Tables, assemble
 from layershuffle.errors import DataError
@@ -28,16 +30,21 @@ class ArrayTable:
 
     def __init__(
         self,
-        pixels: np.ndarray[tuple[int, ...], np.dtype[np.uint8]],
+        array: np.ndarray[tuple[int, ...], np.dtype[np.uint8]],
         labels: Sequence[int],
         channels: int,
     ) -> None:
-        self.pixels, self.labels, self.channels = pixels, labels, channels
+        self.array, self.labels, self.channels = array, labels, channels
 
-    def image(self, index: int) -> Image.Image:
-        """Image `index` in the mode of the view."""
-        image = Image.fromarray(self.pixels[index])
+    def image(self, index: int, *, least: int | None = None) -> Image.Image:
+        """Image `index` in the mode of the view; it is there already, so `least` saves nothing."""
+        del least
+        image = Image.fromarray(self.array[index])
         return to_mode(image, self.channels, place=self.name(index))
+
+    def pixels(self, index: int) -> Tensor:
+        """Image `index` as pixels uint8 [C, H, W]."""
+        return pixel_tensor(self.image(index))
 
     def name(self, index: int) -> str:
         """The row of image `index`."""

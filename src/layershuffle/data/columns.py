@@ -12,7 +12,9 @@ from typing import Any
 
 import datasets
 from PIL import Image
+from torch import Tensor
 
+from layershuffle.data.decode import read_pixels
 from layershuffle.data.images import read_image
 from layershuffle.data.streams import RecordReader
 from layershuffle.errors import DataError, UsageError
@@ -84,15 +86,23 @@ class HubTable:
         self.data = data.cast_column(columns.image, datasets.Image(decode=False))
         self.reader = record_reader(columns, channels=channels, place=place)
 
-    def image(self, index: int) -> Image.Image:
+    def image(self, index: int, *, least: int | None = None) -> Image.Image:
         """Image `index`, decoded. Raises DataError naming it."""
-        record = self.data[index]
-        content = self.reader.content(record)
-        return read_image(content, self.reader.channels, place=self.name(index))
+        content, place = self._content(index)
+        return read_image(content, self.reader.channels, place=place, least=least)
+
+    def pixels(self, index: int) -> Tensor:
+        """Image `index` as pixels uint8 [C, H, W]. Raises DataError naming it."""
+        content, place = self._content(index)
+        return read_pixels(content, self.reader.channels, place=place)
 
     def name(self, index: int) -> str:
         """Place, row and, if it has one, the path or key of image `index`."""
         return f"row {index} of {self.reader.name(self.data[index])}"
+
+    def _content(self, index: int) -> tuple[bytes, str]:
+        record = self.data[index]  # read once: it holds the whole file
+        return self.reader.content(record), f"row {index} of {self.reader.name(record)}"
 
 
 def record_reader(

@@ -1,8 +1,11 @@
 """The words every data source shares: options in, named splits of (image, label) out.
 
-A source is a function `SourceRequest -> ImageData`. The split names say what each part is for, so
-that picking a checkpoint and reporting a score never quietly use the same images:
-"train" is fitted, "holdout" (a part of the training data) picks the checkpoint, "test" is reported.
+A source is a function `SourceRequest -> ImageData`. Items are pixels, a byte each; what the model
+takes is made of whole batches of them, where the model is (`ImageData.finish`).
+
+The split names say what each part is for, so that picking a checkpoint and reporting a score never
+quietly use the same images: "train" is fitted, "holdout" (a part of the training data) picks the
+checkpoint, "test" is reported.
 """
 
 from __future__ import annotations
@@ -17,10 +20,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
-from layershuffle.data.view import ImageView
+from layershuffle.data.view import Finish, ImageView
 from layershuffle.errors import DataError, UsageError
 
-Item = tuple[Tensor, int]  # image float32 [C, H, W], normalised; class index
+Item = tuple[Tensor, int]  # pixels uint8 [C, H, W]; class index
 
 # `max_test` always takes the same images, whatever seed the run has: scores stay comparable.
 TEST_SHUFFLE_SEED = 0
@@ -74,6 +77,7 @@ class Split:
 class ImageData:
     """Labelled images, fitted to a view.
 
+    `finish` makes float32 [n, *view], normalised, of a batch of pixels.
     `notes` are sentences for the report (where the holdout came from, what was skipped);
     `skipped` counts the unreadable images that `skip_corrupt` dropped.
     """
@@ -81,6 +85,7 @@ class ImageData:
     spec: str
     classes: tuple[str, ...]
     splits: Mapping[str, Split]
+    finish: Finish
     notes: tuple[str, ...] = ()
     skipped: int = 0
 

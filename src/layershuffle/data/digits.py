@@ -31,7 +31,7 @@ from layershuffle.data.contract import (
     generator_for,
     limited_test,
 )
-from layershuffle.data.view import ImageView, fit_images
+from layershuffle.data.view import Finish, ImageView
 from layershuffle.errors import UsageError
 
 CANVAS = (12, 20)
@@ -122,30 +122,25 @@ def compose(draws: PairDraws) -> tuple[Tensor, Tensor]:
 
 
 class DigitPairs(Dataset[Item]):
-    """Digit pairs in one uint8 tensor, fitted to a view when they are read.
+    """Digit pairs in one uint8 tensor of ink; a larger view is filled bilinearly by `finish`.
 
-    `__getitems__` fetches a whole batch by one index and one arithmetic step; torch's DataLoader
-    and Subset call it by themselves.
+    `__getitems__` fetches a whole batch by one index; torch's DataLoader and Subset call it by
+    themselves.
     """
 
-    def __init__(self, split: str, count: int, *, view: ImageView) -> None:
+    def __init__(self, split: str, count: int) -> None:
         self.canvases, self.labels = compose(draw_pairs(split, count))
-        self.view = view
 
     def __len__(self) -> int:
         return len(self.labels)
 
-    def images(self, indices: Sequence[int]) -> Tensor:
-        """Images float32 [n, C, H, W], normalised; a larger view is filled bilinearly."""
-        canvases = self.canvases[torch.as_tensor(indices)]
-        return fit_images(canvases.float() / LEVELS, self.view)
-
     def __getitem__(self, index: int) -> Item:
-        return self.images([index])[0], int(self.labels[index])
+        return self.canvases[index], int(self.labels[index])
 
     def __getitems__(self, indices: Sequence[int]) -> list[Item]:
-        labels: list[int] = self.labels[torch.as_tensor(indices)].tolist()
-        return list(zip(self.images(indices).unbind(0), labels, strict=True))
+        rows = torch.as_tensor(indices)
+        labels: list[int] = self.labels[rows].tolist()
+        return list(zip(self.canvases[rows].unbind(0), labels, strict=True))
 
 
 def pair_counts(settings: Mapping[str, str]) -> dict[str, int]:
@@ -179,13 +174,19 @@ def open_source(request: SourceRequest) -> ImageData:
             hint="leave out --augment",
         )
     counts = pair_counts(request.settings)
-    test = DigitPairs("test", counts["test"], view=request.view)
+    test = DigitPairs("test", counts["test"])
     splits = {"test": limited_test(test, len(test), limit=request.options.max_test)}
     if request.options.train:
         for name, source in (("train", "train"), ("holdout", "validation")):
-            pairs = DigitPairs(source, counts[source], view=request.view)
+            pairs = DigitPairs(source, counts[source])
             splits[name] = Split(dataset=pairs, size=len(pairs))
-    return ImageData(spec=request.spec, classes=CLASSES, splits=splits, notes=_notes(request.view))
+    return ImageData(
+        spec=request.spec,
+        classes=CLASSES,
+        splits=splits,
+        finish=Finish(request.view, LEVELS),
+        notes=_notes(request.view),
+    )
 
 
 def _notes(view: ImageView) -> tuple[str, ...]:

@@ -12,8 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from PIL import Image
+from torch import Tensor
 
 from layershuffle.data.contract import ImageData, SourceRequest, shortened
+from layershuffle.data.decode import read_pixels
 from layershuffle.data.images import mode_for, read_image
 from layershuffle.data.tables import Tables, assemble
 from layershuffle.errors import DataError
@@ -35,10 +37,15 @@ class FolderTable:
         self.files, self.labels, self.channels = files, labels, channels
         self.others = others
 
-    def image(self, index: int) -> Image.Image:
+    def image(self, index: int, *, least: int | None = None) -> Image.Image:
         """Image `index`, decoded. Raises DataError naming the file."""
         path = Path(self.files[index])
-        return read_image(path, self.channels, place=path)
+        return read_image(path, self.channels, place=path, least=least)
+
+    def pixels(self, index: int) -> Tensor:
+        """Image `index` as pixels uint8 [C, H, W]. Raises DataError naming the file."""
+        path = Path(self.files[index])
+        return read_pixels(path, self.channels, place=path)
 
     def name(self, index: int) -> str:
         """The path of image `index`."""

@@ -8,6 +8,7 @@ scores stay comparable; 16-bit images are scaled, not clipped as Pillow's `conve
 from __future__ import annotations
 
 import io
+import math
 import struct
 import zlib
 from pathlib import Path
@@ -34,22 +35,35 @@ MAX_PIXELS = 89_478_485  # Pillow's own default threshold: 268 MB as RGB
 SKIP_HINT = "repair or delete the file, or pass --skip-corrupt to leave such images out"
 
 
-def read_image(source: Path | bytes, channels: int, *, place: str | Path) -> Image.Image:
+def read_image(
+    source: Path | bytes, channels: int, *, place: str | Path, least: int | None = None
+) -> Image.Image:
     """The image in `source` (a file or its bytes) as mode "RGB" (3 channels) or "L" (1 channel).
 
+    With `least`, a JPEG whose shorter side is twice that or more may come in half, a quarter or an
+    eighth of its size, but not below `least`: its decoder leaves out what would not be seen.
     Raises DataError, naming `place`, if it cannot be decoded or is too large to be one image.
     """
     try:
         with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
             if image.width * image.height > MAX_PIXELS:
                 raise _bomb(f"{image.width}x{image.height} pixels", place)
+            if least is not None:
+                scale = least / min(image.size)
+                wanted = math.ceil(image.width * scale), math.ceil(image.height * scale)
+                image.draft(None, wanted)
             image.load()
             return to_mode(image, channels, place=place)
     except BOMBS as error:
         raise _bomb(str(error), place) from error
     except DECODE_ERRORS as error:
-        reason = str(error) or type(error).__name__
-        raise DataError(f"cannot read image ({reason})", place=place, hint=SKIP_HINT) from error
+        raise unreadable(error, place) from error
+
+
+def unreadable(error: Exception, place: str | Path) -> DataError:
+    """What to raise for an image that cannot be read because of `error`."""
+    reason = str(error) or type(error).__name__
+    return DataError(f"cannot read image ({reason})", place=place, hint=SKIP_HINT)
 
 
 def to_mode(image: Image.Image, channels: int, *, place: str | Path) -> Image.Image:

@@ -95,7 +95,8 @@ def parse_spec(spec: str) -> tuple[str, str, dict[str, str]]:
 def open_data(spec: str, view: ImageView, *, options: DataOptions | None = None) -> ImageData:
     """The labelled images named by `spec`, fitted to `view`.
 
-    Items of every split are (float32 [C, H, W] normalised, class index).
+    Items of every split are (pixels uint8 [C, H, W], class index); `finish` of what is returned
+    makes the model's float32 images of a batch of pixels.
     Raises UsageError for a bad spec, DataError for missing or broken data.
     """
     scheme, place, settings = parse_spec(spec)
@@ -127,7 +128,7 @@ def loader_processes(spec: str = "") -> int:
     """How many processes should load images of `spec`: none for digits, which are in memory."""
     if spec.startswith("digit-pairs"):
         return 0
-    return min(8, max(0, len(os.sched_getaffinity(0)) - 1))
+    return min(16, max(0, len(os.sched_getaffinity(0)) - 1))
 
 
 def _settings(query: str, scheme: str) -> dict[str, str]:

@@ -28,13 +28,16 @@ from layershuffle.data.contract import (
     Split,
     derived_seed,
 )
+from layershuffle.data.decode import NO_JPEG, decodes_jpeg, read_pixels
 from layershuffle.data.images import read_image
 from layershuffle.data.transforms import (
+    PixelTransform,
     PlainTransform,
     Transform,
     augment_transform,
     seeded_globals,
 )
+from layershuffle.data.view import Finish
 from layershuffle.errors import DataError, UsageError
 
 # Undecoded images kept for shuffling: about 200 MB of ImageNet.
@@ -125,7 +128,7 @@ class StreamedImages(IterableDataset[Item]):
         self,
         stream: Any,
         reader: RecordReader,
-        transform: Transform,
+        transform: Transform | PixelTransform,
         *,
         cut: IdentityCut | None = None,
         augment_seed: int | None = None,
@@ -159,11 +162,14 @@ class StreamedImages(IterableDataset[Item]):
 
     def _item(self, record: Record, content: bytes, digest: str) -> Item:
         label = self.reader.checked_label(record)
-        image = read_image(content, self.reader.channels, place=self.reader.name(record))
+        channels, place = self.reader.channels, self.reader.name(record)
+        if isinstance(self.transform, PixelTransform):
+            return self.transform(read_pixels(content, channels, place=place)), label
+        image = read_image(content, channels, place=place)
         if self.augment_seed is None:
             return self.transform(image), label
         with seeded_globals(derived_seed("augment", self.augment_seed, self._epoch.get(), digest)):
-            return self.transform(image), label
+            return self.transform(image).contiguous(), label
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,6 +211,7 @@ def assemble_streams(request: SourceRequest, streams: Streams) -> ImageData:
         spec=request.spec,
         classes=streams.classes,
         splits={name: Split(dataset=part, size=None) for name, part in parts.items()},
+        finish=Finish(request.view),
         notes=tuple(notes),
     )
 
@@ -212,11 +219,18 @@ def assemble_streams(request: SourceRequest, streams: Streams) -> ImageData:
 def _train_part(request: SourceRequest, streams: Streams, notes: list[str]) -> StreamedImages:
     options, view = request.options, request.view
     notes.append(f"training images are shuffled through a buffer of {SHUFFLE_BUFFER}")
-    plain = PlainTransform(view, options.resize)
+    transform: Transform | PixelTransform
+    if options.augment:
+        transform = augment_transform(view)
+    elif view.interpolation == "nearest":
+        transform = PlainTransform(view, options.resize)
+    else:
+        transform = PixelTransform(view, options.resize)
+        notes += [NO_JPEG] * (not decodes_jpeg())
     return StreamedImages(
         streams.train.shuffle(seed=options.seed, buffer_size=SHUFFLE_BUFFER),
         streams.readers["train"],
-        augment_transform(view) if options.augment else plain,
+        transform,
         cut=None if streams.validation is not None else _identity_cut(request, held_out=False),
         augment_seed=options.seed if options.augment else None,
     )

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from PIL import Image
+from torch import Tensor
 from torch.utils.data import Dataset
 
 from layershuffle.data.contract import (
@@ -27,12 +28,15 @@ from layershuffle.data.contract import (
     shortened,
     stratified_holdout,
 )
+from layershuffle.data.decode import NO_JPEG, decodes_jpeg
 from layershuffle.data.transforms import (
+    PixelTransform,
     PlainTransform,
     Transform,
     augment_transform,
     seeded_globals,
 )
+from layershuffle.data.view import Finish
 from layershuffle.errors import DataError
 
 
@@ -43,8 +47,14 @@ class ImageTable(Protocol):
     def labels(self) -> Sequence[int]:
         """Class index of every image."""
 
-    def image(self, index: int) -> Image.Image:
-        """Image `index` as "RGB" or "L". Raises DataError, naming it, if it cannot be read."""
+    def image(self, index: int, *, least: int | None = None) -> Image.Image:
+        """Image `index` as "RGB" or "L"; `least` as in `read_image`.
+
+        Raises DataError, naming it, if it cannot be read.
+        """
+
+    def pixels(self, index: int) -> Tensor:
+        """Image `index` as pixels uint8 [C, H, W], equal to those of `image`; raises as it does."""
 
     def name(self, index: int) -> str:
         """What to call image `index` in a message."""
@@ -62,6 +72,22 @@ class TransformedImages(Dataset[Item]):
     def __getitem__(self, index: int) -> Item:
         row = self.indices[index]
         return self.transform(self.table.image(row)), int(self.table.labels[row])
+
+
+class TrainingImages(Dataset[Item]):
+    """`TransformedImages` without Pillow where that is possible, for training."""
+
+    def __init__(
+        self, table: ImageTable, indices: Sequence[int], transform: PixelTransform
+    ) -> None:
+        self.table, self.indices, self.transform = table, indices, transform
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> Item:
+        row = self.indices[index]
+        return self.transform(self.table.pixels(row)), int(self.table.labels[row])
 
 
 class AugmentedImages(Dataset[Item]):
@@ -91,7 +117,7 @@ class AugmentedImages(Dataset[Item]):
         row = self.indices[index]
         image = self.table.image(row)
         with seeded_globals(derived_seed("augment", self.seed, self._epoch.get(), row)):
-            return self.transform(image), int(self.table.labels[row])
+            return self.transform(image).contiguous(), int(self.table.labels[row])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +164,7 @@ def assemble(request: SourceRequest, tables: Tables) -> ImageData:
         spec=request.spec,
         classes=tables.classes,
         splits=splits,
+        finish=Finish(request.view),
         notes=tuple(notes),
         skipped=skipped,
     )
@@ -185,14 +212,22 @@ def _training_splits(
         held, size = TransformedImages(tables.train, cut, plain), len(cut)
     uncut = options.holdout is None and tables.validation is None
     _require_images(kept, size or uncut, request)
-    fitted: Dataset[Item]
-    if options.augment:
-        transform = augment_transform(request.view)
-        fitted = AugmentedImages(tables.train, kept, transform, seed=options.seed)
-    else:
-        fitted = TransformedImages(tables.train, kept, plain)
+    fitted = _fitted(request, tables.train, kept, notes)
     splits = {"train": Split(dataset=fitted, size=len(kept))}
     return splits if uncut else {**splits, "holdout": Split(dataset=held, size=size)}
+
+
+def _fitted(
+    request: SourceRequest, table: ImageTable, kept: Sequence[int], notes: list[str]
+) -> Dataset[Item]:
+    options, view = request.options, request.view
+    if options.augment:
+        return AugmentedImages(table, kept, augment_transform(view), seed=options.seed)
+    if view.interpolation == "nearest":
+        return TransformedImages(table, kept, PlainTransform(view, options.resize))
+    if not decodes_jpeg():
+        notes.append(NO_JPEG)
+    return TrainingImages(table, kept, PixelTransform(view, options.resize))
 
 
 def _cut(

@@ -1,7 +1,8 @@
-"""Pillow images to the tensors a view asks for: one plain way, one augmented way.
+"""Images to the pixels a view asks for: plain, plain but faster, and augmented.
 
-Plain is the paper's resize-and-crop (arXiv 2407.04513, section 4), for evaluation and training
-alike. Augmented is timm's training transform with the view's settings.
+Plain is the paper's resize-and-crop (arXiv 2407.04513, section 4) by Pillow, for evaluation: scores
+do not depend on anything that made training faster. `PixelTransform` is the same by torch, for
+training. Augmented is timm's training transform with the view's settings.
 """
 
 from __future__ import annotations
@@ -14,12 +15,16 @@ from typing import Literal, cast
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from timm.data import create_transform
 from torch import Tensor
 
-from layershuffle.data.view import ImageView, normalise
+from layershuffle.data.decode import pixel_tensor
+from layershuffle.data.view import ImageView
+from layershuffle.errors import UsageError
 
+Resize = Literal["crop", "squash"]
 Transform = Callable[[Image.Image], Tensor]
 
 _RESAMPLING = {
@@ -31,19 +36,19 @@ _RESAMPLING = {
 
 @dataclass(frozen=True)
 class PlainTransform:
-    """Resize, centre crop, [0, 1], normalise; the same tensor for the same image, always.
+    """Resize and centre crop by Pillow; the same pixels for the same image, always.
 
     "crop" brings the shorter side to round(size / crop_pct) and cuts the centre; "squash"
     resizes straight to the view and keeps all of the image. Small images are enlarged.
     """
 
     view: ImageView
-    resize: Literal["crop", "squash"] = "crop"
+    resize: Resize = "crop"
 
     def __call__(self, image: Image.Image) -> Tensor:
-        """Float32 [C, H, W]."""
+        """Pixels uint8 [C, H, W]."""
         sized = self._squashed(image) if self.resize == "squash" else self._cropped(image)
-        return normalise(image_tensor(sized), self.view)
+        return pixel_tensor(sized).contiguous()
 
     def _squashed(self, image: Image.Image) -> Image.Image:
         size = (self.view.width, self.view.height)
@@ -52,9 +57,46 @@ class PlainTransform:
     def _cropped(self, image: Image.Image) -> Image.Image:
         size = resized_size(image.size, self.view)
         resized = image.resize(size, _RESAMPLING[self.view.interpolation])
-        left = round((size[0] - self.view.width) / 2)
-        top = round((size[1] - self.view.height) / 2)
+        left, top = crop_corner(size, self.view)
         return resized.crop((left, top, left + self.view.width, top + self.view.height))
+
+
+@dataclass(frozen=True)
+class PixelTransform:
+    """`PlainTransform` on pixels, by torch's uint8 kernels: about 4 times as fast as Pillow.
+
+    Rounds differently here and there: by 1 of 255 in 1 of 200 bytes when a photograph shrinks.
+    Raises UsageError for views that ask for the nearest pixel: torch chooses others than Pillow.
+    """
+
+    view: ImageView
+    resize: Resize = "crop"
+
+    def __post_init__(self) -> None:
+        if self.view.interpolation == "nearest":
+            raise UsageError("torch's nearest pixel is not Pillow's", hint="use PlainTransform")
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        """Pixels uint8 [C, H, W] of the view's size, from such pixels of any size."""
+        if self.resize == "squash":
+            return self._sized(pixels, (self.view.width, self.view.height)).contiguous()
+        size = resized_size((pixels.shape[-1], pixels.shape[-2]), self.view)
+        left, top = crop_corner(size, self.view)
+        sized = self._sized(pixels, size)
+        rows = sized[:, top : top + self.view.height]
+        return rows[:, :, left : left + self.view.width].contiguous()
+
+    def _sized(self, pixels: Tensor, size: tuple[int, int]) -> Tensor:
+        width, height = size
+        if pixels.shape[-2:] == (height, width):
+            return pixels
+        mode = self.view.interpolation
+        return F.interpolate(pixels[None], size=(height, width), mode=mode, antialias=True)[0]
+
+
+def crop_corner(size: tuple[int, int], view: ImageView) -> tuple[int, int]:
+    """(left, top) of the centre crop of an image of `size` (width, height)."""
+    return round((size[0] - view.width) / 2), round((size[1] - view.height) / 2)
 
 
 def resized_size(size: tuple[int, int], view: ImageView) -> tuple[int, int]:
@@ -70,15 +112,8 @@ def resized_size(size: tuple[int, int], view: ImageView) -> tuple[int, int]:
     return max(goal_width, int(goal_height * width / height)), goal_height
 
 
-def image_tensor(image: Image.Image) -> Tensor:
-    """Float32 [C, H, W] in [0, 1] from an "L" or "RGB" image."""
-    pixels = np.array(image, dtype=np.float32) / 255
-    channels = pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
-    return torch.from_numpy(np.ascontiguousarray(channels))
-
-
 def augment_transform(view: ImageView) -> Transform:
-    """timm's training transform at the view's size, interpolation and normalisation.
+    """timm's training transform at the view's size and interpolation, to pixels uint8 [C, H, W].
 
     Random resized crop (area 8 to 100 percent), horizontal flip, colour jitter 0.4: timm's
     defaults. It draws from the global generators: call it inside `seeded_globals` only.
@@ -87,8 +122,7 @@ def augment_transform(view: ImageView) -> Transform:
         input_size=(view.channels, view.height, view.width),
         is_training=True,
         interpolation=view.interpolation,
-        mean=view.mean,
-        std=view.std,
+        normalize=False,
     )
     return cast(Transform, transform)
 

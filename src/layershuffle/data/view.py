@@ -8,6 +8,7 @@ accuracy just drops), so the view is one validated value that travels from the m
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -71,8 +72,8 @@ class ImageView:
 
 def normalise(images: Tensor, view: ImageView) -> Tensor:
     """(images - mean) / std, per channel, a new tensor; images [..., C, H, W] in [0, 1]."""
-    mean = torch.tensor(view.mean, dtype=images.dtype).view(-1, 1, 1)
-    std = torch.tensor(view.std, dtype=images.dtype).view(-1, 1, 1)
+    mean = _constants(view.mean, images.dtype, images.device).view(-1, 1, 1)
+    std = _constants(view.std, images.dtype, images.device).view(-1, 1, 1)
     return (images - mean) / std
 
 
@@ -87,7 +88,7 @@ def match_channels(images: Tensor, channels: int) -> Tensor:
     if have == 1:
         return images.expand(*images.shape[:-3], channels, *images.shape[-2:])
     if have == 3 and channels == 1:
-        luma = torch.tensor(_LUMA, dtype=images.dtype).view(3, 1, 1)
+        luma = _constants(_LUMA, images.dtype, images.device).view(3, 1, 1)
         return (images * luma).sum(dim=-3, keepdim=True)
     raise DataError(
         f"images have {have} channels, the model takes {channels}",
@@ -115,3 +116,28 @@ def fit_images(images: Tensor, view: ImageView, *, mode: str = "bilinear") -> Te
     """
     resized = resize_images(images.float(), view.size, mode=mode)
     return normalise(match_channels(resized, view.channels), view)
+
+
+@dataclass(frozen=True)
+class Finish:
+    """The last step from pixels to what the model takes: pixels / levels, then `fit_images`.
+
+    It runs where the pixels are, so that a batch travels to a GPU as bytes. In fp32 the numbers are
+    the same, bit for bit, as if every image had been normalised by itself beforehand.
+    """
+
+    view: ImageView
+    levels: int = 255
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        """Pixels uint8 [n, C, H, W] in 0..levels as float32 [n, *view], normalised."""
+        # A tensor, because CUDA multiplies by the reciprocal of a plain number.
+        levels = _constants((float(self.levels),), torch.float32, pixels.device)
+        return fit_images(pixels.float() / levels, self.view)
+
+
+@cache
+def _constants(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`values` on a device, sent there once: a copy per batch would make the host wait for it."""
+    with torch.inference_mode(False):  # first used in an evaluation, they must do in training too
+        return torch.tensor(values, dtype=dtype, device=device)

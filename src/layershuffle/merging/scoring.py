@@ -13,12 +13,12 @@ from itertools import product
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
-from layershuffle.data import DataOptions, ImageData, ImageView, Split, check_class_count, open_data
+from layershuffle.data import DataOptions, ImageData, check_class_count, open_data
+from layershuffle.data.batches import Batches
 from layershuffle.data.loading import loader_processes
 from layershuffle.errors import DataError, UsageError
-from layershuffle.evaluation import Batches, Score, evaluate
+from layershuffle.evaluation import Score, evaluate
 from layershuffle.merging.ensembles import EnsembleScore, Variant, evaluate_ensembles
 from layershuffle.merging.family import Family
 from layershuffle.merging.fitting import shared_record
@@ -36,7 +36,7 @@ __all__ = ["load_family", "rows_csv", "score_ensemble", "score_merging"]
 Progress = Callable[[int, int], None]
 """Called with passes over the images: those done, and all."""
 _IN_MEMORY_BYTES = 1 << 30
-_SMALL_BYTES = 1 << 26  # not worth loader processes
+_SMALL_BYTES = 1 << 24  # not worth loader processes
 # Groups of models whose orders are drawn apart (`orders_seed`).
 _DONORS, _MERGES, _SOUPS, _HOLDOUT, _ENSEMBLES = range(5)
 _COMBINE: tuple[Combine, ...] = ("logits", "probabilities")
@@ -72,7 +72,7 @@ def score_merging(
         for end in settings.ends
     }  # fmt: skip
     opened = _open(family, data, settings=settings, holdout=settings.soups)
-    test = _batches(opened.splits["test"], settings.batch_size, image_view(family.donors[0]))
+    test = _batches(opened, "test", settings.batch_size)
     desk = _Desk(family, settings, mode, test, progress)
     for plans in ends.values():
         family.merge(plans[0])  # ends that cannot be had are refused before hours of scoring
@@ -83,10 +83,9 @@ def score_merging(
             desk.score(family.merge(plan), _MERGES, index, row={"kind": "merge", **row})
     notes = opened.notes
     if settings.soups:
-        split = opened.splits.get("holdout")
-        if split is None:
+        if "holdout" not in opened.splits:
             raise DataError("The data have no held-out part", place=data, hint="add --no-soups")
-        desk.score_soups(_batches(split, settings.batch_size, image_view(family.donors[0])))
+        desk.score_soups(_batches(opened, "holdout", settings.batch_size))
         notes += _holdout_notes(family)
     desk.score_ensembles()
     if note is not None:
@@ -104,7 +103,7 @@ def score_ensemble(
     """
     family = load_family(donors, base=None, needs_base=False, mixed=settings.mixed)
     opened = _open(family, data, settings=settings, holdout=False)
-    batches = _batches(opened.splits["test"], settings.batch_size, image_view(family.donors[0]))
+    batches = _batches(opened, "test", settings.batch_size)
     variant: Variant = (settings.combine, settings.orders)
     scores = evaluate_ensembles(
         family.donors, batches, mode=Mode(order=settings.mode), num_orders=settings.num_orders,
@@ -271,7 +270,7 @@ def _open(
     )
     opened = open_data(data, image_view(first), options=options)
     check_class_count(opened, num_classes_of(first), place=family.names[0])
-    family.to("cuda" if torch.cuda.is_available() else "cpu")
+    family.to(_device())
     return opened
 
 
@@ -284,13 +283,20 @@ def _holdout_notes(family: Family) -> tuple[str, ...]:
     )
 
 
-def _batches(split: Split, batch_size: int, view: ImageView) -> Batches:
-    """Batches that can be read again and again; kept in memory if they are less than 1 GiB."""
-    size = math.inf if split.size is None else split.size
-    total = size * 4 * view.channels * view.height * view.width
-    loader = DataLoader(
-        split.dataset,
+def _batches(data: ImageData, name: str, batch_size: int) -> Batches:
+    """Batches of a split where the models are; kept on the GPU if they fit, else up to 1 GiB."""
+    split, view = data.splits[name], data.finish.view
+    size = math.inf if split.size is None else split.size * view.channels * math.prod(view.size)
+    return Batches(
+        split,
+        data.finish,
         batch_size=batch_size,
-        num_workers=0 if total <= _SMALL_BYTES else loader_processes(),
+        device=_device(),
+        processes=0 if size <= _SMALL_BYTES else loader_processes(data.spec),
+        keep=True,
+        host_bytes=_IN_MEMORY_BYTES,
     )
-    return list(loader) if total <= _IN_MEMORY_BYTES else loader
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"

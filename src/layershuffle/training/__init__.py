@@ -5,5 +5,6 @@ state so far, in the host library's own layout), `tensorboard/` and, at the end,
 """
 
 from layershuffle.training.fit import FitResult, fit
+from layershuffle.training.ranks import is_first_process
 
-__all__ = ["FitResult", "fit"]
+__all__ = ["FitResult", "fit", "is_first_process"]

@@ -60,7 +60,8 @@ def _has_something(out: Path) -> bool:
 
 
 def _refuse_other_settings(path: Path, resolved: dict[str, object]) -> None:
-    stored = read_recipe(path)
+    # What the version that wrote it did not know is at its default.
+    stored = {**FitSettings.model_construct().model_dump(mode="json"), **read_recipe(path)}
     differing = [
         f"{name} ({stored.get(name)!r} there, {resolved.get(name)!r} now)"
         for name in sorted(stored.keys() | resolved.keys())

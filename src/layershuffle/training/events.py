@@ -11,21 +11,28 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from layershuffle.training.ranks import Ranks
+
 Event = dict[str, Any]
 Listener = Callable[[Event], None]
 """Events: kind "data" (text, notes), "start" (steps, at), "log" (step, loss, accuracy,
-learning_rate), "scores" (step and metrics), "checkpoint" (step), "best" (step, cross_entropy),
-"end" (step)."""
+learning_rate, waiting: percent of the steps' time in which the next batch was not there yet),
+"scores" (step and metrics), "checkpoint" (step), "best" (step, cross_entropy), "end" (step)."""
 
 
 class Flow(TrainerCallback):
     """Says when to evaluate, save and stop, and passes on what happened."""
 
     def __init__(
-        self, *, eval_every: int, checkpoint_every: int, listeners: tuple[Listener, ...]
+        self,
+        *,
+        eval_every: int,
+        checkpoint_every: int,
+        listeners: tuple[Listener, ...],
+        ranks: Ranks,
     ) -> None:
         self._eval_every, self._checkpoint_every = eval_every, checkpoint_every
-        self._listeners = listeners
+        self._listeners, self._ranks = listeners, ranks
         self.stop_asked = threading.Event()
 
     def tell(self, kind: str, **facts: Any) -> None:
@@ -37,7 +44,7 @@ class Flow(TrainerCallback):
         """Evaluate and save at their intervals and at the last step; stop when asked."""
         del args, kwargs
         step, last = state.global_step, state.global_step >= state.max_steps
-        stopping = self.stop_asked.is_set()
+        stopping = self._ranks.any(self.stop_asked.is_set())
         control.should_evaluate = last or step % self._eval_every == 0
         control.should_save = last or stopping or step % self._checkpoint_every == 0
         control.should_training_stop = last or stopping

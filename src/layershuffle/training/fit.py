@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import shutil
 import time
+import traceback
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from layershuffle.errors import Interrupted, ModelFileError
@@ -29,11 +30,13 @@ from layershuffle.training.events import Flow, Listener, stopping_on_signals
 from layershuffle.training.job import (
     METRIC,
     Job,
-    checkpoint_activations,
-    loader_workers,
+    block_compiler,
+    device_of,
     prepare,
     trainer_arguments,
 )
+from layershuffle.training.ranks import joined
+from layershuffle.training.rehearsal import Rehearsal, too_large
 from layershuffle.training.tensorboard import tensorboard_listener
 from layershuffle.training.trainer import OrderTrainer
 
@@ -58,6 +61,9 @@ class FitResult:
     data: dict[str, Any]
     hardware: dict[str, Any]
     versions: dict[str, str]
+    processes: int = 1
+    compile: dict[str, Any] = field(default_factory=dict)
+    """mode, reason (of eager mode), graphs, recompiles; of the process that finished the run."""
 
 
 def fit(settings: FitSettings, out: Path, *, listeners: Sequence[Listener] = ()) -> FitResult:
@@ -68,14 +74,16 @@ def fit(settings: FitSettings, out: Path, *, listeners: Sequence[Listener] = ())
     once. Raises `UsageError` if `out` holds another run, `Interrupted` after SIGTERM with a
     checkpoint saved, `TrainingError` for a loss that is not finite.
     """
-    with locked(out):
-        prepare_run(out, settings)
-        finished = read_result(out)
+    with joined(device_of(settings)) as ranks, locked(out) if ranks.first else nullcontext():
+        if ranks.first:
+            prepare_run(out, settings)
+        ranks.check_same(digest(settings), what="The settings")
+        finished = ranks.from_first(lambda: read_result(out))
         if finished is not None:
             return finished
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
-        return _run(prepare(settings, out), listeners)
+        return _run(prepare(settings, out, ranks=ranks), listeners if ranks.first else ())
 
 
 def read_result(out: Path) -> FitResult | None:
@@ -92,21 +100,26 @@ def read_result(out: Path) -> FitResult | None:
 
 
 def _run(job: Job, listeners: Sequence[Listener]) -> FitResult:
+    if job.ranks.first:
+        listeners = (*listeners, tensorboard_listener(job.out / "tensorboard"))
     flow = Flow(
         eval_every=job.eval_every,
         checkpoint_every=job.settings.checkpoint_every or job.eval_every,
-        listeners=(*listeners, tensorboard_listener(job.out / "tensorboard")),
+        listeners=tuple(listeners),
+        ranks=job.ranks,
     )
+    if job.ranks.count > 1 and job.settings.rank_orders == "same":
+        job.ranks.check_same(job.orders.fingerprint(), what="The execution orders")
     trainer = _trainer(job, flow)
-    checkpoint = latest_checkpoint(trainer.checkpoints)
+    checkpoint = job.ranks.from_first(lambda: latest_checkpoint(trainer.checkpoints))
     if checkpoint is not None:
         trainer.take_up(checkpoint)
     flow.tell("data", text=_what_was_read(job), notes=job.data.notes)
     begun = _step_of(checkpoint)
     flow.tell("start", steps=job.steps, at=begun)
     if begun < job.steps:  # else it was killed between its last checkpoint and its result
-        with stopping_on_signals(flow.stop_asked):
-            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        with stopping_on_signals(flow.stop_asked), trainer.compiler.limits():
+            _train(trainer, job, checkpoint)
     reached = max(begun, trainer.state.global_step)
     flow.tell("end", step=reached)
     if reached < job.steps:
@@ -115,9 +128,18 @@ def _run(job: Job, listeners: Sequence[Listener]) -> FitResult:
             place=job.out,
             hint="the same command goes on from there",
         )
-    result = _finish(job, trainer.seconds())
-    shutil.rmtree(trainer.checkpoints)  # they serve to go on, and there is nothing left to do
-    return result
+    return job.ranks.from_first(lambda: _finish(job, trainer))
+
+
+def _train(trainer: OrderTrainer, job: Job, checkpoint: Path | None) -> None:
+    try:
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    except torch.OutOfMemoryError as error:
+        # Its frames hold the very tensors that do not fit.
+        traceback.clear_frames(error.__traceback__)
+    else:
+        return
+    raise too_large(trainer, job.settings)
 
 
 def _what_was_read(job: Job) -> str:
@@ -140,33 +162,32 @@ def _trainer(job: Job, flow: Flow) -> OrderTrainer:
 
     trainer = OrderTrainer(
         job.model,
-        policy=job.method.policy,
+        orders=job.orders,
+        ranks=job.ranks,
+        compiler=block_compiler(job),
         score=lambda model: _selection_scores(job, model),
         keep=keep,
         checkpoints=job.out / "checkpoints",
         ema_decay=job.settings.ema,
+        finish=job.data.finish,
+        recompute=job.settings.activation_checkpointing,
+        sharded=job.sharded,
         args=trainer_arguments(job),
         train_dataset=job.data.splits["train"].dataset,
         data_collator=collate,
     )
     trainer.remove_callback(ProgressCallback)
     trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(Rehearsal(trainer))
     trainer.add_callback(flow)
-    if job.settings.activation_checkpointing:
-        checkpoint_activations(job.model.host)
     return trainer
 
 
 def _selection_scores(job: Job, model: nn.Module) -> dict[str, float]:
     """Means over the drawn orders, per order mode, on the split that picks the checkpoint."""
-    batches = DataLoader(
-        job.data.splits[job.selection_split].dataset,
-        batch_size=job.settings.eval_batch_size,
-        num_workers=loader_workers(job.settings),
-    )
     scores = evaluate(
         model,
-        batches,
+        job.selection_batches,
         modes=[Mode(order="sequential"), Mode(order="arbitrary")],
         num_orders=job.settings.eval_orders,
         seed=job.settings.seed,
@@ -176,7 +197,11 @@ def _selection_scores(job: Job, model: nn.Module) -> dict[str, float]:
         rows = [score for score in scores if score.mode.order == mode]
         metrics[METRIC.format(mode)] = sum(row.cross_entropy for row in rows) / len(rows)
         metrics[f"eval_{mode}_top1"] = sum(row.top1 for row in rows) / len(rows)
-    return metrics
+    if job.ranks.count == 1:
+        return metrics
+    # Every process scored its share of the images.
+    *sums, images = job.ranks.total([m * scores[0].images for m in (*metrics.values(), 1.0)])
+    return {name: value / images for name, value in zip(metrics, sums, strict=True)}
 
 
 def _record(job: Job, step: int, value: float) -> dict[str, Any]:
@@ -200,7 +225,8 @@ def _selected(job: Job, step: int, value: float) -> dict[str, Any]:
     return {"step": step, "metric": metric, "value": value}
 
 
-def _finish(job: Job, seconds: float) -> FitResult:
+def _finish(job: Job, trainer: OrderTrainer) -> FitResult:
+    seconds = trainer.seconds()
     stored = json.loads((job.out / "model" / "layershuffle.json").read_text(encoding="utf-8"))
     sizes = {name: split.size for name, split in job.data.splits.items()}
     result = FitResult(
@@ -223,13 +249,16 @@ def _finish(job: Job, seconds: float) -> FitResult:
         },
         hardware=hardware(job.precision),
         versions=versions(),
+        processes=job.ranks.count,
+        compile=trainer.compiler.report(),
     )
     write_text(job.out / RESULT_FILE, json.dumps(asdict(result), indent=2))
+    shutil.rmtree(trainer.checkpoints)  # they serve to go on, and there is nothing left to do
     return result
 
 
 def collate(items: Sequence[tuple[Tensor, int]]) -> dict[str, Tensor]:
-    """A batch: images `[n, channels, height, width]` and labels `[n]`."""
+    """A batch: pixels uint8 `[n, channels, height, width]` and labels `[n]`."""
     images, labels = zip(*items, strict=True)
     return {"images": torch.stack(images), "labels": torch.as_tensor(labels)}
 

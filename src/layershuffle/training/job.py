@@ -5,15 +5,19 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import Subset
 from transformers import TrainingArguments
 
 from layershuffle.data import DataOptions, ImageData, Split, open_data
+from layershuffle.data.batches import Batches
 from layershuffle.data.loading import loader_processes
-from layershuffle.errors import DataError, TrainingError, UsageError
+from layershuffle.errors import DataError, UsageError
 from layershuffle.machine import cpu_has_bf16
 from layershuffle.methods import Method
 from layershuffle.models import image_view, load, num_classes_of, truncate
@@ -22,6 +26,10 @@ from layershuffle.orders import ExecutionOrder
 from layershuffle.position import PositionedModel, add_position
 from layershuffle.settings import DEFAULT_EPOCHS, FitSettings
 from layershuffle.stack import depth_of, stack_of
+from layershuffle.training.compiling import BlockCompiler
+from layershuffle.training.drawing import Orders, always_runs_all
+from layershuffle.training.ranks import Ranks
+from layershuffle.training.sharding import idle_parameters
 
 _log = logging.getLogger("layershuffle")
 METRIC = "eval_{}_cross_entropy"
@@ -33,10 +41,11 @@ class Job:
 
     `base_sha256`: of the pretrained blocks (the head may be new). `origin`: the pretrained blocks
     that a truncated model is made of. `steps` of the run, `eval_every` so many; `select_by` is the
-    order mode whose held-out cross-entropy picks the checkpoint.
+    order mode whose held-out cross-entropy picks the checkpoint. `ranks`: who trains with us.
     """
 
     settings: FitSettings
+    ranks: Ranks
     out: Path
     method: Method
     base_sha256: str
@@ -52,15 +61,44 @@ class Job:
         """The split that picks the checkpoint; the paper used the one it reports."""
         return "test" if self.settings.paper_protocol else "holdout"
 
+    @cached_property
+    def selection_batches(self) -> Batches:
+        """Of that split what this process scores; it stays on the GPU if there is room for it."""
+        return Batches(
+            _share(self.data.splits[self.selection_split], self.ranks),
+            self.data.finish,
+            batch_size=self.settings.eval_batch_size,
+            device=device_of(self.settings),
+            processes=loader_workers(self.settings),
+            keep=True,
+        )
+
     @property
     def precision(self) -> str:
         """fp32 or bf16."""
         return _precision(self.settings)
 
+    @property
+    def sharded(self) -> bool:
+        """Whether every process holds a part of the weights (FSDP2)."""
+        return self.settings.parallel == "fsdp" and self.ranks.count > 1
 
-def prepare(settings: FitSettings, out: Path) -> Job:
+    @property
+    def orders(self) -> Orders:
+        """Which orders the forwards go in."""
+        return Orders(
+            policy=self.method.policy,
+            depth=depth_of(self.model),
+            seed=self.settings.seed,
+            per_batch=self.settings.orders_per_batch,
+            rank=self.ranks.rank if self.settings.rank_orders == "own" else 0,
+        )
+
+
+def prepare(settings: FitSettings, out: Path, *, ranks: Ranks) -> Job:
     """Load the model and open the data; the head is resized to the classes of the data."""
-    if settings.precision == "bf16" and _device(settings) == "cpu" and not cpu_has_bf16():
+    _images_per_forward(settings, ranks)
+    if settings.precision == "bf16" and device_of(settings) == "cpu" and not cpu_has_bf16():
         _log.warning("this processor has no bf16 arithmetic: bf16 will be several times slower")
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise UsageError("There is no GPU that torch can use here", hint="leave --device at auto")
@@ -86,6 +124,7 @@ def prepare(settings: FitSettings, out: Path) -> Job:
     steps, per_epoch = steps_of(settings, data.splits["train"])
     return Job(
         settings=settings,
+        ranks=ranks,
         out=out,
         method=method,
         base_sha256=base_sha256,
@@ -135,12 +174,43 @@ def steps_of(settings: FitSettings, train: Split) -> tuple[int, int]:
     return steps, per_epoch or steps
 
 
+def _share(split: Split, ranks: Ranks) -> Split:
+    """The images that a process scores: every n-th, or all where that cannot be."""
+    if ranks.count == 1 or split.size is None or split.size < ranks.count:
+        return split
+    rows = range(ranks.rank, split.size, ranks.count)
+    return Split(dataset=Subset(split.dataset, rows), size=len(rows))
+
+
+def _images_per_forward(settings: FitSettings, ranks: Ranks) -> int:
+    """In one process; `batch_size` is that of all of them together."""
+    parts = settings.accumulate * ranks.count
+    if settings.batch_size % parts:
+        raise UsageError(
+            f"A step of {settings.batch_size} images cannot be shared by {ranks.count} processes "
+            f"with {settings.accumulate} forwards each",
+            hint=f"a --batch-size that {parts} divides",
+        )
+    return settings.batch_size // parts
+
+
+def block_compiler(job: Job) -> BlockCompiler:
+    """What compiles the blocks, or says why they are not compiled."""
+    wanted, reason = job.settings.compile, None
+    if wanted is False:
+        reason = "compile is off"
+    elif wanted is None and device_of(job.settings) == "cpu":
+        reason = "off by default on a CPU, where it takes minutes and gains nothing"
+    return BlockCompiler(reason=reason, dynamic=job.settings.orders_per_batch > 1)
+
+
 def trainer_arguments(job: Job) -> TrainingArguments:
     """Trainer's arguments: what we decide ourselves (evaluation, saving, logging) is off there."""
     settings = job.settings
+    on_gpu = device_of(settings) != "cpu"
     arguments = TrainingArguments(
         output_dir=str(job.out / "checkpoints"),
-        per_device_train_batch_size=settings.batch_size // settings.accumulate,
+        per_device_train_batch_size=_images_per_forward(settings, job.ranks),
         gradient_accumulation_steps=settings.accumulate,
         max_steps=job.steps,
         learning_rate=settings.lr,
@@ -155,8 +225,8 @@ def trainer_arguments(job: Job) -> TrainingArguments:
         weight_decay=settings.weight_decay,
         max_grad_norm=settings.clip or 0.0,
         bf16=job.precision == "bf16",
-        use_cpu=_device(settings) == "cpu",
-        seed=settings.seed,
+        use_cpu=not on_gpu,
+        seed=(settings.seed + job.ranks.rank) % (1 << 32),  # of dropout; `Orders` has the other
         logging_strategy="steps",
         logging_steps=min(settings.log_every, job.steps),
         logging_nan_inf_filter=False,  # a loss that is not finite must be seen
@@ -169,26 +239,25 @@ def trainer_arguments(job: Job) -> TrainingArguments:
         remove_unused_columns=False,
         label_names=["labels"],
         dataloader_num_workers=loader_workers(settings),
-        dataloader_pin_memory=_device(settings) != "cpu",
+        dataloader_pin_memory=on_gpu,
+        accelerator_config={"non_blocking": on_gpu},  # or the host waits for every batch's copy
+        **_parallel_arguments(job),
     )
     # More GPUs than processes would mean nn.DataParallel, which ignores execution orders.
     arguments._n_gpu = min(arguments.n_gpu, 1)
     return arguments
 
 
-def checkpoint_activations(host: nn.Module) -> None:
-    """Switch the host library's own activation checkpointing on."""
-    for switch in ("set_grad_checkpointing", "activation_checkpointing_enable"):
-        if hasattr(host, switch):
-            getattr(host, switch)()
-            return
-    raise TrainingError(
-        f"{type(host).__name__} offers no activation checkpointing",
-        hint="leave --activation-checkpointing out, or use the timm or transformers model",
-    )
+def _parallel_arguments(job: Job) -> dict[str, Any]:
+    if job.ranks.count == 1 or job.sharded:
+        return {}
+    # Looking for unused parameters walks the graph at every step, so it is off where none can be.
+    unused = not always_runs_all(job.method.policy) or bool(idle_parameters(job.model))
+    return {"ddp_find_unused_parameters": unused}
 
 
-def _device(settings: FitSettings) -> str:
+def device_of(settings: FitSettings) -> str:
+    """cpu or cuda."""
     if settings.device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return settings.device
@@ -197,7 +266,7 @@ def _device(settings: FitSettings) -> str:
 def _precision(settings: FitSettings) -> str:
     if settings.precision != "auto":
         return settings.precision
-    has_bf16 = _device(settings) == "cuda" and torch.cuda.is_bf16_supported()
+    has_bf16 = device_of(settings) == "cuda" and torch.cuda.is_bf16_supported()
     return "bf16" if has_bf16 else "fp32"
 
 

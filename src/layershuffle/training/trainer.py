@@ -8,9 +8,11 @@ checkpoints that are whole or absent.
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +23,27 @@ from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 from torch.utils.data import Sampler
 from transformers import Trainer, TrainerCallback
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from layershuffle.draws import Stream
 from layershuffle.errors import TrainingError
-from layershuffle.files import staged_directory
 from layershuffle.models import logits_of
-from layershuffle.policies import OrderPolicy
+from layershuffle.orders import ExecutionOrder
 from layershuffle.position import PositionedModel
-from layershuffle.stack import depth_of, running
+from layershuffle.stack import recomputing, running
 from layershuffle.training.checkpoints import CHECKPOINT_FORM, remove_older
+from layershuffle.training.compiling import BlockCompiler
+from layershuffle.training.drawing import Orders, by_row
+from layershuffle.training.ranks import Ranks
+from layershuffle.training.sharding import (
+    all_finite,
+    gathered,
+    is_sharded,
+    load_optimizer_state,
+    optimizer_state,
+    shard,
+)
+from layershuffle.training.waiting import WaitingShare
 
 EMA_FILE = "ema.safetensors"
 SECONDS_FILE = "seconds.txt"
@@ -63,49 +77,99 @@ class EpochSampler(Sampler[int]):
 class OrderTrainer(Trainer):
     """Trains a `PositionedModel` under an order policy; see the module's first lines.
 
-    `score(model)` gives the held-out metrics by name, `keep(model, metrics)` stores a new best.
+    `score(model)` gives the held-out metrics by name, `keep(model, metrics)` stores a new best,
+    `finish(pixels)` makes images of a batch of pixels that has arrived on the device.
     """
 
     def __init__(
         self,
         model: PositionedModel,
         *,
-        policy: OrderPolicy,
+        orders: Orders,
+        ranks: Ranks,
+        compiler: BlockCompiler,
         score: Callable[[nn.Module], dict[str, float]],
         keep: Callable[[nn.Module, int, float], None],
         checkpoints: Path,
         ema_decay: float | None,
+        finish: Callable[[Tensor], Tensor],
+        recompute: bool,
+        sharded: bool = False,
         **trainer_arguments: Any,
     ) -> None:
+        # transformers' word for: place it nowhere and wrap it in nothing, it is sharded already.
+        vars(model)["is_distributed_loading_by_transformers"] = sharded
         super().__init__(model=model, **trainer_arguments)
-        self.policy, self.score, self.keep_best = policy, score, keep
-        self.checkpoints = checkpoints
-        self.depth = depth_of(model)
+        self.orders, self.ranks, self.compiler = orders, ranks, compiler
+        self.score, self.keep_best = score, keep
+        self.checkpoints, self.finish = checkpoints, finish
         self.ema = ModelEmaV3(model, decay=ema_decay) if ema_decay is not None else None
+        # What scores and saves the model needs it whole.
+        self._whole = copy.deepcopy(model) if sharded else None
+        self._recompute = recompute
         self.loss_is_scaled_for_ga = False
+        self.model_accepts_loss_kwargs = False  # nobody needs to count labels in every step
         self._micro_batch = (-1, 0)
         self._hits = torch.zeros((), dtype=torch.long, device=self.args.device)
         self._seen = 0
         self._seconds_before, self._started = 0.0, time.monotonic()
+        self._share = WaitingShare()
         if self.ema is not None:
             self.add_callback(_UpdateEma(self.ema, model))
+        for one in (model, self._whole, self.ema.module if self.ema else None):
+            if one is not None:
+                compiler.add(one)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
         dataset = self.train_dataset if train_dataset is None else train_dataset
-        return EpochSampler(dataset, self.args.seed)
+        return EpochSampler(dataset, self.orders.seed)
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """The micro-batches of the next step; the time that takes is counted."""
+        with self._share.waiting():
+            return super().get_batch_samples(*args, **kwargs)
+
+    def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        with self._share.aside():
+            return super()._evaluate(*args, **kwargs)
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        arrived = super()._prepare_inputs(inputs)
+        return {**arrived, "images": self.finish(arrived["images"])}
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Shards the model first, if it is to be sharded; a checkpoint's weights are in it then."""
+        if self._whole is not None and not is_sharded(self.model):
+            shard(self.model.to(self.args.device))
+        optimizer: torch.optim.Optimizer = super().create_optimizer(model)
+        return optimizer
+
+    def _defer_fsdp_gradient_reduction(self) -> Any:
+        # Shards reduce their gradients at every micro-batch: put off to the last one, those of a
+        # block that it leaves out would be lost.
+        return contextlib.nullcontext()
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any) -> Tensor:
-        """Forward and backward of one micro-batch, in an order of its own."""
+        """Forward and backward of one micro-batch, in an order, or orders, of its own."""
         step, micro_batch = self.state.global_step, 0
         if self._micro_batch[0] == step:
             micro_batch = self._micro_batch[1] + 1
         self._micro_batch = (step, micro_batch)
-        order = self.policy.draw(
-            self.depth, seed=self.args.seed, step=step, micro_batch=micro_batch
-        )
-        with running(self.model, order):
+        orders = self.orders.draw(step=step, micro_batch=micro_batch)
+        blocks = {block for order in orders for block in order}
+        with (
+            self.running(orders, len(inputs["labels"])),
+            self.compiler.step(inputs["images"].shape, blocks),
+        ):
             loss: Tensor = super().training_step(model, inputs, *args)
         return loss
+
+    @contextmanager
+    def running(self, orders: Sequence[ExecutionOrder], images: int) -> Iterator[None]:
+        """Run forwards of `images` along `orders`, as the settings say."""
+        again = recomputing(self.model) if self._recompute else contextlib.nullcontext()
+        with running(self.model, by_row(orders, images)), again:
+            yield
 
     def compute_loss(
         self,
@@ -114,37 +178,53 @@ class OrderTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """Mean cross-entropy of the classes, plus the position loss of the paper's section 3.4."""
+        """The loss of `loss_and_logits`; counts right answers."""
         del num_items_in_batch
+        loss, logits = self.loss_and_logits(model, inputs)
+        self._hits += (logits.argmax(-1) == inputs["labels"]).sum()
+        self._seen += len(logits)
+        return (loss, {"logits": logits}) if return_outputs else loss
+
+    def loss_and_logits(self, model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Mean cross-entropy of the classes, plus the position loss of the paper's section 3.4."""
         images, labels = inputs["images"], inputs["labels"]
         positioned = self.model
         predicting = positioned.prediction is not None
         with positioned.guessing() if predicting else contextlib.nullcontext() as guesses:
-            logits = logits_of(model(images)).float()
+            logits = self.compiler.or_eager(lambda: logits_of(model(images)).float())
         loss = F.cross_entropy(logits, labels)
-        self._hits += (logits.argmax(-1) == labels).sum()
-        self._seen += len(labels)
-        if guesses is not None:
-            loss = loss + guesses.loss()
-        return (loss, {"logits": logits}) if return_outputs else loss
+        return (loss if guesses is None else loss + guesses.loss()), logits
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds training accuracy; a loss that is not finite ends the run."""
+        """Adds training accuracy and the share of time spent waiting for data, both in percent.
+
+        A loss that is not finite ends the run.
+        """
         if "loss" in logs:
             self._refuse_non_finite(logs["loss"])
-            logs = {**logs, "accuracy": 100.0 * int(self._hits) / max(self._seen, 1)}
+            hits, seen = self.ranks.total([float(self._hits), float(self._seen)])
+            logs = {**logs, "accuracy": 100.0 * hits / max(seen, 1.0)}
             self._hits.zero_()
             self._seen = 0
+            logs["waiting"] = self._share.take()
         super().log(logs, start_time)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """The held-out scores, logged once; a new best by `metric_for_best_model` is stored."""
         del args, kwargs
-        model = self.model if self.ema is None else self.ema.module
-        metrics = self.score(model)
+        model = self._scored_model()
+        try:
+            with self.accelerator.autocast():
+                metrics = self.compiler.or_eager(lambda: self.score(model))
+        except torch.OutOfMemoryError as error:
+            raise TrainingError(
+                f"Scoring needs more than the memory of the device ({_first_sentence(error)})",
+                hint="a smaller --eval-batch-size",
+            ) from error
         value = metrics[self.args.metric_for_best_model]
         self._refuse_non_finite(value)
-        if self.state.best_metric is None or value < self.state.best_metric:
+        best = self.state.best_metric is None or value < self.state.best_metric
+        if best and self.ranks.first:
             self.keep_best(model, self.state.global_step, value)
         self.log(metrics)
         self.control: Any = self.callback_handler.on_evaluate(
@@ -152,23 +232,51 @@ class OrderTrainer(Trainer):
         )
         return metrics
 
+    def _scored_model(self) -> nn.Module:
+        if self._whole is not None:
+            return gathered(self.model, into=self._whole.to(self.args.device))
+        averaged: nn.Module | None = self.ema.module if self.ema is not None else None
+        return averaged or self.model
+
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         del model, trial
         # A step that was still finite may have left weights that are not.
-        finite = all(bool(torch.isfinite(weight).all()) for weight in self.model.parameters())
-        self._refuse_non_finite(float(self._tr_loss) if finite else math.inf)
+        value = float(self._tr_loss) if all_finite(self.model) else math.inf
+        if self.ranks.any(not math.isfinite(value)):
+            self._refuse_non_finite(math.inf if math.isfinite(value) else value)
         final = self.checkpoints / CHECKPOINT_FORM.format(self.state.global_step)
-        with staged_directory(final) as stage:
-            # Not Trainer.save_model, which leaves a pickle of its arguments beside the weights.
-            safetensors.torch.save_model(self.model, str(stage / "model.safetensors"))
-            if self.ema is not None:
-                safetensors.torch.save_model(self.ema.module, str(stage / EMA_FILE))
-            self._save_optimizer_and_scheduler(str(stage))
-            self._save_scaler(str(stage))
+        with self._share.aside(), self.ranks.stage(final) as stage:
+            # Every process its own random state; what is sharded is put together.
             self._save_rng_state(str(stage))
-            self.state.save_to_json(str(stage / "trainer_state.json"))
-            (stage / SECONDS_FILE).write_text(str(self.seconds()), encoding="utf-8")
-        remove_older(self.checkpoints, final)
+            model, optimizer = self.model, None
+            if self._whole is not None:
+                model = self._scored_model()
+                optimizer = optimizer_state(self.model, self.optimizer.optimizer)
+            if self.ranks.first:
+                self._save_whole(stage, model)
+                self._save_optimizer_and_scheduler(str(stage))
+                self._save_scaler(str(stage))
+                if optimizer is not None:
+                    torch.save(optimizer, stage / OPTIMIZER_NAME)  # instead of this process's part
+        if self.ranks.first:
+            remove_older(self.checkpoints, final)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if self._whole is None or checkpoint is None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        place = Path(checkpoint)
+        state = torch.load(place / OPTIMIZER_NAME, map_location="cpu", weights_only=True)
+        load_optimizer_state(self.model, self.optimizer.optimizer, state=state)
+        self.lr_scheduler.load_state_dict(torch.load(place / SCHEDULER_NAME, weights_only=True))
+
+    def _save_whole(self, stage: Path, model: nn.Module) -> None:
+        # Not Trainer.save_model, which leaves a pickle of its arguments beside the weights.
+        safetensors.torch.save_model(model, str(stage / "model.safetensors"))
+        if self.ema is not None:
+            safetensors.torch.save_model(self.ema.module, str(stage / EMA_FILE))
+        self.state.save_to_json(str(stage / "trainer_state.json"))
+        (stage / SECONDS_FILE).write_text(str(self.seconds()), encoding="utf-8")
 
     def take_up(self, checkpoint: Path) -> None:
         """Load what Trainer does not know of: the moving average, and the time spent so far."""
@@ -190,6 +298,10 @@ class OrderTrainer(Trainer):
             place=self.checkpoints.parent,
             hint="start again in another --out with a lower --lr or a longer --warmup",
         )
+
+
+def _first_sentence(error: Exception) -> str:
+    return str(error).split(". ", maxsplit=1)[0]
 
 
 class _UpdateEma(TrainerCallback):

@@ -1,0 +1,135 @@
+"""Blocks compiled one by one, so that one graph serves all of them in every order.
+
+The whole model compiled would be a graph per order, of which there are 12 factorial, and after the
+eighth torch would fall back to eager mode without an error. A block's graph knows nothing of
+orders: they are tuples on the host that say which block is called next. What can still bring new
+graphs: another batch size, evaluation, and blocks that differ, as timm's do where drop-path rates
+rise with depth (a rate is a constant in the graph: one graph per block then).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from layershuffle.stack import blocks_of
+
+T = TypeVar("T")
+_log = logging.getLogger("layershuffle")
+# A graph per block and kind of call (batch size, training or not): rates of drop-path, at worst.
+_LIMIT = 1024
+
+
+class BlockCompiler:
+    """Compiles blocks, counts their graphs, and gives up aloud.
+
+    `reason` is why the blocks run in eager mode, `None` while they are compiled. `recompiles` are
+    graphs compiled in a training step whose batch shape and blocks had been seen before: none, if
+    all is well. `dynamic` makes one graph for all batch sizes.
+    """
+
+    def __init__(
+        self, *, reason: str | None = None, dynamic: bool = False, backend: str = "inductor"
+    ) -> None:
+        self.reason, self.graphs, self.recompiles = reason, 0, 0
+        self._dynamic, self._backend_name = dynamic, backend
+        self._models: list[nn.Module] = []
+        self._seen: set[tuple[Any, ...]] = set()
+
+    @property
+    def on(self) -> bool:
+        """Whether the blocks are compiled."""
+        return self.reason is None
+
+    def add(self, model: nn.Module) -> None:
+        """Compile the blocks of `model`, when they first run. Its `state_dict` stays as it is."""
+        if not self.on:
+            return
+        self._models.append(model)
+        try:
+            for block in blocks_of(model):
+                block.compile(
+                    backend=self._compile, fullgraph=True, dynamic=True if self._dynamic else None
+                )
+        except RuntimeError as error:  # this Python, or this system, has no torch.compile
+            self.give_up(error)
+
+    def _compile(self, graph: GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
+        from torch._dynamo import lookup_backend
+
+        compiled: Callable[..., Any] = lookup_backend(self._backend_name)(graph, list(inputs))
+        self.graphs += 1
+        return compiled
+
+    @contextmanager
+    def limits(self) -> Iterator[None]:
+        """Room for a graph per block, and an error, not eager mode, where that is not enough."""
+        if not self.on:
+            yield
+            return
+        from torch._dynamo import config
+
+        with config.patch(
+            recompile_limit=_LIMIT,
+            accumulated_recompile_limit=8 * _LIMIT,
+            fail_on_recompile_limit_hit=True,
+        ):
+            yield
+
+    @contextmanager
+    def step(self, shape: Collection[int], blocks: Collection[int]) -> Iterator[None]:
+        """A training step on a batch of `shape` that runs `blocks`: notices recompiles."""
+        kinds = {(*shape, block) for block in blocks}
+        known, before = kinds <= self._seen, self.graphs
+        yield
+        self._seen |= kinds
+        if known and self.graphs > before:
+            if not self.recompiles:
+                _log.warning(
+                    "The blocks were compiled again in a step like those before it, which costs "
+                    "time at every such step; TORCH_LOGS=recompiles tells why"
+                )
+            self.recompiles += self.graphs - before
+
+    def or_eager(self, work: Callable[[], T]) -> T:
+        """What `work` gives; in eager mode, said once, where a block cannot be compiled."""
+        if not self.on:
+            return work()
+        from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+        try:
+            return work()
+        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+            self.give_up(error)
+        return work()
+
+    def give_up(self, why: Exception | str) -> None:
+        """Eager mode from here on, said once."""
+        self.reason = why if isinstance(why, str) else _first_line(why)
+        for model in self._models:
+            for block in blocks_of(model):
+                vars(block).pop("_compiled_call_impl", None)  # what nn.Module.compile sets
+        _log.warning(
+            "The blocks are NOT compiled and run in eager mode, which is slower: %s", self.reason
+        )
+
+    def report(self) -> dict[str, Any]:
+        """For result.json."""
+        return {
+            "mode": "compiled" if self.on else "eager",
+            "reason": self.reason,
+            "graphs": self.graphs,
+            "recompiles": self.recompiles,
+        }
+
+
+def _first_line(error: Exception) -> str:
+    # What a backend raised is inside torch's own exception.
+    inner = getattr(error, "inner_exception", error)
+    line = next((line for line in str(inner).splitlines() if line.strip()), "no reason given")
+    return f"{type(inner).__name__}: {line.strip()}"

@@ -1,0 +1,88 @@
+"""What data-parallel training needs to know of the model: its shards, and its idle parameters."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from layershuffle.models import image_view, logits_of
+from layershuffle.position import PositionedModel
+from layershuffle.stack import blocks_of
+
+_WHOLE = StateDictOptions(full_state_dict=True)
+
+
+def shard(model: nn.Module) -> None:
+    """FSDP2, in place: a group of parameters per block, and one for all others.
+
+    accelerate's own wrapping does nothing on CPUs, without an error, so nothing could be tested.
+    """
+    device = next(model.parameters()).device.type
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    for block in blocks_of(model):
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether `shard` was here."""
+    return isinstance(model, FSDPModule)
+
+
+def gathered(model: nn.Module, *, into: nn.Module) -> nn.Module:
+    """`into` with the whole weights of the sharded `model`; all processes must call it."""
+    into.load_state_dict(get_model_state_dict(model, options=_WHOLE))
+    return into
+
+
+def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """The whole state of a sharded model's optimiser; all processes must call it."""
+    return get_optimizer_state_dict(model, optimizer, options=_WHOLE)
+
+
+def load_optimizer_state(model: nn.Module, optimizer: Optimizer, *, state: dict[str, Any]) -> None:
+    """Give the sharded model's optimiser what `optimizer_state` returned."""
+    set_optimizer_state_dict(model, optimizer, state, options=_WHOLE)
+
+
+def all_finite(model: nn.Module) -> bool:
+    """Whether every weight that this process holds is finite; waits for the device, once."""
+    held = [w.to_local() if isinstance(w, DTensor) else w for w in model.parameters()]
+    return bool(torch.stack([torch.isfinite(weight).all() for weight in held]).all())
+
+
+def idle_parameters(model: PositionedModel) -> Sequence[str]:
+    """Parameters that no loss reaches although every block runs, such as a mask token's.
+
+    Found by one forward and backward of two grey images in evaluation mode, which leaves nothing
+    behind.
+    """
+    view = image_view(model)
+    images = torch.zeros(2, view.channels, view.height, view.width)
+    model.eval()
+    _some_loss(model, images.to(next(model.parameters()).device)).backward()  # type: ignore[no-untyped-call]
+    idle = [name for name, w in model.named_parameters() if w.requires_grad and w.grad is None]
+    model.zero_grad()
+    return idle
+
+
+def _some_loss(model: PositionedModel, images: Tensor) -> Tensor:
+    guessing = model.guessing() if model.prediction is not None else contextlib.nullcontext()
+    with guessing as guesses:
+        loss = logits_of(model(images)).float().sum()
+    return loss if guesses is None else loss + guesses.loss()

@@ -1,0 +1,160 @@
+"""Finished batches equal items normalised one by one; what is kept is read once."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+from layershuffle.data import ImageView, Split
+from layershuffle.data.batches import GPU_SHARE, Batches, place_for
+from layershuffle.data.view import Finish
+
+VIEW = ImageView(channels=3, height=6, width=5, mean=(0.5, 0.4, 0.3), std=(0.2, 0.25, 0.3))
+PIXELS = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (11, 3, 6, 5), dtype=np.uint8))
+BYTES = PIXELS.numel()
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+class Counted(Dataset):
+    """Images 0 to 10 with labels 0 to 10; counts how often one is read."""
+
+    def __init__(self) -> None:
+        self.reads = 0
+
+    def __len__(self) -> int:
+        return len(PIXELS)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        self.reads += 1
+        return PIXELS[index], index
+
+
+class Streamed(IterableDataset):
+    def __init__(self) -> None:
+        self.reads = 0
+
+    def __iter__(self):
+        for index, pixels in enumerate(PIXELS):
+            self.reads += 1
+            yield pixels, index
+
+
+def batches(dataset: Dataset, *, size: int | None = 11, device: str = "cpu", **options) -> Batches:
+    split = Split(dataset=dataset, size=size)
+    return Batches(split, Finish(VIEW), batch_size=4, device=device, **options)
+
+
+def one_by_one() -> torch.Tensor:
+    """Every image normalised alone, as loader processes used to do it, in numpy and torch."""
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (VIEW.mean, VIEW.std))
+    images = [torch.from_numpy(np.array(p, dtype=np.float32) / 255) for p in PIXELS.numpy()]
+    return torch.stack([(image - mean) / std for image in images])
+
+
+def joined(found: Batches) -> tuple[torch.Tensor, torch.Tensor]:
+    images, labels = zip(*found, strict=True)
+    return torch.cat(images).cpu(), torch.cat(labels).cpu()
+
+
+def test_batches_equal_images_normalised_one_by_one_bit_for_bit() -> None:
+    images, labels = joined(batches(Counted()))
+    assert images.dtype == torch.float32
+    assert torch.equal(images, one_by_one())
+    assert labels.tolist() == list(range(11))
+
+
+def test_every_byte_is_finished_as_by_hand() -> None:
+    view = ImageView(channels=1, height=16, width=16, mean=(0.485,), std=(0.229,))
+    every = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16)
+    got = Finish(view)(every).flatten().numpy()
+    by_hand = (np.arange(256, dtype=np.float32) / np.float32(255) - np.float32(0.485)) / np.float32(
+        0.229
+    )
+    assert got.tolist() == by_hand.tolist()
+
+
+def test_constants_made_in_an_evaluation_do_in_training() -> None:
+    view = ImageView(channels=1, height=1, width=1, mean=(0.123,), std=(0.77,))
+    pixels = torch.full((1, 1, 1, 1), 7, dtype=torch.uint8)
+    with torch.inference_mode():
+        there = Finish(view)(pixels)
+    weight = torch.ones(1, requires_grad=True)
+    here = Finish(view)(pixels)
+    (here * weight).sum().backward()
+    assert weight.grad.item() == here.item() == there.item()
+
+
+@pytest.mark.parametrize(
+    ("options", "reads"),
+    [
+        ({}, 33),
+        ({"keep": True}, 33),  # on a CPU nothing is kept unless asked for
+        ({"keep": True, "host_bytes": BYTES}, 11),
+        ({"keep": True, "host_bytes": BYTES - 1}, 33),
+    ],
+)
+def test_a_kept_split_is_read_once(options: dict, reads: int) -> None:
+    dataset = Counted()
+    found = batches(dataset, **options)
+    for _ in range(3):
+        images, labels = joined(found)
+        assert torch.equal(images, one_by_one())
+        assert labels.tolist() == list(range(11))
+    assert dataset.reads == reads
+    assert found.kept == (reads == 11)
+
+
+def test_a_stream_is_never_kept() -> None:
+    dataset = Streamed()
+    found = batches(dataset, size=None, keep=True, host_bytes=1 << 30)
+    assert torch.equal(joined(found)[0], joined(found)[0])
+    assert dataset.reads == 22
+
+
+def test_a_pass_that_breaks_off_keeps_nothing() -> None:
+    found = batches(Counted(), keep=True, host_bytes=BYTES)
+    next(iter(found))
+    assert not found.kept
+    assert torch.equal(joined(found)[0], one_by_one())
+    assert found.kept
+
+
+@pytest.mark.parametrize(
+    ("size", "gpu_free", "host", "place"),
+    [
+        (100, 400, 0, "gpu"),
+        (101, 400, 0, None),
+        (101, 400, 101, "host"),
+        (100, None, 0, None),
+        (100, None, 100, "host"),
+        (100, 400, 100, "gpu"),
+    ],
+)
+def test_where_a_split_is_kept(size: int, gpu_free: int | None, host: int, place: object) -> None:
+    assert GPU_SHARE == 0.25  # as docs/commands/fit.md says
+    assert place_for(size, gpu_free=gpu_free, host_bytes=host) == place
+
+
+@needs_gpu
+def test_on_a_gpu_a_split_is_kept_there_and_the_numbers_are_the_same() -> None:
+    dataset = Counted()
+    found = batches(dataset, device="cuda", keep=True)
+    for _ in range(3):
+        images, labels = joined(found)
+        assert torch.equal(images, one_by_one())
+        assert labels.tolist() == list(range(11))
+    assert dataset.reads == 11
+    assert next(iter(found))[0].is_cuda
+
+
+@needs_gpu
+def test_finishing_on_a_gpu_does_not_wait() -> None:
+    finish, pixels = Finish(VIEW), PIXELS.cuda()
+    finish(pixels)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        finish(pixels)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

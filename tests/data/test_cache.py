@@ -1,0 +1,330 @@
+"""The cache against a slow loop; killed and gone on with; damaged and found out."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+from PIL import Image
+
+from layershuffle.cli import main
+from layershuffle.data import DataOptions, ImageView, cache, open_data
+from layershuffle.data.cache import build_cache, class_folders, default_out, partial_of, shrunk
+from layershuffle.data.cache_files import verify_cache
+from layershuffle.errors import DataError, UsageError
+from layershuffle.settings import CacheSettings
+
+VIEW = ImageView(channels=3, height=8, width=8, mean=(0.0,) * 3, std=(1.0,) * 3)
+SMALL = CacheSettings(size=24, workers=0)
+COUNTS = {"train": 10, "val": 3}
+
+
+def picture(seed: int, size: tuple[int, int] = (60, 40)) -> Image.Image:
+    coarse = np.random.default_rng(seed).integers(0, 256, (4, 6, 3), dtype=np.uint8)
+    return Image.fromarray(coarse).resize(size, Image.Resampling.BICUBIC)
+
+
+def fill(root: Path, classes: tuple[str, ...] = ("ant", "bee")) -> Path:
+    """10 training and 3 validation images per class: JPEG, PNG, grey, tall, small and large."""
+    for split, count in COUNTS.items():
+        for label, name in enumerate(classes):
+            (root / split / name).mkdir(parents=True)
+            for k in range(count):
+                seed = 100 * label + k + 50 * (split == "val")
+                size = [(60, 40), (40, 60), (20, 30), (240, 200)][k % 4]
+                image = picture(seed, size).convert("L" if k == 5 else "RGB")
+                image.save(root / split / name / f"{k}.{'png' if k % 2 else 'jpg'}")
+    return root
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return fill(tmp_path / "photos")
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    """Every file below, but for the lock."""
+    files = (path for path in sorted(root.rglob("*")) if path.is_file())
+    return {str(p.relative_to(root)): p.read_bytes() for p in files if p.name != ".lock"}
+
+
+def lines(out: Path) -> list[dict]:
+    parts = sorted((out / "manifest").iterdir())
+    return [json.loads(line) for part in parts for line in part.read_text().splitlines()]
+
+
+def test_every_file_equals_a_slow_loop_and_the_manifest_says_so(source: Path) -> None:
+    out = source.with_name("cached")
+    report = build_cache(f"folder:{source}", out, settings=SMALL)
+    assert dict(report.images) == {"train": 20, "val": 6}
+    assert (report.made, report.skipped) == (26, ())
+    told = lines(out)
+    assert len(told) == 26
+    for line in told:
+        image = Image.open(line["source"])
+        image.draft(None, [round(side * 48 / min(image.size)) for side in image.size])
+        image = image.convert("RGB")
+        scale = 24 / min(image.size)
+        if scale < 1:
+            size = [round(side * scale) for side in image.size]
+            image = image.resize(size, Image.Resampling.BICUBIC)
+        expected = io.BytesIO()
+        image.save(expected, "JPEG", quality=90)
+        content = (out / line["file"]).read_bytes()
+        assert content == expected.getvalue(), line
+        assert hashlib.sha256(content).hexdigest() == line["sha256"]
+        assert len(content) == line["bytes"]
+        split, name, _ = line["file"].split("/")
+        assert (split, name) == Path(line["source"]).parts[-3:-1]
+    assert sum(line["bytes"] for line in told) == report.bytes
+    assert verify_cache(out) == 26
+    assert not partial_of(out).exists()
+
+
+def test_the_same_classes_and_the_same_images_held_out(source: Path) -> None:
+    out = source.with_name("cached")
+    build_cache(f"folder:{source}", out, settings=SMALL)
+    options = DataOptions(holdout=0.3)
+    old, new = (open_data(f"folder:{root}", VIEW, options=options) for root in (source, out))
+    assert new.classes == old.classes
+    origin = {str(out / line["file"]): line["source"] for line in lines(out)}
+    for name in ("train", "holdout", "test"):
+        one, other = old.splits[name].dataset, new.splits[name].dataset
+        before = [one.table.name(row) for row in one.indices]
+        after = [origin[other.table.name(row)] for row in other.indices]
+        assert before == after, name
+
+
+def test_several_processes_make_the_same_bytes(source: Path, monkeypatch) -> None:
+    monkeypatch.setattr(cache, "CHUNK", 3)
+    alone, many = source.with_name("alone"), source.with_name("many")
+    seen: list[tuple[int, int]] = []
+    build_cache(f"folder:{source}", alone, settings=SMALL)
+    two = CacheSettings(size=24, workers=2)
+    build_cache(f"folder:{source}", many, settings=two, progress=lambda *now: seen.append(now))
+    assert contents(alone) == contents(many)
+    assert seen[0] == (0, 26)
+    assert seen[-1] == (26, 26)
+    assert [done for done, _ in seen] == sorted({done for done, _ in seen})
+
+
+# Processes to be killed are forked from one that has imported everything already.
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["layershuffle.data.cache", "layershuffle.data.folder"])
+
+
+def build_until_killed(spec: str, out: Path, images: int, half: bool) -> None:
+    """Kills itself when it writes image number `images`: before, or with half of it written."""
+    write, written = cache.write_bytes, []
+
+    def killing(path: Path, content: bytes) -> None:
+        if len(written) == images:
+            if half:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                stage = path.with_name(f".staged-{os.getpid()}-{path.name}")
+                stage.write_bytes(content[: len(content) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+        written.append(path)
+        write(path, content)
+
+    cache.write_bytes, cache.CHUNK = killing, 4
+    build_cache(spec, out, settings=SMALL)
+
+
+@pytest.mark.parametrize(("images", "half"), [(0, False), (5, True), (8, False), (25, True)])
+def test_killed_and_gone_on_with(source: Path, monkeypatch, images: int, half: bool) -> None:
+    monkeypatch.setattr(cache, "CHUNK", 4)
+    whole, out = source.with_name("whole"), source.with_name("out")
+    build_cache(f"folder:{source}", whole, settings=SMALL)
+    spec = f"folder:{source}"
+    partial_of(out).mkdir()
+    (partial_of(out) / ".staged-1-cache.json").write_text("{")  # killed at its very first file
+    killed = SERVER.Process(target=build_until_killed, args=(spec, out, images, half))
+    killed.start()
+    killed.join(120)
+    assert killed.exitcode == -signal.SIGKILL
+    work = partial_of(out)
+    assert not out.exists()
+    there = {p: p.stat().st_ino for p in work.rglob("*.jpg") if not p.name.startswith(".")}
+    assert len(there) == images
+    report = build_cache(spec, out, settings=SMALL)
+    assert report.made == 26 - images
+    assert contents(out) == contents(whole)
+    again = {p: (out / p.relative_to(work)).stat().st_ino for p in there}
+    assert again == there, "what was there was made again"
+    assert not work.exists()
+    assert build_cache(spec, out, settings=SMALL).made == 0
+
+
+@pytest.mark.parametrize("damage", ["changed", "missing", "strange", "manifest"])
+def test_verify_finds_what_is_wrong(source: Path, capsys, damage: str) -> None:
+    out = source.with_name("cached")
+    words = ["cache", f"folder:{source}", "--size", "24", "--workers", "0", "--out", str(out)]
+    assert main([*words, "--verify"]) == 0
+    assert "All 26 images are what was written" in capsys.readouterr().out
+    path = out / "train" / "bee" / "00000013.jpg"
+    content = bytearray(path.read_bytes())
+    if damage == "changed":
+        content[-20] ^= 1
+        path.write_bytes(content)
+    elif damage == "missing":
+        path.unlink()
+    elif damage == "strange":
+        path.with_name("x.jpg").write_bytes(content)
+    else:
+        part = out / "manifest" / "val-00000.jsonl"
+        part.write_text(part.read_text().replace("val/ant", "val/bee", 1))
+    assert main([*words, "--verify"]) == 1
+    error = capsys.readouterr().err
+    wanted = {
+        "changed": "1 not what was written (train/bee/00000013.jpg)",
+        "missing": "1 missing (train/bee/00000013.jpg)",
+        "strange": "1 not in the manifest (train/bee/x.jpg)",
+        "manifest": "the manifest is not what it was",
+    }
+    assert wanted[damage] in error
+    assert f"delete {out} and make it again" in error
+
+
+def test_an_unreadable_image_stops_or_is_left_out(source: Path, capsys) -> None:
+    bad = source / "train" / "ant" / "4.jpg"
+    bad.write_bytes(bad.read_bytes()[:300])
+    out = source.with_name("cached")
+    words = ["cache", f"folder:{source}", "--size", "24", "--workers", "0", "--out", str(out)]
+    assert main(words) == 1
+    error = capsys.readouterr().err
+    assert str(bad) in error
+    assert "--skip-corrupt" in error
+    assert not out.exists()
+    assert main([*words, "--skip-corrupt", "--verify"]) == 0
+    told = capsys.readouterr().out
+    assert "19 train, 6 val images" in told
+    assert "1 unreadable images were left out" in told
+    assert str(bad) in told
+    again = build_cache(f"folder:{source}", out, settings=SMALL)
+    assert len(again.skipped) == 1
+    assert again.images["train"] == 19
+
+
+def test_a_class_that_comes_out_empty_is_an_error(source: Path) -> None:
+    for path in (source / "val" / "bee").iterdir():
+        path.write_bytes(b"no image")
+    settings = CacheSettings(size=24, workers=0, skip_corrupt=True)
+    with pytest.raises(DataError, match="no image could be read of 1 classes: val/bee"):
+        build_cache(f"folder:{source}", source.with_name("cached"), settings=settings)
+
+
+def test_another_cache_in_the_same_place_is_refused(source: Path) -> None:
+    spec, out = f"folder:{source}", source.with_name("cached")
+    build_cache(spec, out, settings=SMALL)
+    with pytest.raises(UsageError, match="size 24 there, 32 now"):
+        build_cache(spec, out, settings=CacheSettings(size=32))
+    with pytest.raises(UsageError, match="quality 90 there, 80 now"):
+        build_cache(spec, out, settings=CacheSettings(size=24, quality=80))
+    with pytest.raises(UsageError, match="holds no cache"):
+        build_cache(spec, source, settings=SMALL)
+
+
+def test_a_source_that_changed_in_between_is_refused(source: Path, monkeypatch) -> None:
+    spec, out = f"folder:{source}", source.with_name("cached")
+
+    def stop(path: Path, content: bytes) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "write_bytes", stop)
+        with pytest.raises(KeyboardInterrupt):
+            build_cache(spec, out, settings=SMALL)
+    (source / "train" / "ant" / "0.jpg").unlink()
+    with pytest.raises(UsageError, match=r"other settings \(source"):
+        build_cache(spec, out, settings=SMALL)
+    (partial_of(out) / "cache.json").unlink()
+    (partial_of(out) / "thesis.tex").write_text("ten years")
+    with pytest.raises(UsageError, match="holds no cache"):
+        build_cache(spec, out, settings=SMALL)
+
+
+def test_hugging_face_data_with_a_validation_split(tmp_path: Path) -> None:
+    names = ["wolf, timber", "ant/s", "10"]  # in no sorted order, and no names of folders
+    kinds = datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(names=names))
+    parts = {
+        split: datasets.Dataset.from_dict(
+            {"image": [picture(k + start) for k in range(6)], "label": [0, 1, 2] * 2},
+            features=kinds,
+        )
+        for split, start in (("train", 0), ("validation", 20), ("test", 40))
+    }
+    datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "saved"))
+    out = tmp_path / "cached"
+    report = build_cache(f"hf:{tmp_path / 'saved'}", out, settings=SMALL)
+    assert dict(report.images) == {"train": 6, "val": 6, "test": 6}
+    new = open_data(f"folder:{out}", VIEW)
+    assert new.classes == ("0-wolf-timber", "1-ant-s", "2-10")
+    assert {name: split.size for name, split in new.splits.items()} == {
+        "train": 6,
+        "holdout": 6,
+        "test": 6,
+    }
+    first = np.asarray(Image.open(out / "val" / "1-ant-s" / "00000001.jpg"), dtype=int)
+    wanted = np.asarray(shrunk(picture(21), 24), dtype=int)
+    assert np.abs(first - wanted).mean() < 4
+
+
+@pytest.mark.parametrize(
+    ("classes", "folders"),
+    [
+        (("ant", "bee"), ("ant", "bee")),
+        (("bee", "ant"), ("0-bee", "1-ant")),
+        (("ant", "ant"), ("0-ant", "1-ant")),
+        ((".a", "b"), ("0-.a", "1-b")),
+        (("a/b", "c"), ("0-a-b", "1-c")),
+        ((*tuple("0123456789"), "10"), tuple(f"{k:02d}-{k}" for k in range(11))),
+    ],
+)
+def test_folders_sort_as_the_classes_count(
+    classes: tuple[str, ...], folders: tuple[str, ...]
+) -> None:
+    assert class_folders(classes) == folders
+    assert sorted(folders) == list(folders)
+
+
+@pytest.mark.parametrize(
+    ("size", "comes"), [((60, 40), (36, 24)), ((24, 90), (24, 90)), ((20, 9), (20, 9)),
+                        ((25, 25), (24, 24)), ((1000, 25), (960, 24))],
+)  # fmt: skip
+def test_the_shorter_side_is_brought_to_size_and_never_enlarged(size, comes) -> None:
+    assert shrunk(Image.new("RGB", size), 24).size == comes
+
+
+def test_where_a_cache_goes(tmp_path: Path) -> None:
+    assert default_out(f"folder:{tmp_path}/", 256) == Path(f"{tmp_path}-256")
+    assert default_out("hf:owner/name", 128) == Path("name-128")
+    assert default_out("hf:owner/name:config", 128) == Path("name-config-128")
+    with pytest.raises(UsageError, match="add --out"):
+        default_out("wds:a/t-{0..9}.tar,a/v-?.tar", 256)
+
+
+def test_digits_need_no_cache(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="in memory"):
+        build_cache("digit-pairs?train=20&validation=5&test=5", tmp_path / "x", settings=SMALL)
+
+
+def test_a_class_without_images_in_one_split(tmp_path: Path) -> None:
+    kinds = datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(names=["a", "b"]))
+    parts = {
+        split: datasets.Dataset.from_dict(
+            {"image": [picture(0), picture(1)], "label": labels}, features=kinds
+        )
+        for split, labels in (("train", [0, 1]), ("test", [1, 1]))
+    }
+    datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "saved"))
+    with pytest.raises(DataError, match="1 classes have no image in test: a"):
+        build_cache(f"hf:{tmp_path / 'saved'}", tmp_path / "out", settings=SMALL)

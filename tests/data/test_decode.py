@@ -1,0 +1,152 @@
+"""The fast decoder against Pillow, bit for bit, and what it leaves to Pillow."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torchvision.io
+from PIL import Image
+
+from layershuffle.data import DataOptions, ImageView, decode, open_data
+from layershuffle.data.decode import NO_JPEG, decodes_jpeg, pixel_tensor, read_pixels
+from layershuffle.data.images import read_image
+from layershuffle.errors import DataError
+
+
+def picture(mode: str = "RGB", *, size: tuple[int, int] = (53, 38)) -> Image.Image:
+    """Soft colours of an odd size, where the subsampled chroma of a JPEG has to be enlarged."""
+    coarse = np.random.default_rng(3).integers(0, 256, (6, 7, 4), dtype=np.uint8)
+    return Image.fromarray(coarse, "RGBA").convert(mode).resize(size, Image.Resampling.BICUBIC)
+
+
+def file_of(image: Image.Image, kind: str = "JPEG", **options: object) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sizes of the files that torchvision was given."""
+    decodes_jpeg()
+    given, decoder = [], torchvision.io.decode_jpeg
+
+    def count(encoded: torch.Tensor, **options: object) -> torch.Tensor:
+        given.append(len(encoded))
+        return decoder(encoded, **options)
+
+    monkeypatch.setattr(torchvision.io, "decode_jpeg", count)
+    return given
+
+
+@pytest.mark.parametrize(
+    ("mode", "channels", "options"),
+    [
+        ("RGB", 3, {"quality": 90}),
+        ("RGB", 3, {"quality": 75, "subsampling": 2}),
+        ("RGB", 3, {"quality": 95, "subsampling": 0}),
+        ("RGB", 3, {"progressive": True}),
+        ("L", 1, {}),
+    ],
+)
+def test_jpegs_of_the_models_channels_are_torchvisions_and_equal(
+    asked: list[int], mode: str, channels: int, options: dict
+) -> None:
+    content = file_of(picture(mode), **options)
+    pixels = read_pixels(content, channels, place="here")
+    assert asked == [len(content)]
+    assert pixels.shape == (channels, 38, 53)
+    assert torch.equal(pixels, pixel_tensor(read_image(content, channels, place="here")))
+
+
+@pytest.mark.parametrize(
+    ("content", "channels"),
+    [
+        (file_of(picture("RGB")), 1),  # grey is made of decoded colours, as everywhere
+        (file_of(picture("L")), 3),
+        (file_of(picture("CMYK")), 3),
+        (file_of(picture("RGB"), "PNG"), 3),
+        (file_of(picture("RGBA"), "PNG"), 3),
+        (file_of(picture("P"), "PNG"), 3),
+        (file_of(Image.fromarray(np.full((4, 4), 40_000, np.uint16)), "PNG"), 1),
+        (file_of(picture("RGB"), "WEBP"), 3),
+    ],
+)
+def test_all_other_images_are_pillows(asked: list[int], content: bytes, channels: int) -> None:
+    pixels = read_pixels(content, channels, place="here")
+    assert asked == []
+    assert torch.equal(pixels, pixel_tensor(read_image(content, channels, place="here")))
+
+
+def test_rotation_in_exif_is_ignored_by_both() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # a quarter turn
+    content = file_of(picture(), exif=exif)
+    assert read_pixels(content, 3, place="here").shape == (3, 38, 53)
+    assert read_image(content, 3, place="here").size == (53, 38)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "empty", "no image", "too large", "gone"])
+def test_bad_files_are_named_as_pillow_names_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    path, whole = tmp_path / "bad.jpg", file_of(picture())
+    content = {"truncated": whole[:-200], "empty": b"", "no image": b"hello" * 20}
+    if damage != "gone":
+        path.write_bytes(content.get(damage, whole))
+    if damage == "too large":
+        monkeypatch.setattr("layershuffle.data.images.MAX_PIXELS", 100)
+        monkeypatch.setattr(decode, "MAX_PIXELS", 100)
+    errors = []
+    for read in (read_pixels, read_image):
+        with pytest.raises(DataError, match=r"bad\.jpg") as caught:
+            read(path, 3, place=path)
+        errors.append(caught.value.cause)
+    assert errors[0] == errors[1]
+    assert "--skip-corrupt" in str(caught.value)
+
+
+def test_a_torchvision_without_the_decoder_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for split in ("train", "val"):
+        for name in "ab":
+            (tmp_path / split / name).mkdir(parents=True)
+            for k in range(2):
+                (tmp_path / split / name / f"{k}.jpg").write_bytes(file_of(picture()))
+    view = ImageView(channels=3, height=8, width=8, mean=(0.0,) * 3, std=(1.0,) * 3)
+
+    def opened() -> tuple[tuple[str, ...], torch.Tensor]:
+        data = open_data(f"folder:{tmp_path}", view, options=DataOptions(holdout=0.4))
+        return data.notes, data.splits["train"].dataset[0][0]
+
+    notes, with_it = opened()
+    assert NO_JPEG not in notes
+    monkeypatch.delattr(torchvision.io, "decode_jpeg")
+    decodes_jpeg.cache_clear()
+    try:
+        notes, without = opened()
+    finally:
+        decodes_jpeg.cache_clear()
+    assert NO_JPEG in notes
+    assert torch.equal(with_it, without)
+
+
+@pytest.mark.parametrize(("size", "least", "comes"), [
+    ((640, 480), 120, (160, 120)), ((640, 480), 121, (320, 240)), ((640, 480), 241, (640, 480)),
+    ((640, 480), 1000, (640, 480)), ((641, 479), 60, (161, 120)),
+])  # fmt: skip
+def test_large_jpegs_may_come_smaller_but_not_below_what_is_needed(
+    size: tuple[int, int], least: int, comes: tuple[int, int]
+) -> None:
+    image = picture(size=size)
+    small = read_image(file_of(image), 3, place="here", least=least)
+    assert small.size == comes
+    exact = image.resize(small.size, Image.Resampling.BOX)
+    off = np.abs(np.asarray(small, dtype=int) - np.asarray(exact, dtype=int))
+    assert off.mean() < 2
+    assert read_image(file_of(image, "PNG"), 3, place="here", least=least).size == size

@@ -1,0 +1,318 @@
+"""One graph for all blocks and all orders, no recompiles, and eager mode only said aloud.
+
+The backends are aot_eager and eager: graphs, guards and gradients as with inductor, no C compiler.
+"""
+
+import copy
+import functools
+import random
+import sys
+
+import pytest
+import timm
+import torch
+import torch._dynamo
+from runs import NO_DROPOUT, assert_same_weights, losses, settings, weights
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Trainer
+
+import layershuffle as ls
+from common import FAMILIES, images, logits_of
+from layershuffle.stack import blocks_of, recomputing
+from layershuffle.training import fit
+from layershuffle.training.compiling import BlockCompiler
+from layershuffle.training.trainer import OrderTrainer
+
+# torch warns of its own doings while it traces.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled"),
+]
+DEPTH = 12
+JOB = sys.modules["layershuffle.training.job"]
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled_before():
+    torch._dynamo.reset()
+
+
+def deep_model(**changes):
+    sizes = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "num_heads": 2, "num_classes": 5}
+    model = timm.create_model("vit_tiny_patch16_224", depth=DEPTH, **sizes, **changes)
+    return ls.add_position(
+        ls.wrap(model), encoding=ls.EncodingForm(dropout=0.1), prediction=ls.PredictionForm()
+    )
+
+
+def orders(count, *, seed=0):
+    """Random permutations and subsets."""
+    draw = random.Random(seed)
+    return [draw.sample(range(DEPTH), draw.choice([DEPTH, DEPTH, 7])) for _ in range(count)]
+
+
+def train(model, order, batch=4):
+    pixels = torch.randn(batch, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    with ls.running(model, order), model.guessing() as guesses:
+        logits = model(pixels)
+        (F.cross_entropy(logits, torch.zeros(batch, dtype=torch.long)) + guesses.loss()).backward()
+
+
+@pytest.mark.parametrize(("drop_path", "graphs"), [(0.0, 1), (0.1, DEPTH)])
+def test_one_graph_for_all_blocks_and_orders(drop_path, graphs):
+    """With position parts on, in training and in evaluation.
+
+    A drop-path rate is a constant in the graph, so blocks of different rates have one graph each.
+    """
+    model = deep_model(drop_path_rate=drop_path)
+    compiler = BlockCompiler(backend="aot_eager")
+    compiler.add(model)
+    with compiler.limits():
+        train(model.train(), range(DEPTH))
+        assert compiler.graphs == graphs
+        with torch.compiler.set_stance("fail_on_recompile"):
+            for order in orders(100):
+                train(model, order)
+        assert compiler.graphs == graphs
+        pixels = torch.randn(4, 3, 16, 16)
+        with torch.inference_mode():
+            model.eval()(pixels)
+            before = compiler.graphs
+            with torch.compiler.set_stance("fail_on_recompile"):
+                for order in orders(20, seed=1):
+                    with ls.running(model, order):
+                        model(pixels)
+    assert compiler.graphs == before <= graphs + 2  # with the first block, which has no drop-path
+    assert compiler.on
+
+
+def test_one_graph_for_groups_of_any_size():
+    model = deep_model()
+    compiler = BlockCompiler(backend="eager", dynamic=True)
+    compiler.add(model)
+    one, two = [ls.ExecutionOrder(tuple(order), DEPTH) for order in orders(2, seed=2)]
+    with compiler.limits():
+        for order in ([one] * 3 + [two] * 3, [one] * 6):  # apart, and joined
+            train(model, order, batch=6)
+        before = compiler.graphs
+        with torch.compiler.set_stance("fail_on_recompile"):
+            for seed in range(10):
+                one, two = [ls.ExecutionOrder(tuple(o), DEPTH) for o in orders(2, seed=seed)]
+                train(model, [one] * 4 + [two] * 2, batch=6)
+    assert compiler.graphs == before <= 2
+
+
+@pytest.mark.parametrize(
+    "name", ["timm-eva02", "timm-xcit", "timm-mixer", "hf-vit", "hf-beit", "hf-dinov2",
+             "hf-siglip", "torchvision-vit"],
+)  # fmt: skip
+def test_every_family_compiles_whole(name):
+    family = FAMILIES[name]
+    plain, model = family.wrapped(), family.wrapped()
+    compiler = BlockCompiler(backend="eager")
+    compiler.add(model)
+    graphs = []
+    for order in ((2, 0, 3, 1), (3, 1)):
+        with ls.running(plain, order), ls.running(model, order), compiler.limits():
+            assert torch.equal(logits_of(model(images())), logits_of(plain(images())))
+        graphs.append(compiler.graphs)
+    # torchvision hands its first block a tensor of another memory layout.
+    assert graphs == ([2, 2] if name == "torchvision-vit" else [1, 1])
+    assert compiler.on
+
+
+def compiled_with(monkeypatch, backend):
+    monkeypatch.setattr(JOB, "BlockCompiler", functools.partial(BlockCompiler, backend=backend))
+
+
+def fitted(out, **changes):
+    events = []
+    result = fit(settings(**{"steps": 4, **changes}), out, listeners=[events.append])
+    return result, losses(events)
+
+
+ARMS = {
+    "recomputed groups": {
+        "method": "layershuffle-predict",
+        "orders_per_batch": 3,
+        "accumulate": 2,
+        "activation_checkpointing": True,
+    },
+    "position": {"method": "layershuffle-position", "encoding": {"dropout": 0.1}},
+    "depth-ema": {"method": "layershuffle-depth", "min_blocks": 1, "ema": 0.9},
+}
+
+
+@pytest.mark.parametrize("name", ARMS)
+def test_a_compiled_run_is_the_eager_run(tmp_path, monkeypatch, name):
+    compiled_with(monkeypatch, "aot_eager")
+    one, told = fitted(tmp_path / "one", compile=True, **ARMS[name])
+    two, expected = fitted(tmp_path / "two", compile=False, **ARMS[name])
+    assert one.compile["mode"] == "compiled"
+    assert one.compile["reason"] is None
+    assert one.compile["recompiles"] == 0
+    assert 2 <= one.compile["graphs"] <= 4  # training and evaluation, offsets of groups
+    assert two.compile == {
+        "mode": "eager", "reason": "compile is off", "graphs": 0, "recompiles": 0,
+    }  # fmt: skip
+    assert told == pytest.approx(expected, rel=1e-5)
+    assert_same_weights(weights(tmp_path / "one"), weights(tmp_path / "two"), tolerance=1e-5)
+
+
+def test_off_by_default_on_a_cpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result, _ = fitted(tmp_path, steps=1)
+    assert result.compile["mode"] == "eager"
+    assert "off by default on a CPU" in result.compile["reason"]
+
+
+def test_no_c_compiler(tmp_path, monkeypatch, caplog):
+    import torch._inductor.config as inductor
+
+    monkeypatch.setattr(inductor.cpp, "cxx", ("no-such-compiler",))
+    monkeypatch.setattr(inductor, "force_disable_caches", True)
+    result, _ = fitted(tmp_path, steps=2, compile=True)
+    assert result.compile["mode"] == "eager"
+    assert result.compile["reason"].startswith("InvalidCxxCompiler: No working C++ compiler found")
+    assert caplog.text.count("NOT compiled") == 1
+
+
+def test_switched_off_in_torch(tmp_path, caplog):
+    with torch.compiler.set_stance("force_eager"):
+        result, _ = fitted(tmp_path, steps=1, compile=True)
+    assert "torch.compile is switched off" in result.compile["reason"]
+    assert caplog.text.count("NOT compiled") == 1
+
+
+def test_more_graphs_than_allowed(tmp_path, monkeypatch, caplog):
+    """torch would run the rest in eager mode with a warning in its own log."""
+    compiled_with(monkeypatch, "eager")
+    monkeypatch.setattr(sys.modules["layershuffle.training.compiling"], "_LIMIT", 2)
+    result, _ = fitted(tmp_path, compile=True, model=NO_DROPOUT + "&drop_path_rate=0.3")
+    assert result.compile["mode"] == "eager"
+    assert result.compile["reason"].startswith("FailOnRecompileLimitHit")
+    assert "NOT compiled" in caplog.text
+
+
+class Breaking(BlockCompiler):
+    """Fails at the second graph: in the middle of the run, at another batch size."""
+
+    def _compile(self, graph, inputs):
+        if self.graphs == 1:
+            raise NotImplementedError("no such kernel")
+        return super()._compile(graph, inputs)
+
+
+def test_a_graph_that_fails_in_the_middle(tmp_path, monkeypatch, caplog):
+    run = {"batch_size": 20, "steps": 6, "eval_every": 6, "model": NO_DROPOUT}
+    monkeypatch.setattr(JOB, "BlockCompiler", functools.partial(Breaking, backend="eager"))
+    result, told = fitted(tmp_path / "one", compile=True, **run)
+    assert result.compile["reason"] == "NotImplementedError: no such kernel"
+    assert caplog.text.count("NOT compiled") == 1
+    _, expected = fitted(tmp_path / "two", compile=False, **run)
+    assert told == pytest.approx(expected, rel=1e-5)
+
+
+def test_recompiles_are_noticed_once(caplog):
+    compiler = BlockCompiler(backend="eager")
+    for shape, new, wanted in [(16, 1, 0), (16, 0, 0), (8, 1, 0), (16, 1, 1), (16, 2, 3)]:
+        with compiler.step((shape, 3), {0, 1}):
+            compiler.graphs += new
+        assert compiler.recompiles == wanted
+    with compiler.step((16, 3), {0, 1, 2}):  # a block that never ran before
+        compiler.graphs += 1
+    assert compiler.recompiles == 3
+    assert caplog.text.count("compiled again") == 1
+
+
+def test_a_compiled_model_is_saved_copied_and_unwrapped_as_ever(tmp_path):
+    model = ls.load(NO_DROPOUT, seed=1)
+    keys = list(model.state_dict())
+    compiler = BlockCompiler(backend="eager")
+    compiler.add(model)
+    pixels = torch.randn(2, 1, 12, 20)
+    with torch.inference_mode():
+        expected = model(pixels)
+        assert list(model.state_dict()) == keys
+        ls.save(model, tmp_path / "saved")
+        assert torch.equal(ls.load(f"dir:{tmp_path / 'saved'}")(pixels), expected)
+        assert torch.equal(copy.deepcopy(model)(pixels), expected)
+        compiler.give_up("a test")
+        assert all(block._compiled_call_impl is None for block in blocks_of(model))
+        assert list(ls.unwrap(model).state_dict()) == keys
+        assert torch.equal(model(pixels), expected)
+
+
+class Syncs(TorchDispatchMode):
+    """Counts what makes the host wait for the device: .item(), float(), int(), bool()."""
+
+    found = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        Syncs.found += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def counting(method):
+    @functools.wraps(method)
+    def counted(*args, **kwargs):
+        with Syncs():
+            return method(*args, **kwargs)
+
+    return counted
+
+
+def test_no_step_waits_for_the_device(tmp_path, monkeypatch):
+    """Forward, backward, clipping, optimiser and moving average; logging is at the last step."""
+    for owner, name in (
+        (OrderTrainer, "training_step"),
+        (Trainer, "_clip_grad_norm"),
+        (torch.optim.AdamW, "step"),
+        (sys.modules["layershuffle.training.trainer"]._UpdateEma, "on_optimizer_step"),
+    ):
+        monkeypatch.setattr(owner, name, counting(getattr(owner, name)))
+    with Syncs():
+        float(torch.ones(()))
+    assert Syncs.found == 1, "the test sees them"
+    run = {"method": "layershuffle-depth", "ema": 0.9, "orders_per_batch": 3, "steps": 3}
+    fitted(tmp_path / "one", log_every=10, **run)
+    predict = {"method": "layershuffle-predict", "prediction": {"loss": "mean"}, "drop": None}
+    fitted(tmp_path / "two", log_every=10, **{**run, **predict, "ema": None})
+    assert Syncs.found == 1
+
+
+def test_adam_is_fused(tmp_path, monkeypatch):
+    seen = []
+    step = torch.optim.AdamW.step
+
+    def record(self, *args, **kwargs):
+        seen.append(self.param_groups[0]["fused"])
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", record)
+    fitted(tmp_path, steps=2)
+    assert seen == [True, True]
+
+
+def test_recomputing_keeps_gradients_and_drops_activations():
+    """For a family without a switch of its own, and for one where groups are recomputed."""
+    for name in ("torchvision-vit", "timm-vit"):
+        for order in (
+            (2, 0, 3, 1),
+            [ls.ExecutionOrder((1, 0), 4)] * 2 + [ls.ExecutionOrder((3,), 4)],
+        ):
+            found = {}
+            for again in (False, True):
+                model, kept = FAMILIES[name].wrapped().train(), []
+                again_or_not = recomputing(model) if again else ls.running(model, order)
+                hooks = torch.autograd.graph.saved_tensors_hooks(
+                    lambda t, kept=kept: (kept.append(t.numel()), t)[1], lambda t: t
+                )
+                with ls.running(model, order), again_or_not, hooks:
+                    logits_of(model(images(3))).square().sum().backward()
+                found[again] = (sum(kept), [p.grad for p in model.parameters()])
+            assert found[True][0] < 0.7 * found[False][0]
+            for got, wanted in zip(found[True][1], found[False][1], strict=True):
+                assert (got is None) == (wanted is None)
+                assert got is None or torch.equal(got, wanted)

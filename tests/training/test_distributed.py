@@ -1,0 +1,252 @@
+"""Two processes train as one does: DDP and FSDP2 on CPUs, over gloo.
+
+One pair of processes runs everything once; the tests look at what it left.
+"""
+
+import functools
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from runs import NO_DROPOUT, assert_same_weights, settings, weights
+
+import layershuffle as ls
+from common import FAMILIES
+from layershuffle.data import DataOptions, open_data
+from layershuffle.errors import Interrupted, SettingsError, TrainingError, UsageError
+from layershuffle.models import image_view
+from layershuffle.position import PositionedModel
+from layershuffle.training import fit
+from layershuffle.training.compiling import BlockCompiler
+from layershuffle.training.ranks import Ranks, joined
+from layershuffle.training.sharding import idle_parameters
+from layershuffle.training.trainer import EpochSampler, OrderTrainer
+
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["layershuffle.training", "layershuffle.data.digits"])
+RUN = {"model": NO_DROPOUT, "steps": 7, "eval_every": 4, "checkpoint_every": 3}
+ARMS = {
+    "ddp": {},
+    "groups": {"orders_per_batch": 4, "accumulate": 2, "method": "layershuffle-predict"},
+    "drop": {"method": "layershuffle", "drop": 0.5},
+    "fsdp": {"parallel": "fsdp"},
+    "fsdp drop": {"parallel": "fsdp", "drop": 0.6, "accumulate": 2},
+    "fsdp groups": {
+        "parallel": "fsdp",
+        "orders_per_batch": 2,
+        "method": "layershuffle-position",
+        "activation_checkpointing": True,
+    },
+}
+STOPPED = ("ddp", "fsdp drop")  # the latter when some blocks have not run yet
+OWN = {"rank_orders": "own", "steps": 3, "eval_every": 3, "warmup": 0, "schedule": "constant"}
+
+
+def run(**changes):
+    return settings(**{**RUN, **changes})
+
+
+def seen_steps(log):
+    """Record the labels of every forward of this process, and what wraps the model."""
+    step = OrderTrainer.training_step
+
+    def recorded(self, model, inputs, *args):
+        unused = getattr(model, "find_unused_parameters", None)
+        kind = [type(model).__name__, unused, type(next(model.parameters())).__name__]
+        log.append([kind, sorted(inputs["labels"].tolist())])
+        return step(self, model, inputs, *args)
+
+    OrderTrainer.training_step = recorded
+
+
+def stopping_at(step, process):
+    """A listener, heard by the first process alone, that asks another one to stop."""
+
+    def listen(event):
+        if event["kind"] == "log" and event["step"] == step:
+            os.kill(process, signal.SIGTERM)
+
+    return listen
+
+
+def work(rank, port, out, results):
+    """What each of the two processes does."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    torch.set_num_threads(1)
+    found, steps = {}, []
+    seen_steps(steps)
+    with joined("cpu") as ranks:
+        pids = [0, 0]
+        torch.distributed.all_gather_object(pids, os.getpid())
+        for name, arm in {**ARMS, "own": OWN}.items():
+            steps.clear()
+            fit(run(**arm), out / name)
+            found[f"labels {name}"] = [labels for _, labels in steps]
+            found[f"kind {name}"] = steps[0][0]
+        # Stopped by a signal to the second process, and taken up.
+        for name in STOPPED:
+            stopped = out / f"stopped {name}"
+            try:
+                fit(run(**ARMS[name]), stopped, listeners=[stopping_at(1, pids[1])])
+            except Interrupted as error:
+                found[f"stopped {name}"] = str(error)
+            ranks.wait()
+            fit(run(**ARMS[name]), stopped)
+        # Different seeds would draw different orders.
+        for name in ("ddp", "fsdp"):
+            try:
+                fit(run(**ARMS[name], seed=5 + rank), out / "differing")
+            except TrainingError as error:
+                found[f"refused {name}"] = str(error)
+        module = sys.modules["layershuffle.training.job"]
+        module.BlockCompiler = functools.partial(BlockCompiler, backend="eager")
+        found["compiled"] = fit(
+            run(**ARMS["fsdp groups"], compile=True, steps=2), out / "compiled"
+        ).compile
+    (results / f"{rank}.json").write_text(json.dumps(found))
+
+
+def free_port():
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """The directory of the runs, and what each process found."""
+    out, results = tmp_path_factory.mktemp("out"), tmp_path_factory.mktemp("results")
+    port = free_port()
+    both = [SERVER.Process(target=work, args=(rank, port, out, results)) for rank in (0, 1)]
+    for one in both:
+        one.start()
+    for one in both:
+        one.join(300)
+    assert [one.exitcode for one in both] == [0, 0]
+    return out, [json.loads((results / f"{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The same runs in one process."""
+    out = tmp_path_factory.mktemp("alone")
+    for name, arm in ARMS.items():
+        fit(run(**arm), out / name)
+    return out
+
+
+@pytest.mark.parametrize("name", ARMS)
+def test_two_processes_train_the_weights_of_one(pair, alone, name):
+    """Over the border of an epoch (6 steps), to rounding: halves of a batch are averaged."""
+    assert_same_weights(weights(pair[0] / name), weights(alone / name), tolerance=2e-5)
+    one, two = (json.loads((d / name / "result.json").read_text()) for d in (pair[0], alone))
+    assert (one["processes"], two["processes"]) == (2, 1)
+    assert one["selected"]["step"] == two["selected"]["step"]
+    assert one["selected"]["value"] == pytest.approx(two["selected"]["value"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        # Looking for unused parameters costs time: only where blocks are left out.
+        ("ddp", ["DistributedDataParallel", False, "Parameter"]),
+        ("drop", ["DistributedDataParallel", True, "Parameter"]),
+        ("fsdp", ["FSDPPositionedModel", None, "DTensor"]),
+    ],
+)
+def test_what_wraps_the_model(pair, name, kind):
+    for found in pair[1]:
+        assert found[f"kind {name}"] == kind
+
+
+def batches(run, ranks=1):
+    """Batch after batch of rows, as one process reads them."""
+    model = ls.load(run.model, seed=run.seed)
+    data = open_data(run.data, image_view(model), options=DataOptions(seed=run.seed))
+    train = data.splits["train"].dataset
+    rows = list(EpochSampler(train, run.seed))
+    size = run.batch_size // ranks
+    for start in range(0, len(rows), size):
+        items = [train[row] for row in rows[start : start + size]]
+        labels = torch.tensor([int(label) for _, label in items])
+        yield data.finish(torch.stack([pixels for pixels, _ in items])), labels
+
+
+def test_each_process_sees_its_half_of_every_batch(pair):
+    whole = [sorted(labels.tolist()) for _, labels in batches(run())]
+    for name in ("ddp", "fsdp"):
+        one, two = (found[f"labels {name}"] for found in pair[1])
+        assert [sorted(a + b) for a, b in zip(one, two, strict=True)][:6] == whole
+        assert one[:6] != two[:6]
+        assert all(len(labels) == 8 for labels in one)
+
+
+def test_own_orders_train_the_mean_of_two_gradients(pair):
+    """The slow path: one process, both halves one after the other, each in its own order."""
+    own = run(**OWN)
+    model = ls.load(own.model, seed=own.seed).train()
+    adam = torch.optim.Adam(model.parameters(), lr=own.lr, eps=1e-6)
+    halves = list(batches(own, ranks=2))
+    for step in range(3):
+        for rank in (0, 1):
+            pixels, labels = halves[2 * step + rank]
+            order = ls.Shuffled().draw(4, seed=own.seed, step=step, rank=rank)
+            with ls.running(model, order):
+                (F.cross_entropy(model(pixels), labels) / 2).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        adam.step()
+        adam.zero_grad()
+    expected = {name: weight.detach() for name, weight in model.state_dict().items()}
+    assert_same_weights(weights(pair[0] / "own"), expected, tolerance=2e-6)
+
+
+@pytest.mark.parametrize("name", STOPPED)
+def test_stopped_in_one_process_and_taken_up_in_both(pair, name):
+    out, found = pair
+    for one in found:
+        assert one[f"stopped {name}"].startswith("Stopped at step 2 of 7")
+    assert_same_weights(weights(out / f"stopped {name}"), weights(out / name))
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_different_orders_are_refused_at_the_start(pair, name):
+    for one in pair[1]:
+        assert "differ between processes" in one[f"refused {name}"]
+    assert not (pair[0] / "differing" / "model").exists()
+
+
+def test_own_orders_are_refused_under_fsdp():
+    with pytest.raises(SettingsError, match="all processes must run the same order"):
+        run(parallel="fsdp", rank_orders="own")
+    with pytest.raises(SettingsError, match="ema needs whole weights"):
+        run(parallel="fsdp", ema=0.9)
+
+
+def test_shards_compile_without_recompiles(pair):
+    for one in pair[1]:
+        assert one["compiled"]["mode"] == "compiled"
+        assert one["compiled"]["recompiles"] == 0
+
+
+def test_a_batch_that_the_processes_cannot_share(tmp_path):
+    from layershuffle.training.job import prepare
+
+    with pytest.raises(UsageError, match="cannot be shared by 3 processes"):
+        prepare(run(), tmp_path, ranks=Ranks(0, 3))
+
+
+@pytest.mark.parametrize(("name", "idle"), [("timm-vit", 0), ("hf-dinov2", 1)])
+def test_parameters_that_no_loss_reaches_are_found(name, idle):
+    """DDP waits for the gradients of all parameters: it must be told that some get none."""
+    host = FAMILIES[name].wrapped()
+    found = idle_parameters(PositionedModel(host))
+    assert len(found) == idle
+    assert all("mask_token" in parameter for parameter in found)
+    assert all(parameter.grad is None for parameter in host.parameters())

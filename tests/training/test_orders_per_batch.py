@@ -1,0 +1,145 @@
+"""Groups of a batch, each in an order of its own: the slow path is each group alone."""
+
+import os
+import signal
+
+import pytest
+import torch
+import torch.nn.functional as F
+from runs import NO_DROPOUT, assert_same_weights, losses, settings, weights
+
+import layershuffle as ls
+from layershuffle.data import DataOptions, open_data
+from layershuffle.errors import Interrupted, SettingsError
+from layershuffle.models import image_view
+from layershuffle.training import fit
+from layershuffle.training.drawing import Orders, by_row
+from layershuffle.training.events import Event
+from layershuffle.training.trainer import EpochSampler
+
+SHUFFLED = Orders(policy=ls.Shuffled(), depth=12, seed=3)
+
+
+def test_one_order_per_batch_is_drawn_as_ever():
+    for step, micro_batch in [(0, 0), (7, 2)]:
+        expected = ls.Shuffled().draw(12, seed=3, step=step, micro_batch=micro_batch)
+        assert SHUFFLED.draw(step=step, micro_batch=micro_batch) == (expected,)
+
+
+def test_every_group_of_every_forward_has_a_draw_of_its_own():
+    grouped = Orders(policy=ls.Shuffled(), depth=12, seed=3, per_batch=4)
+    drawn = [order for micro in range(3) for order in grouped.draw(step=5, micro_batch=micro)]
+    assert drawn == [ls.Shuffled().draw(12, seed=3, step=5, micro_batch=k) for k in range(12)]
+    assert len(set(drawn)) == 12
+
+
+@pytest.mark.parametrize("images", [1, 3, 4, 640, 641])
+def test_every_sample_is_in_one_group(images):
+    orders = Orders(policy=ls.Shuffled(), depth=12, seed=3, per_batch=4).draw(step=0, micro_batch=0)
+    rows = by_row(orders, images)
+    assert len(rows) == images
+    sizes = [rows.count(order) for order in orders]
+    assert sum(sizes) == images
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_parts_of_a_batch_have_the_groups_of_the_whole():
+    orders = Orders(policy=ls.Shuffled(), depth=12, seed=3, per_batch=4).draw(step=0, micro_batch=0)
+    assert by_row(orders, 16) == by_row(orders, 8) * 2
+
+
+ARMS = {
+    "shuffled": {},
+    "drop": {"drop": 0.5},
+    "depth": {"method": "layershuffle-depth", "min_blocks": 1},
+    "predict": {"method": "layershuffle-predict", "prediction": {"loss": "mean"}},
+    "position": {"method": "layershuffle-position"},
+}
+
+
+@pytest.mark.parametrize("name", ARMS)
+def test_groups_train_the_mean_over_groups_alone(tmp_path, name):
+    """Two micro-batches of ten images in three groups (4, 3 and 3), written out."""
+    run = settings(
+        model=NO_DROPOUT, batch_size=20, accumulate=2, orders_per_batch=3, steps=3,
+        eval_every=3, warmup=0, schedule="constant", **ARMS[name],
+    )  # fmt: skip
+    events: list[Event] = []
+    fit(run, tmp_path / "run", listeners=[events.append])
+    expected_losses, expected = by_hand(run)
+    assert losses(events) == pytest.approx(expected_losses, rel=1e-5)
+    assert_same_weights(weights(tmp_path / "run"), expected, tolerance=2e-6)
+
+
+def by_hand(run):
+    method = run.find_method()
+    host = ls.load(run.model, seed=run.seed)
+    data = open_data(run.data, image_view(host), options=DataOptions(seed=run.seed))
+    model = ls.add_position(
+        host,
+        encoding=run.encoding if method.encoding else None,
+        prediction=run.prediction if method.prediction else None,
+        seed=run.seed,
+    ).train()
+    train = data.splits["train"].dataset
+    rows = list(EpochSampler(train, run.seed))
+    adam = torch.optim.Adam(model.parameters(), lr=run.lr, eps=1e-6)
+    told = []
+    for step in range(3):
+        total = 0.0
+        for micro in range(2):
+            start = 20 * step + 10 * micro
+            items = [train[row] for row in rows[start : start + 10]]
+            pixels = data.finish(torch.stack([pixels for pixels, _ in items]))
+            labels = torch.tensor([int(label) for _, label in items])
+            for group in range(3):
+                order = method.policy.draw(
+                    4, seed=run.seed, step=step, micro_batch=3 * micro + group
+                )
+                loss = group_loss(model, pixels[group::3], labels[group::3], order)
+                loss = loss * len(labels[group::3]) / 10 / 2
+                loss.backward()
+                total += float(loss)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        adam.step()
+        adam.zero_grad()
+        told.append(total)
+    parts = {k: v for k, v in model.state_dict().items() if not k.startswith("host.")}
+    return told, {**model.host.state_dict(), **parts}
+
+
+def group_loss(model, pixels, labels, order):
+    with ls.running(model, order):
+        if model.prediction is None:
+            return F.cross_entropy(model(pixels), labels)
+        with model.guessing() as guesses:
+            return F.cross_entropy(model(pixels), labels) + guesses.loss()
+
+
+def test_killed_and_taken_up(tmp_path):
+    run = settings(orders_per_batch=4, accumulate=2, activation_checkpointing=True)
+    fit(run, tmp_path / "whole")
+
+    def stop(event):
+        if event["kind"] == "log" and event["step"] == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Interrupted, match="Stopped at step 4"):
+        fit(run, tmp_path / "stopped", listeners=[stop])
+    fit(run, tmp_path / "stopped")
+    assert_same_weights(weights(tmp_path / "stopped"), weights(tmp_path / "whole"))
+
+
+def test_more_groups_than_images():
+    with pytest.raises(SettingsError, match="orders_per_batch=9 is more than the 8 images"):
+        settings(batch_size=16, accumulate=2, orders_per_batch=9)
+
+
+def test_settings_of_older_versions_are_at_their_defaults(tmp_path):
+    """A run directory from before a setting existed goes on, or is finished, as it was."""
+    fit(settings(steps=1), tmp_path)
+    path = tmp_path / "settings.yaml"
+    known = ("orders_per_batch", "compile", "parallel", "rank_orders")
+    old = [line for line in path.read_text().splitlines() if line.split(":")[0] not in known]
+    path.write_text("\n".join(old) + "\n")
+    assert fit(settings(steps=1), tmp_path).steps == 1

@@ -1,0 +1,82 @@
+"""The share of time spent waiting for data: by a clock that is set by hand, and in a real run."""
+
+import time
+
+import pytest
+from torch.utils.data import Dataset
+
+from layershuffle.cli.progress import LOADER_BOUND, loader_bound
+from layershuffle.data.digits import DigitPairs
+from layershuffle.settings import FitSettings
+from layershuffle.training import fit
+from layershuffle.training.waiting import WaitingShare
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_the_share_is_of_the_time_of_the_steps():
+    clock = Clock()
+    share = WaitingShare(clock)
+    assert share.take() == 0
+    clock.now += 1000  # before the first step
+    for _ in range(3):
+        with share.waiting():
+            clock.now += 1
+        clock.now += 3
+    with share.aside():
+        clock.now += 500
+    assert share.take() == pytest.approx(25)
+    clock.now += 2
+    assert share.take() == 0
+    with share.waiting():
+        clock.now += 2
+    assert share.take() == 100
+    assert share.take() == 0  # no time has passed
+
+
+def test_a_loader_that_is_too_slow_is_said():
+    assert loader_bound({"waiting": LOADER_BOUND - 0.1}) == ""
+    text = loader_bound({"waiting": 34.4})
+    assert text == ", loader-bound: 34 % of the time waiting for data"
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    """Digit pairs that take a quarter of a second to read, a batch."""
+    read = DigitPairs.__getitems__
+
+    def slowly(self: Dataset, rows):
+        time.sleep(0.25)
+        return read(self, rows)
+
+    monkeypatch.setattr(DigitPairs, "__getitems__", slowly)
+
+
+def shares(out):
+    model = (
+        "timm:vit_tiny_patch16_224?pretrained=false&num_classes=100&in_chans=1&img_size=12,20"
+        "&patch_size=4&embed_dim=32&depth=2&num_heads=2&mlp_ratio=2"
+    )
+    settings = FitSettings(
+        method="baseline", model=model, data="digit-pairs?train=32&validation=8&test=8", steps=8,
+        batch_size=4, eval_every=8, log_every=4,
+    )  # fmt: skip
+    events = []
+    fit(settings, out, listeners=[events.append])
+    return [event["waiting"] for event in events if event["kind"] == "log"]
+
+
+def test_a_run_tells_how_long_it_waited(tmp_path, slow):
+    found = shares(tmp_path / "slow")
+    assert len(found) == 2
+    assert all(20 < share <= 100 for share in found), found
+
+
+def test_data_in_memory_are_not_waited_for(tmp_path):
+    assert all(0 <= share < 30 for share in shares(tmp_path / "quick"))
