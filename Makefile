@@ -4,13 +4,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: quickstart test clean help
+.PHONY: quickstart swarm-demo test clean help
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
 quickstart: $(VENV)/.installed ## see the paper's effect on this machine: about 5 minutes after installing
 	$(BIN)/layershuffle reproduce recipes/digits-quick.yaml --out runs/digits-quick
+
+swarm-demo: $(VENV)/.tests-installed ## kill a third of a swarm's hosts and watch it answer: about 2 minutes after installing
+	$(BIN)/layershuffle swarm demo
 
 test: $(VENV)/.tests-installed ## lint, types and the test suite
 	scripts/check

@@ -1,7 +1,11 @@
-"""Put a pretrained digits model into the package, with its scores and the recipe that made it.
+"""Put a trained digits model into the package, with its scores and the recipe that made it.
 
 layershuffle pretrain recipes/digits-base.yaml --out runs/digits-base
-python scripts/bundle_digits.py runs/digits-base
+python scripts/bundle_digits.py runs/digits-base digits
+
+layershuffle fit --recipe recipes/digits-swarm.yaml --out runs/digits-swarm
+python scripts/bundle_digits.py runs/digits-swarm digits-swarm
+layershuffle swarm calibrate src/layershuffle/assets/digits-swarm --data digit-pairs
 """
 
 import sys
@@ -14,11 +18,11 @@ from layershuffle.models import read_record
 from layershuffle.scoring import score_model
 from layershuffle.settings import EvalSettings
 
-ASSETS = Path(__file__).resolve().parent.parent / "src" / "layershuffle" / "assets" / "digits"
+ASSETS = Path(__file__).resolve().parent.parent / "src" / "layershuffle" / "assets"
 KEPT = ("method", "policy", "selected", "settings", "provenance")
 
 
-def main(run: str) -> None:
+def main(run: str, name: str) -> None:
     """Score the model of the run on all 5,000 test pairs and save it with its record."""
     torch.set_num_threads(1)  # the sums behind the scores depend on it in the last digit
     scoring = score_model(f"dir:{run}", "digit-pairs", settings=EvalSettings(num_orders=20))
@@ -28,9 +32,9 @@ def main(run: str) -> None:
         top1, top5 = (sum(getattr(r, n) for r in rows) / len(rows) for n in ("top1", "top5"))
         scores[mode] = {"top1": round(top1, 2), "top5": round(top5, 2)}
     record = {name: value for name, value in read_record(f"{run}/model").items() if name in KEPT}
-    ls.save(ls.load(f"dir:{run}"), ASSETS, record={**record, "scores": scores})
+    ls.save(ls.load(f"dir:{run}"), ASSETS / name, record={**record, "scores": scores})
     print(scores)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

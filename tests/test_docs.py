@@ -1,10 +1,12 @@
 """What the docs say is what was measured, and what they show runs."""
 
 import csv
+import dataclasses
 import json
 import re
 import shutil
 import statistics
+from importlib import import_module
 
 import pytest
 import timm
@@ -77,11 +79,19 @@ def test_links_lead_somewhere(repository):
     assert broken == []
 
 
+def swarm_options():
+    """The flags of `layershuffle swarm ...` and `classify`."""
+    from layershuffle.cli.swarm_command import WORDS
+
+    modules = [f"swarm.{word}" for word in WORDS] + ["classify_command"]
+    return [import_module(f"layershuffle.cli.{module}").Options for module in modules]
+
+
 def test_settings_named_in_the_docs_exist(repository):
     """Every --flag in the pages of commands is one that `--help` knows."""
     from layershuffle.analysis.settings import AnalysisSettings
     from layershuffle.merging.settings import EnsembleSettings, MergingSettings
-    from layershuffle.settings import EvalSettings, FitSettings
+    from layershuffle.settings import CacheSettings, EvalSettings, FitSettings
 
     own = {
         "out",
@@ -97,10 +107,14 @@ def test_settings_named_in_the_docs_exist(repository):
         "help",
     }
     own |= {"random", "mode", "base", "no-soups"}
-    own |= {"list"}
+    own |= {"list", "verify"}
     kinds = (FitSettings, EvalSettings, MergingSettings, EnsembleSettings, AnalysisSettings)
-    known = own | {name.replace("_", "-") for kind in kinds for name in kind.model_fields}
-    pages = [repository / "README.md", *sorted((repository / "docs" / "commands").glob("*.md"))]
+    kinds += (CacheSettings,)
+    fields = {name for kind in kinds for name in kind.model_fields}
+    fields |= {one.name for kind in swarm_options() for one in dataclasses.fields(kind)}
+    known = own | {name.replace("_", "-") for name in fields}
+    pages = [repository / "README.md", repository / "docs" / "swarm.md"]
+    pages += sorted((repository / "docs" / "commands").glob("*.md"))
     named = {flag for page in pages for flag in re.findall(r"--([a-z][a-z-]+)", page.read_text())}
     assert named - known == set()
 
@@ -232,3 +246,48 @@ def test_the_budget_in_readme_and_log_is_the_measured_one(repository):
         ("gap", list(gaps.values())),
     ):
         assert f"| {title} | {' | '.join(values)} |" in log
+
+
+def test_the_calibration_in_the_swarm_page_is_that_of_the_bundled_model(repository):
+    assets = repository / "src" / "layershuffle" / "assets" / "digits-swarm"
+    stored = json.loads((assets / "calibration.json").read_text())
+    page = (repository / "docs" / "swarm.md").read_text()
+    rows = sorted(stored["rows"], key=lambda row: -row["kept"])
+    assert f"| top-1, % | {' | '.join(format(row['top1'], '.1f') for row in rows)} |" in page
+    assert f"| blocks, any order | {' | '.join(str(row['kept']) for row in rows)} |" in page
+    assert f"--orders {stored['orders']} --images {stored['images']}" in page
+
+
+def test_the_load_figures_of_the_swarm_page_are_the_measured_ones(repository):
+    (path,) = (repository / "benchmarks" / "results").glob("swarm-load_*.json")
+    found = json.loads(path.read_text())
+    free, fixed, slow = found["order-free"], found["sequential"], found["slow"]
+    page = " ".join((repository / "docs" / "swarm.md").read_text().split())
+    for title, key in (("answered in full", "answered"), ("failed", "failed"), ("late", "late")):
+        assert f"| {title}, % | {free[key]:.1f} | {fixed[key]:.1f} |" in page
+    assert f"blocks missing, % | {free['degraded']:.1f} | {fixed['degraded']:.1f} |" in page
+    times = [f"{one['p50_ms']:.0f}, {one['p99_ms']:.0f}" for one in (free, fixed)]
+    assert f"99 % within, ms | {times[0]} | {times[1]} |" in page
+    right = [one["accuracy"] for one in (free, fixed)]
+    assert f"right, % of the answers | {right[0]['top1']:.1f} | {right[1]['top1']:.1f} |" in page
+    bounds = [f"{one['expected']:.1f} ({one['low']:.1f} to {one['high']:.1f})" for one in right]
+    assert f"lets expect, % | {bounds[0]} | {bounds[1]} |" in page
+    assert f"99 % within {slow['p99_slow_ms']:.0f} ms, against {slow['p99_ms']:.0f} ms" in page
+    assert f"{slow['degraded']:.1f} % of the answers do without" in page
+    memory = found["memory"]
+    grown = [memory[key][1] - memory[key][0] for key in ("gateway_mb", "hosts_mb")]
+    assert f"gateway grew by {grown[0]:.1f} MB of {memory['gateway_mb'][0]:,.0f}" in page
+    assert f"six hosts by {grown[1]:.1f} MB of {memory['hosts_mb'][0]:,.0f}" in page
+
+
+def test_the_scaling_curve_of_the_swarm_page_is_the_measured_one(repository):
+    (path,) = (repository / "benchmarks" / "results").glob("swarm-simulation_*.json")
+    first, *rows = json.loads(path.read_text())["rows"]
+    page = (repository / "docs" / "swarm.md").read_text()
+    assert f"take {statistics.median(first['values']):.1f} times as long" in page
+    for row in rows:
+        facts = row["facts"]
+        shares = [facts["answered"], facts["degraded"], facts["sequential"]["failed"]]
+        cells = [row["name"].removesuffix(" hosts"), *(f"{share:.1f}" for share in shares)]
+        cells += [f"{facts['p99_ms']:.0f}", f"{statistics.median(row['values']):,.0f}"]
+        assert f"| {' | '.join(cells)} |" in page

@@ -26,7 +26,7 @@ LAYERS = (
     ("recipes",),
     ("models", "data"),
     ("scoring", "evaluation", "training", "merging", "analysis"),
-    ("study", "swarm"),
+    ("study", "swarm", "bench"),
     ("cli", "__main__"),
 )
 GROUND = ("errors", "files", "draws", "orders", "policies", "position_forms")
@@ -154,6 +154,7 @@ MANY_POSITIONAL = {
     ("training.events", "on_log"): "as above",
     ("training.events", "on_evaluate"): "as above",
     ("training.events", "on_save"): "as above",
+    ("training.rehearsal", "on_train_begin"): "as above",
     ("training.trainer", "compute_loss"): "transformers fixes the signature",
 }
 

@@ -44,16 +44,24 @@ def write_text(path: Path, text: str) -> None:
     write_bytes(path, text.encode("utf-8"))
 
 
-def write_bytes(path: Path, content: bytes) -> None:
-    """Replace `path` in one step. Raises `LayerShuffleError` if it cannot be written."""
+def write_bytes(path: Path, content: bytes, *, private: bool = False) -> None:
+    """Replace `path` in one step. Raises `LayerShuffleError` if it cannot be written.
+
+    `private`: no other user may read it, at no moment.
+    """
     stage = path.with_name(f"{_STAGE_PREFIX}{os.getpid()}-{path.name}")
     with explained(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with stage.open("wb") as file:
+        with open(stage, "wb", opener=_private_opener if private else None) as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(stage, path)
+
+
+def _private_opener(path: str, flags: int) -> int:
+    Path(path).unlink(missing_ok=True)  # what a killed process of this number left
+    return os.open(path, flags | os.O_EXCL, 0o600)
 
 
 @contextmanager

@@ -99,7 +99,7 @@ def by_hand(run):
                 loss = group_loss(model, pixels[group::3], labels[group::3], order)
                 loss = loss * len(labels[group::3]) / 10 / 2
                 loss.backward()
-                total += float(loss)
+                total += float(loss.detach())
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         adam.step()
         adam.zero_grad()

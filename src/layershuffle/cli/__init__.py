@@ -25,6 +25,8 @@ COMMANDS = {
     "reproduce": "run a study of the paper and write its report",
     "report": "write the report of a study again, finished or not",
     "pretrain": "train a base model from a recipe",
+    "swarm": "serve a model from hosts that may die",
+    "classify": "ask a running swarm",
     "doctor": "say what this machine has and what to type next",
 }
 

@@ -31,8 +31,11 @@ def fit_from(argv: Sequence[str], *, recipe: Path | None, command: str, about: s
         raise UsageError("No output directory was given", hint="add --out DIR")
 
     from layershuffle.cli.progress import progress_listener
-    from layershuffle.training import fit
+    from layershuffle.training import fit, is_first_process
 
+    if not is_first_process():  # of those that torchrun started, one speaks
+        fit(settings, Path(out))
+        return 0
     with progress_listener() as listener:
         result = fit(settings, Path(out), listeners=[listener])
     print(

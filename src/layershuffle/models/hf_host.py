@@ -144,7 +144,7 @@ def set_depth(host: Host, depth: int) -> None:
     before, same = dict(vars(config)), False
     _note_depth(config, depth)
     try:
-        with _quiet(), seeded(0), torch.device("meta"):
+        with quiet(), seeded(0), torch.device("meta"):
             sketch = type(host)._from_config(host.config)
         same = shapes_of(sketch.state_dict()) == shapes_of(host.state_dict())
     finally:
@@ -181,7 +181,7 @@ def write(
         )
     before = dict(vars(host.config))  # save_pretrained notes architecture and dtype in it
     try:
-        with _quiet():
+        with quiet():
             host.save_pretrained(directory)
     finally:
         vars(host.config).clear()
@@ -224,7 +224,7 @@ def _fetched(name: str, revision: str | None) -> Path:
     return Path(path)
 
 
-def _checked_config(directory: Path) -> Any:
+def checked_config(directory: Path) -> Any:
     """transformers' configuration, after everything in it that could do harm was refused."""
     place = directory / CONFIG
     data = read_json(place)
@@ -234,7 +234,7 @@ def _checked_config(directory: Path) -> Any:
         raise ModelFileError(
             "This is an adapter, not a model", place=directory, hint="merge it into its base first"
         )
-    with _explained(place), _quiet():
+    with _explained(place), quiet():
         return AutoConfig.from_pretrained(directory, trust_remote_code=False)
 
 
@@ -266,8 +266,8 @@ def _refuse_code(data: Mapping[str, Any], place: Path) -> None:
 
 
 def _random(directory: Path, *, seed: int) -> Host:
-    config = _checked_config(directory)
-    with _explained(directory / CONFIG), _quiet(), seeded(seed):
+    config = checked_config(directory)
+    with _explained(directory / CONFIG), quiet(), seeded(seed):
         host: Host = AutoModelForImageClassification.from_config(config)
     return host.eval()
 
@@ -275,10 +275,10 @@ def _random(directory: Path, *, seed: int) -> Host:
 def _stored(directory: Path, *, seed: int, lenient: bool) -> Host:
     """The model of `directory`; `lenient`: heads may be missing, other tasks' tensors be there."""
     files = weight_files(directory)
-    config = _checked_config(directory)
+    config = checked_config(directory)
     names = {name for file in files for name in tensor_shapes(file)}
     # The seed is for a head that is missing in the file.
-    with _explained(directory), _quiet(), seeded(seed):
+    with _explained(directory), quiet(), seeded(seed):
         host, info = AutoModelForImageClassification.from_pretrained(
             directory,
             config=config,
@@ -367,7 +367,7 @@ def _explained(place: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """No progress bars or load reports of transformers: what matters is raised or logged by us."""
     verbosity, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
     hf_logging.set_verbosity_error()

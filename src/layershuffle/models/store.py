@@ -309,6 +309,7 @@ def _check_replaceable(final: Path) -> None:
     if not final.is_dir():
         raise UsageError("A file stands where the model is to go", place=final, hint="name another")
     ours = {FACTS, PARTS, CARD, CONFIG, PROCESSOR, "model.safetensors.index.json"}
+    ours.add("calibration.json")  # of these weights (layershuffle.swarm), so it goes with them
     others = sorted(
         one.name for one in final.iterdir()
         if one.name not in ours and not one.match("model*.safetensors")

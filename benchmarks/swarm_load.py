@@ -1,0 +1,190 @@
+"""A swarm under load, while its hosts die: 12 blocks on six processes, over Ray.
+
+python benchmarks/swarm_load.py [--requests 1000] [--memory-requests 5000] [--out FILE]
+
+1. order-free: requests of labelled digits through the gateway, a third of the hosts SIGKILLed at
+   seeded moments. None may fail or be late, and the accuracy must be what the calibration lets
+   expect.
+2. sequential and replicated-sequential: the same requests and kills; the share that fails.
+3. one host ten times slower: what it adds to the 99th percentile.
+4. memory of gateway and hosts over many requests.
+
+Writes a JSON file with versions and hardware; exit code 1 if a promise is broken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+from contextlib import AsyncExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from layershuffle.machine import hardware, versions
+from layershuffle.models import load
+from layershuffle.swarm.asking import asker, labelled_images
+from layershuffle.swarm.client import AsyncSwarmClient
+from layershuffle.swarm.drill import Drill, foreseen, judged, run_drill
+from layershuffle.swarm.faults import Fault, crashes
+from layershuffle.swarm.gateway.app import create_app
+from layershuffle.swarm.gateway.limits import GatewayLimits
+from layershuffle.swarm.plan import DEFAULT_MODEL, SwarmPlan, even_plan
+from layershuffle.swarm.ray_engine import RayHosts
+from layershuffle.swarm.ray_session import local_ray
+from layershuffle.swarm.service import Service, load_cargo, running_service
+
+HOSTS, DEPTH, CONCURRENCY, DEADLINE_MS, SEED = 6, 12, 4, 2000.0, 0
+SLOW_ADDS, MEMORY_GROWS = 0.5, 0.02
+_PLENTY = GatewayLimits(rate=100_000.0, burst=100_000.0)
+
+
+class Load:
+    """A service, a client of its gateway, and what was found."""
+
+    def __init__(self, service: Service, client: AsyncSwarmClient, images: Any) -> None:
+        self.service, self.client, self.images = service, client, images
+        self.ask = asker(client, images, deadline_ms=DEADLINE_MS)
+
+    async def drill(self, requests: int, faults: tuple[Fault, ...] = ()) -> Drill:
+        return await run_drill(
+            self.ask, requests, faults=faults, engine=self.service.coordinator,
+            concurrency=CONCURRENCY,
+        )  # fmt: skip
+
+    async def mend(self, faults: tuple[Fault, ...]) -> None:
+        """All hosts back, their averages fresh."""
+        for name in sorted({fault.host for fault in faults}):
+            await self.service.coordinator.happen(Fault(0, name, "rejoin"))
+        async with asyncio.timeout(120):
+            while any(not host.usable for host in self.service.router.swarm.values()):
+                await asyncio.sleep(0.05)
+        await self.drill(40)
+
+    async def killed(self, routing: str, requests: int) -> dict[str, Any]:
+        """Requests while a third of the hosts dies."""
+        self.service.router.routing = routing  # type: ignore[assignment]
+        faults = crashes(list(self.service.plan.hosts), share=1 / 3, requests=requests, seed=SEED)
+        drill = await self.drill(requests, faults)
+        replies = list(drill.replies.values())
+        seen = foreseen(self.service.plan, faults, requests=requests, routing=routing)  # type: ignore[arg-type]
+        assert self.service.calibration is not None
+        found = {
+            "requests": requests,
+            "kills": [f"{fault.host} before request {fault.at}" for fault in faults],
+            **{name: drill.share(name) for name in ("answered", "degraded", "failed", "late")},  # type: ignore[arg-type]
+            "foreseen": asdict(seen),
+            "p50_ms": drill.quantile(0.5),
+            "p99_ms": drill.quantile(0.99),
+            "accuracy": asdict(judged(replies, self.service.calibration)),
+        }
+        self.service.router.routing = "order-free"
+        await self.mend(faults)
+        return found
+
+    async def slow(self, requests: int) -> dict[str, Any]:
+        """The 99th percentile with one host ten times slower, against before and after."""
+        name = next(iter(self.service.plan.hosts))
+        faults = (Fault(0, name, "slow"),)
+        before = await self.drill(requests)
+        during = await self.drill(requests, faults)
+        await self.mend(faults)
+        after = await self.drill(requests)
+        usual = (before.quantile(0.99) + after.quantile(0.99)) / 2
+        return {
+            "requests": requests,
+            "p99_ms": usual,
+            "p99_slow_ms": during.quantile(0.99),
+            "adds": during.quantile(0.99) / usual - 1,
+            "failed": during.share("failed", "late"),
+            "degraded": during.share("degraded"),
+        }
+
+    async def memory(self, requests: int) -> dict[str, Any]:
+        """Resident bytes of this process and of the hosts, at a fifth and at the end."""
+        await self.drill(requests // 5)
+        early = await self._resident()
+        await self.drill(requests - requests // 5)
+        late = await self._resident()
+        return {
+            "requests": requests,
+            "gateway_mb": [early["gateway"] / 1e6, late["gateway"] / 1e6],
+            "hosts_mb": [early["hosts"] / 1e6, late["hosts"] / 1e6],
+            "grows": max(late[key] / early[key] - 1 for key in early),
+        }
+
+    async def _resident(self) -> dict[str, float]:
+        places = self.service.coordinator.places
+        infos = [await places.info(name) for name in self.service.plan.hosts]
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return {
+            "gateway": float(pages * os.sysconf("SC_PAGE_SIZE")),
+            "hosts": float(sum(info.rss_bytes for info in infos)),
+        }
+
+
+async def measured(plan: SwarmPlan, options: argparse.Namespace) -> dict[str, Any]:
+    """Everything, on one running swarm."""
+    images = labelled_images(load(DEFAULT_MODEL), "digit-pairs", count=1000)
+    cargo = load_cargo(plan)
+    found: dict[str, Any] = {}
+    with local_ray(list(plan.hosts)) as ray:
+        places = RayHosts(ray, limits=plan.limits)
+        async with AsyncExitStack() as stack:
+            service = await stack.enter_async_context(
+                running_service(plan, cargo, places=places, transport=places.transport)
+            )
+            app = create_app(service.front, calibration=service.calibration, limits=_PLENTY)
+            client = await stack.enter_async_context(
+                AsyncSwarmClient("http://127.0.0.1", transport=httpx.ASGITransport(app))
+            )
+            load_ = Load(service, client, images)
+            await load_.drill(40)
+            found["order-free"] = await load_.killed("order-free", options.requests)
+            found["sequential"] = await load_.killed("sequential", options.requests)
+            found["slow"] = await load_.slow(max(100, options.requests // 4))
+            found["memory"] = await load_.memory(options.memory_requests)
+    return found
+
+
+def broken(found: dict[str, Any]) -> list[str]:
+    """Promises that were not kept."""
+    free, accuracy = found["order-free"], found["order-free"]["accuracy"]
+    rules = {
+        "order-free: a request failed": free["failed"] > 0,
+        "order-free: a request was late": free["late"] > 0,
+        "order-free: accuracy outside of the calibration": not (
+            accuracy["low"] <= accuracy["top1"] <= accuracy["high"]
+        ),
+        "a slow host adds half to the 99th percentile": found["slow"]["adds"] >= SLOW_ADDS,
+        "memory grows": found["memory"]["grows"] > MEMORY_GROWS,
+    }
+    return [rule for rule, is_broken in rules.items() if is_broken]
+
+
+def main() -> int:
+    """Measure, write, judge."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--memory-requests", type=int, default=5000)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    found = asyncio.run(measured(even_plan(DEPTH, HOSTS), options))
+    found |= {
+        "hosts": HOSTS, "concurrency": CONCURRENCY, "deadline_ms": DEADLINE_MS,
+        "broken": broken(found), "versions": versions(), "hardware": hardware("fp32"),
+    }  # fmt: skip
+    text = json.dumps(found, indent=1)
+    print(text)
+    if options.out:
+        options.out.write_text(text + "\n", encoding="utf-8")
+    return 1 if found["broken"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

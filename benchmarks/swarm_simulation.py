@@ -1,0 +1,126 @@
+"""Claim: a swarm of 10,000 hosts can be simulated, and a step of its router costs little more."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from itertools import count
+from typing import Any
+
+from layershuffle.bench.claims import Claim, run_claim
+from layershuffle.bench.pairs import SMOKE, Bound, Effort, Row, cpu_timed, paired
+from layershuffle.swarm import policy, state
+from layershuffle.swarm.limits import Limits
+from layershuffle.swarm.messages import Visited
+from layershuffle.swarm.plan import SwarmPlan, even_plan
+from layershuffle.swarm.policy import ROUTINGS, Progress, Routing
+from layershuffle.swarm.simulation import Arrivals, Churn, Outcome, Profile, scaled, simulate
+from layershuffle.swarm.state import HostView, Swarm
+
+DEPTH, SEED, REPEATS = 12, 0, 3
+REQUESTS = 1000
+RATES = {10: 2.0, 100: 10.0, 1000: 50.0, 10_000: 200.0}  # fewer hosts are watched for longer
+CHURN = Churn(up_s=20, down_s=10)
+STEP_COSTS_AT_MOST = 3.0
+
+
+def play(plan: SwarmPlan, requests: int, routing: Routing) -> Outcome:
+    """Requests under churn: a third of the hosts is away at any time."""
+    return simulate(
+        plan,
+        profile=Profile(),
+        requests=requests,
+        seed=SEED,
+        routing=routing,
+        arrivals=Arrivals(rate=RATES[len(plan.hosts)]),
+        churn=CHURN,
+    )
+
+
+def size_row(hosts: int, requests: int, repeats: int) -> Row:
+    """Events per second of processor time, and what came of the requests under every routing."""
+    plan = scaled(even_plan(DEPTH, 10), hosts)
+    speeds, walls = [], []
+    for _ in range(repeats):
+        began, wall = time.process_time(), time.perf_counter()
+        outcome = play(plan, requests, "order-free")
+        speeds.append(outcome.events / (time.process_time() - began))
+        walls.append(time.perf_counter() - wall)
+    others = {routing: play(plan, requests, routing) for routing in ROUTINGS[1:]}
+    return Row(
+        name=f"{hosts:,} hosts",
+        what="events per second of processor time",
+        values=tuple(speeds),
+        unit="1/s",
+        settings={
+            "hosts": hosts, "requests": requests, "up_s": CHURN.up_s, "down_s": CHURN.down_s,
+            "requests_per_s": RATES[hosts], "seed": SEED,
+            "simpy": version("simpy"),
+        },
+        facts={
+            "wall_s": [round(wall, 2) for wall in walls],
+            "events": outcome.events,
+            "simulated_s": round(outcome.seconds, 2),
+            **told(outcome),
+            **{routing: told(one) for routing, one in others.items()},
+        },
+    )  # fmt: skip
+
+
+def told(outcome: Outcome) -> dict[str, Any]:
+    """The shares in percent and the latencies in milliseconds."""
+    return {
+        "answered": outcome.share("answered"),
+        "degraded": outcome.share("degraded"),
+        "failed": outcome.share("failed"),
+        "mean_blocks": round(outcome.mean_blocks, 2) if outcome.blocks else None,
+        "p50_ms": round(outcome.quantile(0.5), 1),
+        "p99_ms": round(outcome.quantile(0.99), 1),
+    }
+
+
+def stepping(hosts: int) -> Callable[[], object]:
+    """One visit as the router makes it: a decision and three changes of what it knows."""
+    limits = Limits()
+    swarm = Swarm(
+        HostView(f"host-{i}", frozenset({i % DEPTH}), compute=0.004 + 1e-6 * (i % 997), link=0.002)
+        for i in range(hosts)
+    )
+    numbers = count()
+
+    def step() -> None:
+        nonlocal swarm
+        number = next(numbers)
+        done = tuple(range(number % DEPTH))
+        asked = Progress(DEPTH, 1e9, done=done, seed=number)
+        action = policy.decide(asked, swarm, now=0.0, limits=limits)
+        assert isinstance(action, policy.Visit)
+        hop = Visited(action.host, action.blocks, "answered", 6.0 + number % 7 / 10, 4.0)
+        swarm = swarm.with_host(state.sent(swarm[hop.host], 1))
+        swarm = swarm.with_host(state.settled(swarm[hop.host], 1))
+        swarm = swarm.with_host(state.answered(swarm[hop.host], hop, limits=limits))
+
+    return step
+
+
+def rows(effort: Effort) -> Iterator[Row]:
+    """The cost of a step, then the scaling curve."""
+    smoke = effort is SMOKE
+    yield paired(
+        "a decision and its three changes",
+        "10,000 hosts / 100 hosts",
+        a=cpu_timed(stepping(200 if smoke else 10_000)),
+        b=cpu_timed(stepping(100)),
+        effort=effort,
+        bound=Bound("at_most", STEP_COSTS_AT_MOST),
+    )
+    for hosts in [*RATES][:2] if smoke else RATES:
+        yield size_row(hosts, 20 if smoke else REQUESTS, 1 if smoke else REPEATS)
+
+
+CLAIM = Claim(theme="swarm-simulation", text=__doc__.removeprefix("Claim: "), rows=rows)
+
+if __name__ == "__main__":
+    sys.exit(run_claim(CLAIM, __file__, tell=print))

@@ -1,0 +1,157 @@
+"""`layershuffle swarm drill`: rehearse failures on a running swarm, and judge its answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import tyro
+
+from layershuffle.cli.parsing import parse
+from layershuffle.cli.swarm.status import ADDRESS
+from layershuffle.errors import LayerShuffleError, UsageError
+from layershuffle.swarm.faults import KINDS, Fault, Kind, crashes, rehearsal
+from layershuffle.swarm.policy import Routing
+
+if TYPE_CHECKING:
+    from layershuffle.swarm.client import AsyncSwarmClient
+    from layershuffle.swarm.operating import Operator
+    from layershuffle.swarm.plan import SwarmPlan
+
+_ABOUT = (
+    "Send labelled images to a running swarm while failures from a seeded plan happen to its "
+    "hosts; then mend it, and print what happened beside what was to be expected. Run on the "
+    "machine of the gateway."
+)
+
+
+_BACK_SECONDS, _POLL_SECONDS = 60.0, 0.1
+
+
+@dataclass
+class Options:
+    """Flags of `swarm drill`."""
+
+    plan: tyro.conf.Positional[Path | None] = None
+    """Plan that the swarm is expected to run; refused if it runs another."""
+    requests: int = 300
+    """Requests, per routing."""
+    kinds: tuple[Kind, ...] = KINDS
+    """Failures to rehearse, one after the other; rejoin mends each after a while."""
+    kill: float | None = None
+    """Instead: kill this share of the hosts at random moments, and none comes back."""
+    routings: tuple[Routing, ...] = field(default=("order-free",))
+    """Routings to compare, under the same requests and failures."""
+    data: str = "digit-pairs"
+    """Labelled images: the test split of this data."""
+    deadline_ms: float = 2000.0
+    """Deadline of every request."""
+    concurrency: int = 4
+    """Requests at a time."""
+    seed: int = 0
+    """Seed of the failures."""
+    address: str = ADDRESS
+    """Address of the gateway."""
+    api_key: str | None = None
+    """Key of the gateway, if it takes one."""
+    state: str | None = None
+    """Directory of the operator's socket (default: ~/.local/state/layershuffle/swarm)."""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Drill; exit code 1 if a request was lost or late in free order."""
+    options = parse(Options, argv, command="swarm drill [PLAN]", about=_ABOUT)
+
+    from layershuffle.swarm.operating import operator_of
+    from layershuffle.swarm.plan import SwarmPlan, read_plan
+
+    with operator_of(options.state) as operator:
+        plan = SwarmPlan(**operator.plan())
+        if options.plan is not None and read_plan(options.plan) != plan:
+            raise UsageError("The swarm runs another plan", place=options.plan)
+        return asyncio.run(_drill(plan, operator, options))
+
+
+def faults_of(hosts: Sequence[str], options: Options) -> tuple[Fault, ...]:
+    """The failures that the flags ask for."""
+    if options.kill is not None:
+        return crashes(hosts, share=options.kill, requests=options.requests, seed=options.seed)
+    return rehearsal(hosts, requests=options.requests, seed=options.seed, kinds=options.kinds)
+
+
+async def _drill(plan: SwarmPlan, operator: Operator, options: Options) -> int:
+    from layershuffle.models import load
+    from layershuffle.models.digest import weights_digest
+    from layershuffle.swarm.asking import asker, labelled_images
+    from layershuffle.swarm.calibration import calibration_path, read_calibration
+    from layershuffle.swarm.client import AsyncSwarmClient
+    from layershuffle.swarm.drill import drill_report, foreseen, judged, run_drill
+    from layershuffle.swarm.front import served_host
+
+    host = served_host(load(plan.model))
+    calibration = read_calibration(calibration_path(plan.model), weights=weights_digest(host))
+    images = labelled_images(host, options.data, count=min(options.requests, 1000))
+    faults = faults_of(list(plan.hosts), options)
+    print("\n".join(f"before request {one.at}: {one.kind} {one.host}" for one in faults))
+    lost = 0.0
+    before = operator.routing(options.routings[0])
+    async with AsyncSwarmClient(options.address, api_key=options.api_key) as client:
+        ask = asker(client, images, deadline_ms=options.deadline_ms)
+        engine = _Remote(operator, client)
+        try:
+            for routing in options.routings:
+                operator.routing(routing)
+                drill = await run_drill(
+                    ask,
+                    options.requests,
+                    faults=faults,
+                    engine=engine,
+                    concurrency=options.concurrency,
+                )
+                seen = foreseen(plan, faults, requests=options.requests, routing=routing)
+                replies = list(drill.replies.values())
+                verdict = judged(replies, calibration) if calibration else None
+                report = drill_report(drill, seen, judgement=verdict, routing=routing)
+                print(f"\n{report}", flush=True)
+                if routing == "order-free":
+                    lost = drill.share("failed", "late")
+                await engine.mend(faults)
+        finally:
+            operator.routing(before)
+    return 1 if lost else 0
+
+
+class _Remote:
+    """A running swarm's hosts, through the operator's door (`drill.Engine`)."""
+
+    def __init__(self, operator: Operator, client: AsyncSwarmClient) -> None:
+        self._operator, self._client = operator, client
+
+    async def happen(self, fault: Fault) -> None:
+        """Make the fault happen; a rejoin is over when the host is healthy."""
+        await asyncio.to_thread(self._operator.fault, fault.host, fault.kind)
+        if fault.kind == "rejoin":
+            await self.healthy({fault.host})
+
+    async def healthy(self, hosts: set[str]) -> None:
+        """Wait until these hosts are healthy. Raises `LayerShuffleError` if they stay away."""
+        for _ in range(round(_BACK_SECONDS / _POLL_SECONDS)):
+            swarm = await self._client.swarm()
+            away = hosts - {one.name for one in swarm.hosts if one.condition == "healthy"}
+            if not away:
+                return
+            await asyncio.sleep(_POLL_SECONDS)
+        raise LayerShuffleError(
+            f"{', '.join(sorted(away))} did not come back within {_BACK_SECONDS:g} s",
+            hint="layershuffle swarm status says why",
+        )
+
+    async def mend(self, faults: Sequence[Fault]) -> None:
+        """Bring every host back that a fault hit."""
+        hit = {fault.host for fault in faults}
+        for name in sorted(hit):
+            await asyncio.to_thread(self._operator.fault, name, "rejoin")
+        await self.healthy(hit)

@@ -1,0 +1,246 @@
+"""What the head hands to block hosts: one program for all blocks, and each block's weights.
+
+`make_bundle` listens to one forward of the model to learn what its blocks get, exports one of them
+with `torch.export`, and believes the result only after every block computed the same through it,
+bit for bit. Where a block needs more than the state (rotary tables, masks, its position) the model
+is refused with the reason: a host would not have it.
+
+Some operations of torch have two ways to compute, which differ in the last bits: torchvision's
+attention is fused while no gradient is asked for, and torch.export takes the plain way. A program
+has to equal one of the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from layershuffle.errors import StackError, UsageError
+from layershuffle.models.store import host_of, image_view
+from layershuffle.position import PositionedModel
+from layershuffle.stack import blocks_of
+from layershuffle.swarm.donors import Lineage, lineage_of, read_lineage
+from layershuffle.swarm.export import Alone, Call, export, state_of
+from layershuffle.swarm.program import Block, digest_of, pack_tensors, read_program
+
+_SEED = 20407
+_CHECKED = (1, 3)  # images per batch at which program and block are compared
+State = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Canary:
+    """A stored input whose outputs are known, to find hosts that answer wrongly.
+
+    `state`: float32 `[1, tokens, width]`, as it stands before the first block for a noise image.
+    `outputs`: of each block on that state.
+    """
+
+    state: State
+    outputs: Mapping[int, State]
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """All that hosts need to run the blocks of a model.
+
+    `program` and `tensors` (by block) are what `BlockHost.load` takes. `shape`: of a state without
+    its batch, (tokens, width). `lineage`: which other models' blocks may stand in.
+    """
+
+    program: bytes
+    tensors: Mapping[int, bytes]
+    depth: int
+    shape: tuple[int, ...]
+    lineage: Lineage
+    canary: Canary
+
+    @property
+    def base(self) -> str | None:
+        """SHA-256 of the checkpoint that the blocks come from."""
+        return self.lineage.base
+
+    @property
+    def digests(self) -> dict[int, str]:
+        """SHA-256 of each block's tensors, as `HostInfo.blocks` has them."""
+        return {block: digest_of(content) for block, content in self.tensors.items()}
+
+
+def make_bundle(model: nn.Module, *, blocks: Sequence[int] | None = None) -> Bundle:
+    """The bundle of a model that `layershuffle.load` gave; of `blocks` (default: all).
+
+    Raises `UsageError` for a model in training mode, with position encoding, not in float32 on the
+    CPU, or for blocks it lacks; `StackError` with the reason if its blocks need more than the
+    state or cannot be exported.
+    """
+    chosen, modules = _chosen(model, blocks), blocks_of(host_of(model))
+    calls = _listen(model)
+    _check_calls(calls, depth=len(modules))
+    states = calls[0].state
+    program = export(Alone(modules[chosen[0]], calls[0]), states)
+    bound = read_program(program)
+    tensors, outputs = dict[int, bytes](), dict[int, State]()
+    for block in chosen:
+        tensors[block] = pack_tensors(modules[block].state_dict())
+        held = bound.bind(tensors[block])
+        _check_same(Alone(modules[block], calls[block]), held, block=block, states=states)
+        outputs[block] = held(states[:1]).numpy()
+    canary = Canary(states[:1].clone().numpy(), outputs)
+    return Bundle(program, tensors, len(modules), bound.shape, lineage_of(model), canary)
+
+
+def check_sibling(bundle: Bundle, other: Bundle | str | Path) -> None:
+    """Raises `UsageError` with the reason unless blocks of `other` may stand in for the bundle's.
+
+    `other`: a bundle, or the directory of a saved model, of which no weights are read. Both must be
+    refined from one base (paper, section 4.4), and be of one depth, width and image view.
+    """
+    path = other if isinstance(other, str | Path) else None
+    theirs = read_lineage(other) if isinstance(other, str | Path) else other.lineage
+    differences = list(_differences(bundle.lineage, theirs))
+    if isinstance(other, Bundle) and other.program != bundle.program:
+        differences.append(("the computation of a block", "one", "another"))
+    for what, ours, found in differences:
+        raise UsageError(
+            f"These blocks cannot stand in for the swarm's: {what} is {ours} there, {found} here",
+            place=path,
+            hint="take blocks of a model refined from the same base (the same recipe with another "
+            "seed)",
+        )
+
+
+def _differences(ours: Lineage, theirs: Lineage) -> Iterator[tuple[str, str, str]]:
+    """What differs, with the value on either side, the most telling first."""
+    if None in (ours.base, theirs.base) or ours.base != theirs.base:
+        yield "the base", ours.base or "not recorded", theirs.base or "not recorded"
+    if ours.depth != theirs.depth:
+        yield "the number of blocks", str(ours.depth), str(theirs.depth)
+    for name in sorted(ours.shapes.keys() | theirs.shapes.keys()):
+        shapes = [str(one.shapes.get(name, "absent")) for one in (ours, theirs)]
+        if shapes[0] != shapes[1]:
+            yield f"the shape of a block's {name}", shapes[0], shapes[1]
+    if ours.view != theirs.view:
+        yield "the image view", str(ours.view), str(theirs.view)
+
+
+def _chosen(model: nn.Module, blocks: Sequence[int] | None) -> tuple[int, ...]:
+    """The ids asked for; refuses models that hosts cannot run before anything is computed."""
+    if isinstance(model, PositionedModel) and model.encoding is not None:
+        raise UsageError(
+            "The blocks of this model are told their position by a part of their own, which hosts "
+            "do not have",
+            hint="serve a model without position encoding (methods layershuffle, "
+            "layershuffle-predict, layershuffle-depth)",
+        )
+    if any(module.training for module in model.modules()):
+        raise UsageError("The model is in training mode", hint="call model.eval()")
+    kinds = {(one.device.type, one.dtype) for one in model.parameters() if one.is_floating_point()}
+    if kinds != {("cpu", torch.float32)}:
+        raise UsageError("Blocks travel as float32 from the CPU", hint="call model.float().cpu()")
+    depth = len(blocks_of(host_of(model)))
+    chosen = tuple(range(depth)) if blocks is None else tuple(sorted(set(blocks)))
+    if not chosen or not 0 <= chosen[0] <= chosen[-1] < depth:
+        raise UsageError(f"The model has blocks 0 to {depth - 1}, {list(chosen)} are asked for")
+    return chosen
+
+
+# --- what blocks get ------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _listen(model: nn.Module) -> list[Call]:
+    """What the blocks got in a forward of noise images, in the order in which they ran."""
+    view, calls = image_view(model), list[Call]()
+    generator = torch.Generator().manual_seed(_SEED)
+    images = torch.randn(
+        max(_CHECKED), view.channels, view.height, view.width, generator=generator
+    )  # normalised images have about this mean and spread
+
+    def hook(block: int) -> Any:
+        def note(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any], answer: Any) -> None:
+            if not args:
+                raise StackError("The model hands its blocks the state by name, not in first place")
+            calls.append(Call(block, args[0].clone(), args[1:], named, state_of(answer)))
+
+        return note
+
+    with ExitStack() as hooks:
+        for block, module in enumerate(blocks_of(host_of(model))):
+            hooks.enter_context(module.register_forward_hook(hook(block), with_kwargs=True))
+        host_of(model)(images)
+    return calls
+
+
+def _check_calls(calls: Sequence[Call], *, depth: int) -> None:
+    """Raises `StackError` unless the blocks are a chain of functions of the state alone."""
+    if [call.block for call in calls] != list(range(depth)):
+        raise StackError("The model does not run each of its blocks once, one after the other")
+    first = calls[0]
+    if first.state.dim() != 3 or first.state.dtype != torch.float32:
+        raise StackError(
+            f"The state between the blocks is {_told(first.state)}; hosts take float32 "
+            "(images, tokens, width)"
+        )
+    for call, after in zip(calls, [*calls[1:], None], strict=True):
+        if not _is_plain(call) or (call.rest, call.named) != (first.rest, first.named):
+            raise StackError(
+                f"Block {call.block} gets more than the state: {_extras(call)}. A host has only "
+                "the state",
+                hint="serve a model whose position information enters before the blocks (ViT, "
+                "DeiT, DINOv2)",
+            )
+        if after is not None and not torch.equal(after.state, call.answer):
+            raise StackError(
+                f"The model changes the state between the blocks {call.block} and {after.block}"
+            )
+
+
+def _is_plain(value: object) -> bool:
+    """Whether it is made of numbers and words, which the exported program keeps as they are."""
+    if isinstance(value, Call):
+        return _is_plain((value.rest, *value.named.values()))
+    if isinstance(value, tuple | list):
+        return all(_is_plain(one) for one in value)
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _extras(call: Call) -> str:
+    named = [f"{name} {_told(value)}" for name, value in call.named.items() if not _is_plain(value)]
+    rest = [f"argument {i + 2} {_told(v)}" for i, v in enumerate(call.rest) if not _is_plain(v)]
+    return ", ".join([*rest, *named]) or "other arguments than the other blocks"
+
+
+def _told(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+    return f"({type(value).__name__})"
+
+
+def _check_same(module: Alone, held: Block, *, block: int, states: Tensor) -> None:
+    for images in _CHECKED:
+        got = held(states[:images])
+        wanted = _computed(module, states[:images], gradient=False)
+        if torch.equal(wanted, got):
+            continue
+        if not torch.equal(_computed(module, states[:images], gradient=True), got):
+            like = wanted.shape == got.shape
+            error = f"largest difference {(wanted - got).abs().max()}" if like else "another shape"
+            raise StackError(
+                f"Block {block} computes something else as a program ({error} on {images} image(s))"
+            )
+
+
+def _computed(module: nn.Module, state: Tensor, *, gradient: bool) -> Tensor:
+    """The block's own output; some of torch's operations have two ways to compute it."""
+    with torch.set_grad_enabled(gradient):
+        leaf = state.clone().requires_grad_(gradient)
+        answer: Tensor = module(leaf.clone())
+    return answer.detach()

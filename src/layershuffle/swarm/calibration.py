@@ -1,0 +1,261 @@
+"""The accuracy to expect of an answer, by the number of blocks it used.
+
+Measured once on held-out images, stored as calibration.json beside the model and looked up at every
+answer. Every number of blocks gets as many orders. Those of one seed are prefixes of the same
+permutations (`policies.Kept`), so all numbers of blocks together cost hardly more than all blocks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from layershuffle.errors import ModelFileError, UsageError
+from layershuffle.files import write_text
+from layershuffle.modes import Mode
+from layershuffle.study.statistics import deviation, mean, t_interval, wilson_interval
+from layershuffle.swarm.gateway.answers import CalibrationFacts, Expected
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from layershuffle.data import ImageData
+    from layershuffle.evaluation import Score
+
+CALIBRATION = "calibration.json"
+SPLIT = "test"
+"""Neither trained on nor used to pick a checkpoint, whatever made the model."""
+NEVER = "the model was never calibrated (layershuffle swarm calibrate)"
+_SURE = 1.96  # standard deviations on either side of a 95 % interval
+
+Percent = Annotated[float, Field(ge=0, le=100)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class Row(_Strict):
+    """Top-1 in percent with `kept` blocks; `sd_orders`: its spread over orders."""
+
+    kept: Count
+    top1: Percent
+    low: Percent
+    high: Percent
+    sd_orders: float | None
+
+
+class Calibration(_Strict):
+    """The content of calibration.json. `weights`: digest of the model it was measured on."""
+
+    schema_: Literal[1] = Field(1, alias="schema")
+    weights: str
+    data: str
+    split: str
+    seed: int
+    orders: Count
+    images: Count
+    classes: tuple[str, ...]
+    rows: tuple[Row, ...]
+
+    @property
+    def facts(self) -> CalibrationFacts:
+        """What it was measured on, for people."""
+        return CalibrationFacts(
+            data=self.data, split=self.split, orders=self.orders, images=self.images
+        )
+
+
+def calibrate(
+    model: nn.Module,
+    data: str,
+    *,
+    orders: int = 20,
+    images: int = 2000,
+    seed: int = 0,
+    batch_size: int = 250,
+) -> Calibration:
+    """Measure `model` on the test split of the data spec, with 1 to all blocks, in one pass.
+
+    On a GPU if there is one. Raises `StackError` for models that a swarm cannot serve, `DataError`
+    for data with other classes, `UsageError` for fewer than two orders.
+    """
+    from layershuffle.data import DataOptions, check_class_count, open_data
+    from layershuffle.models import image_view, num_classes_of
+    from layershuffle.models.digest import weights_digest
+    from layershuffle.swarm.front import resize_of, served_host
+
+    if orders < 2:
+        raise UsageError("A calibration takes two orders or more", hint="20 is a good number")
+    host = served_host(model)
+    options = DataOptions(train=False, max_test=images, resize=resize_of(host))
+    opened = open_data(data, image_view(host), options=options)
+    check_class_count(opened, num_classes_of(host), place="the model")
+    weights = weights_digest(host)
+    scores = _scores(host, opened, orders=orders, seed=seed, batch_size=batch_size)
+    return Calibration(
+        schema=1,
+        weights=weights,
+        data=data,
+        split=SPLIT,
+        seed=seed,
+        orders=orders,
+        images=scores[0].images,
+        classes=opened.classes,
+        rows=rows_of(scores),
+    )
+
+
+def _scores(
+    host: nn.Module, data: ImageData, *, orders: int, seed: int, batch_size: int
+) -> list[Score]:
+    import torch
+
+    from layershuffle.data.batches import Batches
+    from layershuffle.data.loading import loader_processes
+    from layershuffle.evaluation import evaluate
+    from layershuffle.stack import depth_of
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    host.to(device)
+    batches = Batches(
+        data.splits[SPLIT],
+        data.finish,
+        batch_size=batch_size,
+        device=device,
+        processes=loader_processes(data.spec),
+    )
+    modes = [Mode(order="arbitrary", kept=kept) for kept in range(1, depth_of(host) + 1)]
+    return evaluate(host, batches, modes=modes, num_orders=orders, seed=seed)
+
+
+def rows_of(scores: Iterable[Score]) -> tuple[Row, ...]:
+    """One row per number of blocks, ascending, of scores of single orders."""
+    by_kept: dict[int, list[Score]] = {}
+    for score in scores:
+        by_kept.setdefault(score.mode.kept or 0, []).append(score)
+    return tuple(
+        _row(kept, [one.top1 for one in group], images=group[0].images)
+        for kept, group in sorted(by_kept.items())
+    )
+
+
+def _row(kept: int, top1: Sequence[float], *, images: int) -> Row:
+    """The mean with a 95 % interval over orders and over images.
+
+    Both spreads matter: the orders of a request are new, and so are its images. Their half-widths
+    (t-interval over orders; Wilson's over images, which is wide enough for any correlation between
+    orders) add as independent errors do: by their squares, each side for itself.
+    """
+    centre = mean(top1)
+    low_orders, high_orders = t_interval(top1)
+    low_images, high_images = wilson_interval(round(centre * images / 100), images)
+    low = centre - math.hypot(centre - low_orders, centre - min(centre, low_images))
+    high = centre + math.hypot(high_orders - centre, max(centre, high_images) - centre)
+    return Row(
+        kept=kept,
+        top1=centre,
+        low=max(0.0, low),
+        high=min(100.0, high),
+        sd_orders=deviation(top1),
+    )
+
+
+def expected_at(calibration: Calibration, kept: int) -> Expected | None:
+    """The accuracy to expect of an answer with `kept` blocks; `None` for none."""
+    for row in calibration.rows:
+        if row.kept == kept:
+            return Expected(
+                top1=row.top1,
+                low=row.low,
+                high=row.high,
+                kept=kept,
+                **calibration.facts.model_dump(),
+            )
+    return None
+
+
+def expected_over(calibration: Calibration, kept: Sequence[int]) -> tuple[float, float, float]:
+    """(top-1, low, high) to expect of answers with these numbers of blocks, one image each.
+
+    Beside the calibration's own uncertainty the interval holds the chance of which images these
+    were: of few answers it is wide. An answer without blocks counts as wrong. Raises `UsageError`
+    for no answers.
+    """
+    if not kept:
+        raise UsageError("No answers, no accuracy to expect")
+    rows = [expected_at(calibration, one) for one in kept]
+    top1 = mean([0.0 if row is None else row.top1 for row in rows])
+    below = mean([0.0 if row is None else row.top1 - row.low for row in rows])
+    above = mean([0.0 if row is None else row.high - row.top1 for row in rows])
+    chance = _SURE * math.sqrt(top1 * (100 - top1) / len(kept))
+    return (
+        top1,
+        max(0.0, top1 - math.hypot(below, chance)),
+        min(100.0, top1 + math.hypot(above, chance)),
+    )
+
+
+def calibration_path(model: str) -> Path:
+    """Where the calibration of the model with this spec stands: beside its weights.
+
+    Raises `UsageError` for models without a directory of their own.
+    """
+    from layershuffle.models.facts import FACTS
+    from layershuffle.models.spec import parse_spec
+
+    spec = parse_spec(model)
+    if spec.scheme == "bundled":
+        return Path(
+            str(resources.files("layershuffle").joinpath("assets", spec.place, CALIBRATION))
+        )
+    if spec.scheme != "dir":
+        raise UsageError(
+            f"{model} has no directory of its own to keep a calibration in",
+            hint="save it first: layershuffle.save(model, DIR), or layershuffle fit",
+        )
+    place = Path(spec.place).expanduser()
+    inside = place if (place / FACTS).is_file() else place / "model"
+    return inside / CALIBRATION
+
+
+def write_calibration(calibration: Calibration, path: Path) -> None:
+    """Store `calibration` at `path`, whole or not at all."""
+    write_text(path, calibration.model_dump_json(by_alias=True, indent=1) + "\n")
+
+
+def read_calibration(path: Path, *, weights: str) -> Calibration | None:
+    """The calibration stored at `path`, or `None` if there is none.
+
+    Raises `ModelFileError` if it is damaged, or was measured on weights of another digest.
+    """
+    from layershuffle.models.files import read_json
+
+    if not path.is_file():
+        return None
+    again = "run layershuffle swarm calibrate again"
+    content = json.dumps(read_json(path))  # checked for size and nesting
+    try:
+        calibration = Calibration.model_validate_json(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        key = ".".join(map(str, first["loc"]))
+        raise ModelFileError(
+            f"The key {key!r} is wrong ({first['msg']})", place=path, hint=again
+        ) from error
+    if [row.kept for row in calibration.rows] != list(range(1, len(calibration.rows) + 1)):
+        raise ModelFileError("The rows do not count the blocks up from 1", place=path, hint=again)
+    if calibration.weights != weights:
+        raise ModelFileError(
+            "The calibration was measured on other weights than the model has",
+            place=path,
+            hint=again,
+        )
+    return calibration

@@ -1,0 +1,201 @@
+"""A drill: requests and failures from a plan, on any engine, and what came of them.
+
+`run_drill` sends the requests and makes the faults happen; `judged` compares the answers with what
+the calibration lets expect. Accuracy is expected per answer, from the number of blocks it used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from layershuffle.swarm.calibration import Calibration, expected_over
+from layershuffle.swarm.faults import Fault
+from layershuffle.swarm.plan import SwarmPlan
+from layershuffle.swarm.policy import Routing
+
+Ended = Literal["answered", "degraded", "failed", "late"]
+
+
+class Engine(Protocol):
+    """What can be done to the hosts of a running swarm."""
+
+    async def happen(self, fault: Fault) -> None:
+        """Make the fault happen. Raises `LayerShuffleError` where the engine cannot."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One request's end: `ended`, whether the class was right, blocks used, milliseconds.
+
+    degraded: answered with blocks missing. late: answered after its deadline. failed: no answer.
+    """
+
+    ended: Ended
+    right: bool
+    blocks: int
+    ms: float
+
+
+@dataclass
+class Drill:
+    """What happened: replies by request number, and the faults that fired, with their seconds."""
+
+    replies: dict[int, Reply] = field(default_factory=dict)
+    fired: list[tuple[Fault, float]] = field(default_factory=list)
+
+    def share(self, *ended: Ended) -> float:
+        """Share of the requests that ended in one of these ways, in percent."""
+        count = sum(reply.ended in ended for reply in self.replies.values())
+        return 100.0 * count / max(1, len(self.replies))
+
+    def quantile(self, q: float) -> float:
+        """Milliseconds below which a share `q` of all requests ended (nearest rank)."""
+        times = sorted(reply.ms for reply in self.replies.values())
+        return times[max(0, math.ceil(q * len(times)) - 1)] if times else math.nan
+
+
+async def run_drill(
+    ask: Callable[[int], Awaitable[Reply]],
+    requests: int,
+    *,
+    faults: Sequence[Fault] = (),
+    engine: Engine | None = None,
+    concurrency: int = 4,
+) -> Drill:
+    """Send requests 0, 1, ... with up to `concurrency` at a time; each fault before its request.
+
+    Requests under way feel a fault; new ones wait until the engine has made it happen, which for a
+    rejoin takes until the host is back. `ask(number)` never raises for a request that fails, it
+    says so. Raises what the engine raises.
+    """
+    drill, numbers, pending = Drill(), iter(range(requests)), list(faults)
+    turn = asyncio.Lock()
+
+    async def work() -> None:
+        while True:
+            async with turn:
+                number = next(numbers, None)
+                if number is None:
+                    return
+                while pending and pending[0].at <= number:
+                    await happened(pending.pop(0))
+            drill.replies[number] = await ask(number)
+
+    async def happened(fault: Fault) -> None:
+        assert engine is not None, "faults need an engine"
+        begun = time.perf_counter()
+        await engine.happen(fault)
+        drill.fired.append((fault, time.perf_counter() - begun))
+
+    workers = [asyncio.ensure_future(work()) for _ in range(concurrency)]
+    try:
+        await asyncio.gather(*workers)
+    finally:
+        for worker in workers:
+            worker.cancel()
+    return drill
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """Accuracy over the answers of a drill (percent) against the calibration's interval."""
+
+    answers: int
+    top1: float
+    expected: float
+    low: float
+    high: float
+
+    @property
+    def inside(self) -> bool:
+        """Whether the accuracy is what the calibration lets expect."""
+        return self.low <= self.top1 <= self.high
+
+
+def judged(replies: Sequence[Reply], calibration: Calibration) -> Judgement:
+    """The accuracy of the answers, and the interval in which it should lie.
+
+    Each answer counts with the accuracy of its own number of blocks
+    (`calibration.expected_over`).
+    """
+    answers = [reply for reply in replies if reply.ended != "failed"]
+    if not answers:
+        return Judgement(0, math.nan, math.nan, math.nan, math.nan)
+    expected, low, high = expected_over(calibration, [reply.blocks for reply in answers])
+    right = sum(reply.right for reply in answers)
+    return Judgement(len(answers), 100 * right / len(answers), expected, low, high)
+
+
+@dataclass(frozen=True, slots=True)
+class Foreseen:
+    """Shares of the requests (percent) that a plan and its faults let expect."""
+
+    degraded: float
+    failed: float
+
+
+def foreseen(
+    plan: SwarmPlan, faults: Sequence[Fault], *, requests: int, routing: Routing
+) -> Foreseen:
+    """What should become of the requests, if faults were felt and mended at once.
+
+    A host is out from its fault to its rejoin. In free order a request is degraded while no host
+    holds some block, and fails when no block is left; a pipeline fails as soon as one is missing.
+    """
+    depth = 1 + max(block for host in plan.hosts.values() for block in host.blocks)
+    degraded = failed = 0
+    out: set[str] = set()
+    pending = list(faults)
+    for number in range(requests):
+        while pending and pending[0].at <= number:
+            fault = pending.pop(0)
+            if fault.kind != "slow":  # slow hosts answer
+                (out.discard if fault.kind == "rejoin" else out.add)(fault.host)
+        held = _reachable(plan, out, routing)
+        complete = len(held) == depth
+        failed += not held if routing == "order-free" else not complete
+        degraded += bool(held) and not complete and routing == "order-free"
+    return Foreseen(100 * degraded / requests, 100 * failed / requests)
+
+
+def _reachable(plan: SwarmPlan, out: set[str], routing: Routing) -> set[int]:
+    holders: dict[int, list[str]] = {}
+    for name in sorted(plan.hosts):
+        for block in plan.hosts[name].blocks:
+            holders.setdefault(block, []).append(name)
+    if routing == "sequential":
+        holders = {block: names[:1] for block, names in holders.items()}
+    return {block for block, names in holders.items() if not out.issuperset(names)}
+
+
+def drill_report(
+    drill: Drill, seen: Foreseen, *, judgement: Judgement | None, routing: Routing
+) -> str:
+    """What happened beside what was foreseen, and the accuracy beside the calibration's."""
+    rows = [
+        ("answered in full", drill.share("answered"), 100 - seen.degraded - seen.failed),
+        ("degraded", drill.share("degraded"), seen.degraded),
+        ("failed", drill.share("failed"), seen.failed),
+        ("late", drill.share("late"), 0.0),
+    ]
+    lines = [
+        f"{routing}, {len(drill.replies)} requests",
+        f"{'':<20}{'happened':>10}{'foreseen':>10}",
+    ]
+    lines += [f"{name:<20}{got:>8.1f} %{want:>8.1f} %" for name, got, want in rows]
+    half, most = drill.quantile(0.5), drill.quantile(0.99)
+    lines.append(f"milliseconds: half within {half:.0f}, 99 % within {most:.0f}")
+    if judgement is None:
+        lines.append("accuracy not judged: the model was never calibrated")
+    elif judgement.answers:
+        verdict = "inside" if judgement.inside else "OUTSIDE"
+        lines.append(
+            f"accuracy of the answers: {judgement.top1:.1f} %, {verdict} what the calibration lets "
+            f"expect: {judgement.expected:.1f} % ({judgement.low:.1f} to {judgement.high:.1f})"
+        )
+    return "\n".join(lines)

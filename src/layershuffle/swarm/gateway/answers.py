@@ -1,0 +1,269 @@
+"""What the gateway answers, as JSON, and how it is made from a route. No torch, no web framework:
+clients read answers with the same classes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel, Field
+
+from layershuffle.swarm.limits import Limits
+from layershuffle.swarm.messages import Ending, Outcome, Route
+from layershuffle.swarm.policy import Routing
+from layershuffle.swarm.state import Condition, HostView, Swarm
+from layershuffle.swarm.wire import Wire
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from layershuffle.swarm.front import Classified
+
+_MILLI = 1000.0
+
+
+class Guess(BaseModel):
+    """A class and how probable the model finds it (0 to 1)."""
+
+    label: str
+    index: int
+    probability: float
+
+
+class ImageAnswer(BaseModel):
+    """The most probable classes of one image, best first."""
+
+    top: list[Guess]
+
+
+class Hop(BaseModel):
+    """One visit to one host: milliseconds in all, of compute, and of waiting at the host."""
+
+    host: str
+    blocks: list[int]
+    outcome: Outcome
+    ms: float
+    compute_ms: float
+    queue_ms: float
+    why: str = Field("", description='For everything but "answered".')
+
+
+class Skipped(BaseModel):
+    """A block that did not run."""
+
+    block: int
+    why: str
+
+
+class Expected(BaseModel):
+    """The accuracy of answers with this many blocks in arbitrary order, from the calibration.
+
+    Percent of the first guesses that were right; `low` and `high` bound it at 95 %, over orders and
+    over images.
+    """
+
+    top1: float
+    low: float
+    high: float
+    kept: int
+    orders: int
+    images: int
+    data: str
+    split: str
+
+
+class Times(BaseModel):
+    """Milliseconds since the request had come in whole, and the parts of the model's forward."""
+
+    total: float
+    stem: float
+    swarm: float
+    head: float
+
+
+class Classification(BaseModel):
+    """The answer to a classification, with the way it took."""
+
+    images: list[ImageAnswer]
+    depth: int = Field(description="Number of blocks of the model.")
+    blocks: list[int] = Field(description="Blocks that ran, in execution order.")
+    skipped: list[Skipped]
+    degraded: bool = Field(description="Whether blocks are missing that were to run.")
+    ending: Ending
+    route: list[Hop]
+    expected: Expected | None
+    expected_why: str = Field("", description="Why there is no expected accuracy.")
+    ms: Times
+
+
+class Host(BaseModel):
+    """One host as the router sees it; averages in milliseconds, `null` until measured."""
+
+    name: str
+    condition: Condition
+    why: str
+    blocks: list[int]
+    compute_ms: float | None = Field(description="Average per block.")
+    link_ms: float | None = Field(description="Average per visit, beyond compute and queue.")
+    waiting: int = Field(description="Blocks sent there and not answered yet.")
+    strikes: int = Field(description="Failures since the last success.")
+    retry_ms: float | None = Field(description="Until a suspect host is asked again.")
+
+
+class CalibrationFacts(BaseModel):
+    """What the expected accuracies were measured on."""
+
+    data: str
+    split: str
+    orders: int
+    images: int
+
+
+class SwarmAnswer(BaseModel):
+    """The swarm now."""
+
+    model: str
+    depth: int
+    classes: int
+    routing: Routing
+    wire: Wire
+    unreachable_blocks: list[int] = Field(description="Blocks that no usable host holds.")
+    hosts: list[Host]
+    counters: dict[str, int] = Field(description="Requests by outcome since the start.")
+    calibration: CalibrationFacts | None
+    limits: Limits
+
+
+class Health(BaseModel):
+    """Whether requests can be answered, if only in part."""
+
+    ok: bool
+    why: str
+    usable_hosts: int
+    reachable_blocks: int
+    depth: int
+
+
+class Problem(BaseModel):
+    """What went wrong and what to do next; `id` finds an unexpected failure in the log."""
+
+    cause: str
+    hint: str
+    id: str | None = None
+
+
+class ErrorAnswer(BaseModel):
+    """The body of every answer that is none."""
+
+    error: Problem
+
+
+def classification(
+    found: Classified,
+    *,
+    labels: Sequence[str],
+    top_k: int,
+    order: tuple[int, ...] | None,
+    expected: tuple[Expected | None, str],
+    total_ms: float,
+) -> Classification:
+    """The answer for the logits and the route in `found`."""
+    route = found.route
+    return Classification(
+        images=[ImageAnswer(top=row) for row in guesses(found.logits, labels=labels, top_k=top_k)],
+        depth=route.depth,
+        blocks=list(route.order),
+        skipped=[Skipped(block=block, why=why) for block, why in sorted(route.skipped.items())],
+        degraded=is_degraded(route, order=order),
+        ending=route.ending,
+        route=hops_of(route),
+        expected=expected[0],
+        expected_why=expected[1],
+        ms=Times(
+            total=total_ms, stem=found.stem_ms, swarm=found.swarm_ms, head=found.head_ms
+        ),
+    )  # fmt: skip
+
+
+def guesses(logits: Tensor, *, labels: Sequence[str], top_k: int) -> list[list[Guess]]:
+    """The `top_k` most probable classes of every row of `logits` `[images, classes]`."""
+    best = logits.double().softmax(dim=-1).topk(min(top_k, logits.shape[-1]))
+    return [
+        [
+            Guess(label=labels[index], index=index, probability=probability)
+            for index, probability in zip(indices, probabilities, strict=True)
+        ]
+        for indices, probabilities in zip(
+            best.indices.tolist(), best.values.tolist(), strict=True
+        )
+    ]  # fmt: skip
+
+
+def is_degraded(route: Route, *, order: tuple[int, ...] | None) -> bool:
+    """Whether a block is missing that was to run: all of them, or those of the `order` asked for.
+
+    A route may end as complete although a block in the middle of the order had no host.
+    """
+    return set(route.order) != set(range(route.depth) if order is None else order)
+
+
+def hops_of(route: Route) -> list[Hop]:
+    """The hops of a route."""
+    return [
+        Hop(
+            host=hop.host,
+            blocks=list(hop.blocks),
+            outcome=hop.outcome,
+            ms=hop.ms,
+            compute_ms=hop.compute_ms,
+            queue_ms=hop.queue_ms,
+            why=hop.why,
+        )
+        for hop in route.hops
+    ]
+
+
+def hosts_of(swarm: Swarm, *, now: float) -> list[Host]:
+    """All hosts, by name; `now` in seconds of the router's clock."""
+    return [_host(one, now) for one in swarm.values()]
+
+
+def _host(view: HostView, now: float) -> Host:
+    suspect = view.condition == "suspect"
+    return Host(
+        name=view.name,
+        condition=view.condition,
+        why=view.why,
+        blocks=sorted(view.blocks),
+        compute_ms=None if view.compute is None else view.compute * _MILLI,
+        link_ms=None if view.link is None else view.link * _MILLI,
+        waiting=view.waiting,
+        strikes=view.strikes,
+        retry_ms=max(0.0, view.retry_at - now) * _MILLI if suspect else None,
+    )
+
+
+def health(swarm: Swarm, *, depth: int) -> Health:
+    """Whether any block can be run at all."""
+    usable = [one for one in swarm.values() if one.usable]
+    reachable = depth - len(unreachable(swarm, depth=depth))
+    ok = reachable > 0
+    return Health(
+        ok=ok,
+        why="" if ok else "no usable host holds a block",
+        usable_hosts=len(usable),
+        reachable_blocks=reachable,
+        depth=depth,
+    )
+
+
+def unreachable(swarm: Swarm, *, depth: int) -> list[int]:
+    """Blocks that no usable host holds."""
+    held = {block for one in swarm.values() if one.usable for block in one.blocks}
+    return [block for block in range(depth) if block not in held]
+
+
+def retry_after(swarm: Swarm, *, now: float) -> float:
+    """Seconds until a suspect host is asked again: when a refused request may fare better."""
+    waits = [one.retry_at - now for one in swarm.values() if one.condition == "suspect"]
+    return max(0.0, min(waits, default=1.0))

@@ -1,0 +1,47 @@
+"""How much the gateway takes in. Plain data, no torch."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from layershuffle.settings import Positive, Settings
+from layershuffle.swarm.limits import Milliseconds
+
+
+class GatewayLimits(Settings):
+    """Bounds on what clients send, and how often. How long the swarm tries is in `Limits`."""
+
+    max_body_bytes: Positive = 16 << 20
+    """Largest body; counted while it comes in, whatever the client announced."""
+    body_ms: Milliseconds = 15_000.0
+    """Longest time that a body may take to come in."""
+    held_bytes: Positive = 256 << 20
+    """Bytes of bodies held at one time, over all requests."""
+    max_images: Positive = 16
+    """Most images in a request."""
+    max_pixels: Positive = 25_000_000
+    """Most pixels of an image, checked before it is decoded, and again for what it is resized to.
+    25 million are 75 MB once decoded."""
+    decoders: Positive = 2
+    """Requests whose images are decoded at one time."""
+
+    min_deadline_ms: Milliseconds = 50.0
+    """Shortest deadline that a request may ask for; the longest is the swarm's own limit."""
+    min_blocks: Positive = 1
+    """Fewest blocks of an answer, for a request that names none."""
+
+    running: Positive = 32
+    """Requests that walk the swarm at one time."""
+    waiting: Annotated[int, Field(ge=0)] = 64
+    """Further requests that may wait for their turn; beyond them clients are told to come later."""
+    connections: Positive = 512
+    """Most open connections."""
+
+    rate: Annotated[float, Field(gt=0)] = 100.0
+    """Requests per second that one client address may make in the long run ..."""
+    burst: Annotated[float, Field(ge=1)] = 200.0
+    """... and how many at once after a pause."""
+    max_clients: Positive = 10_000
+    """Client addresses remembered for that; the one unheard of for longest is forgotten first."""

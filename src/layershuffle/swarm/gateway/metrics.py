@@ -1,0 +1,83 @@
+"""What the gateway counts, for Prometheus and for /v1/swarm."""
+
+from __future__ import annotations
+
+from collections import Counter
+from http import HTTPStatus
+from typing import Literal
+
+import prometheus_client as prometheus
+
+from layershuffle.swarm.gateway.answers import Classification, health
+from layershuffle.swarm.messages import Visited
+from layershuffle.swarm.router import Router, State
+
+CONTENT_TYPE = prometheus.CONTENT_TYPE_LATEST
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+RequestOutcome = Literal[
+    "answered", "degraded", "unanswered", "busy", "unauthorised", "refused", "failed"
+]
+_BY_STATUS: dict[HTTPStatus, RequestOutcome] = {
+    HTTPStatus.SERVICE_UNAVAILABLE: "unanswered",
+    HTTPStatus.TOO_MANY_REQUESTS: "busy",
+    HTTPStatus.UNAUTHORIZED: "unauthorised",
+    HTTPStatus.INTERNAL_SERVER_ERROR: "failed",
+}
+
+
+class Metrics:
+    """Counters of one gateway, in a registry of their own."""
+
+    def __init__(self, router: Router) -> None:
+        self.registry = prometheus.CollectorRegistry()
+        self.counters: Counter[str] = Counter()
+        self._requests = prometheus.Counter(
+            "layershuffle_requests", "Classifications asked for.", ["outcome"],
+            registry=self.registry,
+        )  # fmt: skip
+        self._seconds = prometheus.Histogram(
+            "layershuffle_request_seconds", "Time of answered requests.",
+            buckets=_SECONDS, registry=self.registry,
+        )  # fmt: skip
+        self._blocks = prometheus.Histogram(
+            "layershuffle_blocks_used", "Blocks used by answers.",
+            buckets=tuple(range(1, router.depth + 1)), registry=self.registry,
+        )  # fmt: skip
+        self._hops = prometheus.Counter(
+            "layershuffle_hops", "Visits to hosts.", ["host", "outcome"], registry=self.registry
+        )
+        self._gauges(router)
+        router.observers.append(self._hop)
+
+    def _gauges(self, router: Router) -> None:
+        usable = prometheus.Gauge(
+            "layershuffle_usable_hosts", "Hosts that visits may go to.", registry=self.registry
+        )
+        usable.set_function(lambda: health(router.swarm, depth=router.depth).usable_hosts)
+        reachable = prometheus.Gauge(
+            "layershuffle_reachable_blocks", "Blocks that a usable host holds.",
+            registry=self.registry,
+        )  # fmt: skip
+        reachable.set_function(lambda: health(router.swarm, depth=router.depth).reachable_blocks)
+
+    def _hop(self, hop: Visited, before: State, after: State | None) -> None:
+        del before, after
+        self._hops.labels(host=hop.host, outcome=hop.outcome).inc()
+
+    def answered(self, answer: Classification) -> None:
+        """Count an answer."""
+        self._count("degraded" if answer.degraded else "answered")
+        self._seconds.observe(answer.ms.total / 1000)
+        self._blocks.observe(len(answer.blocks))
+
+    def turned_away(self, status: HTTPStatus) -> None:
+        """Count a classification that ended with `status`."""
+        self._count(_BY_STATUS.get(status, "refused"))
+
+    def _count(self, outcome: RequestOutcome) -> None:
+        self.counters[outcome] += 1
+        self._requests.labels(outcome=outcome).inc()
+
+    def text(self) -> bytes:
+        """All of it in Prometheus' format."""
+        return prometheus.generate_latest(self.registry)

@@ -1,0 +1,281 @@
+"""Whom to trust: canaries, probes and audits over any transport. Decisions pure, the shell thin.
+
+canary  a stored input whose output is known, for each block; every host answers one now and then
+probe   a canary for a suspect host, in time or not at all: the way back
+audit   a share of the answered visits is computed again by replicas, off the request's path; where
+        they differ, all who took part run every canary
+
+A host that fails a canary is shut out. It stays out until `Coordinator.readmit` loads it anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from layershuffle.draws import Stream
+from layershuffle.swarm import policy, state
+from layershuffle.swarm.limits import Limits
+from layershuffle.swarm.messages import Visit, Visited, VisitError
+from layershuffle.swarm.router import Router, State, fault_of
+from layershuffle.swarm.state import HostView, Swarm
+from layershuffle.swarm.wire import Wire, pack, unpack
+
+_TICK = 0.05  # seconds between looks at who is due
+_AUDITS = 8  # under way at a time; what comes while there are more is not audited
+_MILLI = 1000.0
+# What rounding on the wire may add to a difference, relative to the largest value.
+_ROUNDING: Mapping[Wire, float] = {"fp32": 0.0, "fp16": 2.0**-10, "int8": 1 / 127}
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class Known:
+    """What a block answers: `start` and `output`, float32 `[1, tokens, width]`.
+
+    Two hosts hold the same weights of a block if their `digest` of it is the same.
+    """
+
+    start: State
+    output: State
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A canary visit that is due: one block of one host, to be answered within `limit` seconds."""
+
+    host: str
+    block: int
+    limit: float
+
+
+Expectations = Mapping[str, Mapping[int, Known]]
+
+
+def due(
+    swarm: Swarm,
+    known: Expectations,
+    *,
+    asked: Mapping[str, tuple[float, int]],
+    now: float,
+    limits: Limits,
+) -> tuple[Check, ...]:
+    """The canary visits to make now, at most one per host.
+
+    `asked`: when each host was last asked, and how often so far: its blocks take turns. Suspect
+    hosts are asked when they may be probed, healthy and draining ones `canary_every_ms` after the
+    last time.
+    """
+    checks = []
+    for host in swarm.values():
+        blocks = sorted(known.get(host.name, ()))
+        last, times = asked.get(host.name, (-np.inf, 0))
+        if blocks and _is_due(host, last, now=now, limits=limits):
+            limit = patience(host, swarm, limits=limits)
+            checks.append(Check(host.name, blocks[times % len(blocks)], limit))
+    return tuple(checks)
+
+
+def _is_due(host: HostView, last: float, *, now: float, limits: Limits) -> bool:
+    if host.condition == "suspect":
+        return state.probe_due(host, now=now)
+    return host.condition in ("healthy", "draining") and (
+        now >= last + limits.canary_every_ms / _MILLI
+    )
+
+
+def patience(host: HostView, swarm: Swarm, *, limits: Limits) -> float:
+    """Seconds for a canary: `probe_ms`, more for a healthy host that has much to do."""
+    probe = limits.probe_ms / _MILLI
+    if not host.usable:
+        return probe
+    wanted = state.expected(host, 1, pace=swarm.pace(limits))
+    return max(probe, policy.hop_limit(wanted, left=np.inf, limits=limits))
+
+
+def agrees(answer: State, known: State, *, tolerance: float) -> bool:
+    """Whether no value of `answer` is further from `known` than `tolerance` x its largest value."""
+    return bool(np.abs(answer - known).max() <= tolerance * np.abs(known).max())
+
+
+def replicas(hop: Visited, swarm: Swarm, *, known: Expectations) -> tuple[str, ...] | None:
+    """For each block of an answered hop a usable host other than its own, with the same weights.
+
+    The one with the least waiting, then the first by name. `None` if a block has none.
+    """
+    chosen = []
+    for block in hop.blocks:
+        mine = known.get(hop.host, {}).get(block)
+        others = [
+            host
+            for host in swarm.holders(block)
+            if host.name != hop.host and mine is not None and _same(known, host.name, block, mine)
+        ]
+        if not others:
+            return None
+        chosen.append(min(others, key=lambda host: (host.waiting, host.name)).name)
+    return tuple(chosen)
+
+
+def _same(known: Expectations, host: str, block: int, mine: Known) -> bool:
+    theirs = known.get(host, {}).get(block)
+    return theirs is not None and theirs.digest == mine.digest
+
+
+class Health:
+    """Keeps asking the hosts of `router`; what it learns goes into `router.swarm`.
+
+    `seed` fixes which hops are audited, by their number. One event loop, that of the router.
+    """
+
+    def __init__(self, router: Router, *, seed: int = 0) -> None:
+        self.router, self.seed = router, seed
+        self.audited, self.disagreed = 0, 0
+        self._known: dict[str, dict[int, Known]] = {}
+        self._asked: dict[str, tuple[float, int]] = {}
+        self._busy: set[str] = set()
+        self._audits: set[asyncio.Task[None]] = set()
+        self._hops = 0
+        router.observers.append(self._observe)
+
+    def expect(self, host: str, known: Mapping[int, Known]) -> None:
+        """From now on `host` is held to these answers, beside those of its other blocks."""
+        self._known[host] = {**self._known.get(host, {}), **known}
+
+    def forget(self, host: str, blocks: Iterable[int] | None = None) -> dict[int, Known]:
+        """Ask `host` no more about `blocks` (default: about any); what it was held to."""
+        known = self._known.pop(host, {})
+        gone = set(known if blocks is None else blocks)
+        self._known[host] = {block: one for block, one in known.items() if block not in gone}
+        return {block: one for block, one in known.items() if block in gone}
+
+    async def run(self) -> None:
+        """Ask whoever is due, until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                now = self.router.clock()
+                checks = due(
+                    self.router.swarm,
+                    self._known,
+                    asked=self._asked,
+                    now=now,
+                    limits=self.router.limits,
+                )
+                for check in checks:
+                    if check.host not in self._busy:
+                        self._busy.add(check.host)
+                        group.create_task(self._turn(check))
+                await asyncio.sleep(_TICK)
+
+    async def check(
+        self, host: str, *, blocks: Iterable[int] | None = None, limit: float | None = None
+    ) -> str:
+        """Run the canaries of `blocks` (default: all) now; what is wrong, "" if nothing.
+
+        Each is given `limit` seconds (default: the longest that a visit may take). A failure is
+        held against the host as any other visit's is, a wrong answer shuts it out.
+        """
+        limit = self.router.limits.hop_cap_ms / _MILLI if limit is None else limit
+        for block in sorted(self._known.get(host, {}) if blocks is None else blocks):
+            if why := await self._canary(Check(host, block, limit)):
+                return why
+        return ""
+
+    async def close(self) -> None:
+        """End the audits under way, and start none any more."""
+        if self._observe in self.router.observers:
+            self.router.observers.remove(self._observe)
+        for audit in self._audits:
+            audit.cancel()
+        await asyncio.gather(*self._audits, return_exceptions=True)
+
+    async def _turn(self, check: Check) -> None:
+        try:
+            await self._canary(check)
+        finally:
+            self._busy.discard(check.host)
+            times = self._asked.get(check.host, (0.0, 0))[1]
+            self._asked[check.host] = (self.router.clock(), times + 1)
+
+    async def _canary(self, check: Check) -> str:
+        known = self._known.get(check.host, {}).get(check.block)
+        if known is None:
+            return ""
+        hop, answer = await self._ask(check, known.start)
+        if self._known.get(check.host, {}).get(check.block) is not known:
+            return ""  # its weights were swapped meanwhile: the answer says nothing
+        tolerance = self.router.limits.tolerance
+        if answer is not None and not agrees(answer, known.output, tolerance=tolerance):
+            hop = _wrong(hop, f"it failed its canary on block {check.block}")
+        if hop.outcome != "answered":
+            self.router.report(hop)
+            return hop.why
+        self.router.update(check.host, partial(state.probed, hop=hop, limits=self.router.limits))
+        return ""
+
+    async def _ask(self, check: Check, start: State) -> tuple[Visited, State | None]:
+        """One visit off every request's path, and its answer if that is fit to be compared."""
+        clock, visit = self.router.clock, Visit(check.host, (check.block,), check.limit)
+        hop, begun = Visited(check.host, visit.blocks, "answered", 0.0), clock()
+        answer = None
+        try:
+            async with asyncio.timeout(check.limit):
+                answer = await self.router.transport.visit(visit, pack(start, "fp32"))
+        except TimeoutError:
+            hop = replace(hop, outcome="late", why="it did not answer a canary in time")
+        except VisitError as error:
+            hop = replace(hop, outcome=error.outcome, why=error.cause)
+        hop = replace(hop, ms=(clock() - begun) * _MILLI)
+        if answer is None:
+            return hop, None
+        after = unpack(answer.packet)
+        fault = fault_of(after, like=start)
+        if fault:
+            return _wrong(hop, fault), None
+        return replace(hop, compute_ms=answer.compute_ms, queue_ms=answer.queue_ms), after
+
+    def _observe(self, hop: Visited, before: State, after: State | None) -> None:
+        if hop.outcome != "answered" or after is None:
+            return
+        self._hops += 1
+        chance = Stream(self.seed, self._hops).chance(self.router.limits.audit_share)
+        if not chance or len(self._audits) >= _AUDITS:
+            return
+        chosen = replicas(hop, self.router.swarm, known=self._known)
+        if chosen is not None:
+            task = asyncio.ensure_future(self._audit(hop, chosen, before[:1], after[:1]))
+            self._audits.add(task)
+            task.add_done_callback(self._audits.discard)
+
+    async def _audit(
+        self, hop: Visited, chosen: tuple[str, ...], before: State, after: State
+    ) -> None:
+        """Compute the hop's first image again, block by block on the replicas, and compare."""
+        wire, limits = self.router.wire, self.router.limits
+        now = unpack(pack(before, wire))
+        for host, block in zip(chosen, hop.blocks, strict=True):
+            again, answer = await self._ask(Check(host, block, limits.hop_cap_ms / _MILLI), now)
+            if answer is None:
+                self.router.report(again)
+                return
+            now = answer
+        self.audited += 1
+        if agrees(after, now, tolerance=limits.tolerance + _ROUNDING[wire]):
+            return
+        self.disagreed += 1
+        names = sorted({hop.host, *chosen})
+        if not any(await asyncio.gather(*(self.check(name) for name in names))):
+            blocks = ", ".join(map(str, hop.blocks))
+            _log.warning(
+                "Hosts %s differ over blocks %s, and all pass their canaries", names, blocks
+            )
+
+
+def _wrong(hop: Visited, why: str) -> Visited:
+    return replace(hop, outcome="wrong", why=why)

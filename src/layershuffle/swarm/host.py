@@ -1,0 +1,278 @@
+"""A block host: holds some blocks, runs visits through them, several at a time where they meet.
+
+Visits wait in one queue. One thread computes, so that the event loop stays free to answer; each of
+its turns runs one block on the visits that need it next (`layershuffle.swarm.turns`). Needs torch,
+numpy and the light modules of this package, nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from layershuffle.errors import UsageError
+from layershuffle.swarm.limits import Limits
+from layershuffle.swarm.messages import (
+    Answer,
+    HostFailed,
+    HostUnavailable,
+    VisitError,
+    WorkExpired,
+)
+from layershuffle.swarm.program import Block, digest_of, read_program
+from layershuffle.swarm.turns import Job, choose
+from layershuffle.swarm.wire import Packet, pack, unpack
+
+Misbehaviour = Literal["slow", "wrong", "none"]
+_MILLI = 1000.0
+_NOISE_SEED = 20407
+
+
+@dataclass(frozen=True)
+class HostInfo:
+    """What a host says of itself. `blocks`: SHA-256 of each block's tensors.
+
+    `rss_bytes`: memory in use (0 where the system does not tell). `waiting`: visits not being
+    computed now.
+    """
+
+    name: str
+    blocks: dict[int, str]
+    pid: int
+    rss_bytes: int
+    waiting: int
+    draining: bool
+
+
+class BlockHost:
+    """Runs visits through the blocks it holds. One event loop calls it; see `messages.Transport`.
+
+    `threads`: of torch, for all of the process, so only for a host that has a process of its own;
+    by default the number stays as it is.
+    """
+
+    def __init__(self, name: str, *, limits: Limits, threads: int | None = None) -> None:
+        self.name, self._limits = name, limits
+        self._blocks: dict[int, Block] = {}
+        self._lock = Lock()  # over all that follows: the loop and the worker share it
+        self._jobs: list[Job] = []
+        self._turn_of: list[Job] = []
+        self._busy = self._draining = self._closed = False
+        self._misbehaviour: tuple[Misbehaviour, float] = ("none", 1.0)
+        # A thread of torch's begins with a number of its own, and results depend on it.
+        self._worker = ThreadPoolExecutor(
+            max_workers=1,
+            thread_name_prefix=f"host-{name}",
+            initializer=_begin,
+            initargs=(threads or torch.get_num_threads(),),
+        )
+
+    # --- what it holds ----------------------------------------------------------------------------
+
+    def load(self, program: bytes, tensors: Mapping[int, bytes]) -> None:
+        """Add or replace blocks in one step; visits that are here finish with the old ones.
+
+        Raises `ModelFileError` for what is damaged or does not fit together, `UsageError` for
+        blocks of another shape of state than those held; the host is then as before.
+        """
+        known = {block.program.digest: block.program for block in self._blocks.values()}
+        code = known.get(digest_of(program)) or read_program(program)
+        new = {block: code.bind(content) for block, content in tensors.items()}
+        others = [one for block, one in self._blocks.items() if block not in new]
+        if any(one.program.shape != code.shape for one in others):
+            raise UsageError(
+                f"Host {self.name} holds blocks for states {others[0].program.shape}, these are "
+                f"for {code.shape}",
+                hint="a host serves one model: load all its blocks, or unload the old ones first",
+            )
+        with self._lock:
+            self._blocks = {**self._blocks, **new}
+
+    def unload(self, blocks: Sequence[int]) -> None:
+        """Forget blocks; visits that are here finish with them."""
+        with self._lock:
+            self._blocks = {k: one for k, one in self._blocks.items() if k not in blocks}
+
+    def info(self) -> HostInfo:
+        """What the host holds and does now."""
+        with self._lock:
+            jobs = [job for job in self._jobs if job not in self._turn_of]
+            blocks = {block: one.digest for block, one in sorted(self._blocks.items())}
+            draining = self._draining
+        waiting = sum(not job.future.cancelled() for job in jobs)
+        return HostInfo(self.name, blocks, os.getpid(), _resident(), waiting, draining)
+
+    def drain(self) -> None:
+        """Take no new visits; those that are here finish."""
+        self._draining = True
+
+    def misbehave(self, kind: Misbehaviour, factor: float) -> None:
+        """For rehearsals of failures, by whoever runs the host; nothing in a visit leads here.
+
+        "slow": compute takes `factor` times as long. "wrong": answers are finite and false, off by
+        noise of `factor` times their own spread, the same for equal states. "none": all is well.
+        """
+        self._misbehaviour = (kind, factor)
+
+    def close(self) -> None:
+        """Turn all visits away, those that are here too. The thread ends with its turn."""
+        with self._lock:
+            self._draining = self._closed = True
+            jobs, self._jobs = self._jobs, []
+            for job in jobs:
+                self._end(job, HostUnavailable(f"Host {self.name} is closed"))
+        self._worker.shutdown(wait=False)
+
+    # --- visits -----------------------------------------------------------------------------------
+
+    async def visit(self, blocks: Sequence[int], packet: Packet, *, budget_ms: float) -> Answer:
+        """The state of `packet` after `blocks`, in that order; its wire is the answer's.
+
+        A visit that runs alone gives what the model gives, bit for bit (fp32 wire). Being cancelled
+        drops it. Raises `HostUnavailable` (queue full, draining, block not held), `WorkExpired`
+        (not done within the budget when its turn came), `HostFailed` (it cannot be computed).
+        """
+        now = time.monotonic()
+        with self._lock:
+            job = Job(self._steps(blocks, packet), packet, now, now + budget_ms / _MILLI)
+            self._drop_the_dead(now)
+            if len(self._jobs) - len(self._turn_of) >= self._limits.max_queue:
+                raise HostUnavailable(
+                    f"Host {self.name} is full: {self._limits.max_queue} visits wait"
+                )
+            self._jobs.append(job)
+            self._wake()
+        return await asyncio.wrap_future(job.future)
+
+    def _steps(self, blocks: Sequence[int], packet: Packet) -> tuple[Block, ...]:
+        if self._draining:
+            raise HostUnavailable(f"Host {self.name} is leaving")
+        missing = [block for block in blocks if block not in self._blocks]
+        if missing:
+            raise HostUnavailable(f"Host {self.name} does not hold block {missing[0]}")
+        steps = tuple(self._blocks[block] for block in blocks)
+        shape = packet.values.shape
+        if not steps or packet.images < 1 or shape[1:] != steps[0].program.shape:
+            raise HostFailed(
+                f"Host {self.name} got a state of shape {shape} for {len(steps)} blocks; it takes "
+                f"images of {steps[0].program.shape if steps else 'any'}"
+            )
+        return steps
+
+    def _drop_the_dead(self, now: float) -> None:
+        """Forget what was cancelled, and what cannot be in time any more."""
+        for job in self._jobs:
+            if now >= job.expires and job not in self._turn_of:
+                self._end(job, WorkExpired(f"Host {self.name} had no time for it in its budget"))
+        self._jobs = [job for job in self._jobs if job in self._turn_of or not job.future.done()]
+
+    # --- the worker's turns -----------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        if self._jobs and not self._busy and not self._closed:
+            self._busy = True
+            turn = self._worker.submit(self._turn)
+            # Run after it by the same thread: the executor keeps whatever the turn raised.
+            self._worker.submit(self._after, turn)
+
+    def _turn(self) -> None:
+        """Run one block on the visits that go next."""
+        with self._lock:
+            self._drop_the_dead(time.monotonic())
+            if not self._jobs:
+                return
+            jobs = self._turn_of = choose(self._jobs, images=self._limits.max_batch)
+            for job in self._jobs:
+                job.passed = 0 if job in jobs else job.passed + 1
+        for job in jobs:
+            if job.state is None:
+                # A copy: what arrives may be read-only, or in use by the sender.
+                job.state = torch.tensor(unpack(job.packet))
+        begun = time.monotonic()
+        states = [job.state for job in jobs if job.state is not None]
+        block = jobs[0].steps[jobs[0].done]
+        after = self._computed(block, states[0] if len(states) == 1 else torch.cat(states))
+        took = time.monotonic() - begun
+        parts = torch.split(after, [job.images for job in jobs])
+        last = [job.done + 1 == len(job.steps) for job in jobs]
+        packets = [
+            pack(part.numpy(), job.packet.wire) if ends else job.packet
+            for job, part, ends in zip(jobs, parts, last, strict=True)
+        ]
+        # Nothing can fail from here on: a turn changes all of its visits, or none.
+        for job, part, packet in zip(jobs, parts, packets, strict=True):
+            job.state, job.packet, job.done = part, packet, job.done + 1
+            job.batch, job.compute = job.batch or len(after), job.compute + took
+
+    def _computed(self, block: Block, state: Tensor) -> Tensor:
+        kind, factor = self._misbehaviour
+        begun = time.monotonic()
+        after = block(state)
+        if kind == "slow":
+            time.sleep(max(0.0, factor - 1) * (time.monotonic() - begun))
+        if kind == "wrong":
+            noise = torch.randn(after.shape, generator=torch.Generator().manual_seed(_NOISE_SEED))
+            after = after + noise * (factor * after.std())
+        return after
+
+    def _after(self, turn: Future[None]) -> None:
+        """Answer the visits that are done, or failed; go on with the others."""
+        error = turn.exception()
+        with self._lock:
+            jobs, self._turn_of, self._busy = self._turn_of, [], False
+            for job in jobs:
+                if error is not None and len(jobs) > 1:
+                    job.alone = True  # whichever is to blame, the others are not to suffer for it
+                elif error is not None:
+                    self._end(job, _failure(self.name, error))
+                elif job.done == len(job.steps):
+                    self._end(job, _answer(job))
+            self._jobs = [job for job in self._jobs if not job.future.done()]
+            self._wake()
+
+    def _end(self, job: Job, outcome: Answer | VisitError) -> None:
+        """Tell the caller, unless it is gone."""
+        if job.future.done() or not job.future.set_running_or_notify_cancel():
+            return
+        if isinstance(outcome, Answer):
+            job.future.set_result(outcome)
+        else:
+            job.future.set_exception(outcome)
+
+
+def _answer(job: Job) -> Answer:
+    spent = time.monotonic() - job.arrived
+    return Answer(
+        packet=job.packet,
+        compute_ms=job.compute * _MILLI,
+        queue_ms=max(0.0, spent - job.compute) * _MILLI,
+        batch=job.batch,
+    )
+
+
+def _failure(name: str, error: BaseException) -> HostFailed:
+    why = " ".join(str(error).split())[:300]
+    return HostFailed(f"Host {name} cannot compute it ({type(error).__name__}: {why})")
+
+
+def _begin(threads: int) -> None:
+    # Asking makes a new thread take the number of the process; setting it would reset other things.
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
+
+
+def _resident() -> int:
+    pages = Path("/proc/self/statm")
+    if not pages.is_file():
+        return 0
+    return int(pages.read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")

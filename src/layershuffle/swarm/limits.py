@@ -1,0 +1,71 @@
+"""Every time-out, bound and weight of the swarm, in one place. Plain data, no torch.
+
+Times are milliseconds. Nothing in the swarm waits for longer than what stands here.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from layershuffle.settings import Positive, Settings, Share
+
+Milliseconds = Annotated[float, Field(gt=0)]
+Factor = Annotated[float, Field(gt=1)]
+
+
+class Limits(Settings):
+    """How long the router waits, whom it trusts, and how much it takes in."""
+
+    deadline_ms: Milliseconds = 2000.0
+    """Deadline of a request that names none."""
+    max_deadline_ms: Milliseconds = 30_000.0
+    """Longest deadline that a request may ask for."""
+    reserve_ms: Milliseconds = 30.0
+    """Kept back at the end of a deadline for the model's head and the answer."""
+
+    hop_factor: Factor = 4.0
+    """A visit is given up after this many times what it was expected to take ..."""
+    hop_floor_ms: Milliseconds = 100.0
+    """... but not sooner than this ..."""
+    hop_cap_ms: Milliseconds = 1000.0
+    """... and not later than this."""
+    slow_factor: Factor = 5.0
+    """A host this many times slower per block than the swarm's median is used as a last resort."""
+    slow_margin_ms: Milliseconds = 5.0
+    """A host is not slow as long as it loses less than this per block against the median."""
+
+    compared: Positive = 48
+    """Holders that a request compares at a step; of more than these, as many are drawn."""
+
+    suspect_ms: Milliseconds = 200.0
+    """A host that failed a visit is left alone this long; doubled at every further failure ..."""
+    suspect_max_ms: Milliseconds = 5000.0
+    """... up to this."""
+    probe_ms: Milliseconds = 500.0
+    """Longest answer time of a probe, by which a quarantined host comes back."""
+    canary_every_ms: Milliseconds = 2000.0
+    """Every host answers a stored input with a known output this often."""
+    audit_share: Annotated[float, Field(ge=0, le=1)] = 0.01
+    """Share of visits that are repeated on a replica, off the request's path, and compared."""
+
+    watch_ms: Milliseconds = 500.0
+    """Time between two looks at which machines are there."""
+    start_ms: Milliseconds = 120_000.0
+    """Longest time for a host to start, or to take in blocks."""
+
+    average_weight: Share = 0.2
+    """Weight of the newest measurement in the averages of compute and link times."""
+    prior_compute_ms: Milliseconds = 5.0
+    """Assumed time of a block on a host nobody has measured, when no other host is measured."""
+    prior_link_ms: Milliseconds = 5.0
+    """Assumed time of a visit beyond its compute, likewise."""
+
+    max_batch: Positive = 16
+    """Most images that a host runs through a block together."""
+    max_queue: Positive = 256
+    """Visits that a host holds before it turns new ones away."""
+
+    tolerance: Annotated[float, Field(ge=0)] = 1e-3
+    """Largest difference of an answer from the known one, relative to its largest value."""

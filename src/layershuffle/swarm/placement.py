@@ -1,0 +1,136 @@
+"""Which block host runs on which machine: the coordinator's decisions. Pure, time is an argument.
+
+Hosts of the plan run where a machine bears their name. Machines that the plan does not name get the
+blocks that the fewest hosts hold.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median_low
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from layershuffle.swarm.plan import SwarmPlan  # reads YAML, which hosts do not need
+
+Phase = Literal["starting", "up", "dead", "held"]
+_ID_LENGTH = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A living machine of the swarm: its id (a new one whenever it joins), and its hosts' names."""
+
+    id: str
+    names: tuple[str, ...]
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Hosted:
+    """A block host as the coordinator sees it, on the machine `node`.
+
+    starting  its process, its blocks or its canaries are not there yet
+    up        it takes visits, as far as the router trusts it
+    dead      its process has ended; started again from `retry_at` on
+    held      ended, or to end, as somebody wished; stays so until somebody wishes otherwise
+
+    `tries`: starts that failed in a row.
+    """
+
+    name: str
+    node: str
+    blocks: frozenset[int]
+    phase: Phase = "starting"
+    retry_at: float = 0.0
+    tries: int = 0
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Start the host `name` with `blocks` on the machine `node`."""
+
+    name: str
+    node: str
+    blocks: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Forget the host: its machine has left."""
+
+    name: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refill:
+    """Make the host hold exactly `blocks`, as the plan now says."""
+
+    name: str
+    blocks: frozenset[int]
+
+
+Action = Start | Drop | Refill
+
+
+def reconcile(
+    plan: SwarmPlan,
+    nodes: Sequence[Node],
+    *,
+    hosts: Mapping[str, Hosted],
+    now: float,
+    depth: int,
+) -> tuple[Action, ...]:
+    """What to do so that the hosts become those of `plan` on the machines that are there."""
+    homes = homes_of(nodes, hosts)
+    here = {name: host for name, host in hosts.items() if homes.get(name) == host.node}
+    drops = [Drop(name, "its machine has left the swarm") for name in hosts if name not in here]
+    holding = {name: host.blocks for name, host in here.items() if host.phase != "held"}
+    actions: list[Action] = [*drops]
+    # Hosts of the plan first: spare ones fill up what they leave open.
+    for name in sorted(homes, key=lambda name: (name not in plan.hosts, name)):
+        host = here.get(name)
+        planned = frozenset(plan.hosts[name].blocks) if name in plan.hosts else None
+        if host is None or (host.phase == "dead" and now >= host.retry_at):
+            holding.pop(name, None)
+            blocks = planned or spare_blocks(plan, holding.values(), depth=depth)
+            holding[name] = blocks
+            actions.append(Start(name, homes[name], blocks))
+        elif host.phase == "up" and planned not in (None, host.blocks):
+            actions.append(Refill(name, planned or host.blocks))
+    return tuple(actions)
+
+
+def homes_of(nodes: Iterable[Node], hosts: Mapping[str, Hosted]) -> dict[str, str]:
+    """The machine of each host name.
+
+    Of two machines with one name the one that has it already keeps it, else the first by id; the
+    host on the other is called `name@id`. A machine without a name is called `host@id`.
+    """
+    homes: dict[str, str] = {}
+    pairs = [(name, node.id) for node in nodes for name in node.names or ("host@",)]
+    for name, node in sorted(pairs, key=lambda pair: (not _has(hosts, *pair), pair[1], pair[0])):
+        short = node[:_ID_LENGTH]
+        if name == "host@" or name in homes:
+            homes[f"{name.removesuffix('@')}@{short}"] = node
+        else:
+            homes[name] = node
+    return homes
+
+
+def _has(hosts: Mapping[str, Hosted], name: str, node: str) -> bool:
+    return name in hosts and hosts[name].node == node
+
+
+def spare_blocks(plan: SwarmPlan, held: Iterable[frozenset[int]], *, depth: int) -> frozenset[int]:
+    """What a host that the plan does not name is to hold, beside hosts that hold `held`.
+
+    As many blocks as the plan's median host has: those that the fewest hold, low ids first.
+    """
+    size = median_low(len(host.blocks) for host in plan.hosts.values())
+    holders = Counter(block for blocks in held for block in blocks)
+    return frozenset(sorted(range(depth), key=lambda block: (holders[block], block))[:size])

@@ -1,0 +1,116 @@
+"""What is to run where: the swarm's plan. Plain data, no torch.
+
+model: runs/depth/model        # stem and head stay here, beside the gateway
+hosts:
+  pi-1: {blocks: [0, 5, 7]}
+  pi-2: {blocks: [1, 2], donors: {2: runs/sibling/model}}
+routing: order-free
+wire: fp32
+limits: {deadline_ms: 1000}
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import yaml
+from pydantic import Field, model_validator
+
+from layershuffle.errors import SettingsError, UsageError
+from layershuffle.recipes import read_recipe
+from layershuffle.settings import Name, Settings
+from layershuffle.swarm.limits import Limits
+from layershuffle.swarm.policy import Routing
+from layershuffle.swarm.wire import Wire
+
+BlockId = Annotated[int, Field(ge=0)]
+DEFAULT_MODEL = "bundled:digits-swarm"
+
+
+class HostPlan(Settings):
+    """What one host holds."""
+
+    blocks: Annotated[tuple[BlockId, ...], Field(min_length=1)]
+    """Ids of its blocks, each once."""
+    donors: dict[BlockId, str] = Field(default_factory=dict)
+    """Models that single blocks come from, siblings of the plan's model; default: that model."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> HostPlan:
+        twice = sorted({block for block in self.blocks if self.blocks.count(block) > 1})
+        if twice:
+            raise ValueError(f"block {twice[0]} is named twice")
+        strange = sorted(set(self.donors) - set(self.blocks))
+        if strange:
+            raise ValueError(f"a donor is named for block {strange[0]}, which is not held here")
+        return self
+
+
+class SwarmPlan(Settings):
+    """A swarm: model, hosts and how it routes."""
+
+    model: str = DEFAULT_MODEL
+    """Model whose stem and head the gateway runs."""
+    hosts: Annotated[dict[Name, HostPlan], Field(min_length=1)]
+    """Blocks of every host, by its name."""
+    routing: Routing = "order-free"
+    """order-free, sequential or replicated-sequential."""
+    wire: Wire = "fp32"
+    """Type of states on the wire: fp32, fp16 or int8."""
+    limits: Limits = Limits()
+    """Time-outs and bounds."""
+
+    def check(self, depth: int) -> None:
+        """Raises `UsageError` for blocks that the model lacks, or that no host holds."""
+        for name, host in self.hosts.items():
+            over = [block for block in host.blocks if block >= depth]
+            if over:
+                raise UsageError(
+                    f"Host {name} is to hold block {over[0]}, the model's last is {depth - 1}",
+                    hint="name blocks that are there",
+                )
+        held = {block for host in self.hosts.values() for block in host.blocks}
+        missing = sorted(set(range(depth)) - held)
+        if missing:
+            raise UsageError(
+                f"No host holds block {', '.join(map(str, missing))}",
+                hint="give every block to a host; `layershuffle swarm plan` makes a whole plan",
+            )
+
+
+def even_plan(
+    depth: int, hosts: int, *, model: str = DEFAULT_MODEL, replicas: int = 1
+) -> SwarmPlan:
+    """A plan for equal hosts `host-1`...: block b on hosts b, b + 1, ... modulo `hosts`.
+
+    Raises `UsageError` for more replicas than hosts, or hosts that would hold nothing.
+    """
+    if not 1 <= replicas <= hosts:
+        raise UsageError(f"{replicas} replicas do not fit {hosts} hosts")
+    held: dict[int, list[int]] = {host: [] for host in range(hosts)}
+    for block in range(depth):
+        for copy in range(replicas):
+            held[(block + copy) % hosts].append(block)
+    if not all(held.values()):
+        raise UsageError(
+            f"{hosts} hosts are too many for {depth} blocks", hint="take fewer, or more replicas"
+        )
+    return SwarmPlan(
+        model=model,
+        hosts={f"host-{host + 1}": HostPlan(blocks=tuple(ids)) for host, ids in held.items()},
+    )
+
+
+def read_plan(path: Path) -> SwarmPlan:
+    """The plan in a YAML file. Raises `UsageError` or `SettingsError` naming the file."""
+    try:
+        return SwarmPlan(**read_recipe(path))
+    except SettingsError as error:
+        raise SettingsError(error.cause, place=path, hint=error.hint) from error
+
+
+def plan_text(plan: SwarmPlan) -> str:
+    """The plan as YAML that `read_plan` reads; what is as by default is left out."""
+    data = plan.model_dump(mode="json", exclude_defaults=True)
+    return yaml.safe_dump(data, sort_keys=False, default_flow_style=None, allow_unicode=True)

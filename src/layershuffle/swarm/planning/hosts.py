@@ -1,0 +1,226 @@
+"""The hosts to plan for, as people write them (HOSTS.yaml), and what the model asks of them.
+
+block_ms: 8.0                  # a block on a host of speed 1; else as measured here
+hosts:
+  pi: {count: 4, memory_mb: 512, speed: 0.25, link_ms: 6, bandwidth_mbit: 50,
+       battery_wh: 20, watts: 4, joules_per_mb: 0.4, availability: 0.9}
+  box: {memory_mb: 4000, blocks_per_s: 400}
+
+Plain data, no torch. MB are 10^6 bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from layershuffle.errors import SettingsError, UsageError
+from layershuffle.recipes import read_recipe
+from layershuffle.settings import Name, Positive, Settings
+from layershuffle.swarm.wire import Wire, pack
+
+Above = Annotated[float, Field(gt=0)]
+NotBelow = Annotated[float, Field(ge=0)]
+MEGA = 1e6
+_JOULES_PER_WH = 3600.0
+
+
+class HostSpec(Settings):
+    """One host, or `count` hosts alike."""
+
+    count: Positive = 1
+    """How many hosts like this; several are named NAME-1, NAME-2 ..."""
+    memory_mb: Above
+    """Memory for blocks."""
+    blocks_per_s: Above | None = None
+    """Blocks that it runs in a second; instead of speed."""
+    speed: Above | None = None
+    """Its speed relative to the reference, 2 is twice as fast (default: 1)."""
+    link_ms: NotBelow = 1.0
+    """Time of a visit beyond compute and transfer, both ways together."""
+    bandwidth_mbit: Above | None = None
+    """Million bits per second to and from it (default: transfer takes no time)."""
+    battery_wh: Above | None = None
+    """Energy it may spend on requests (default: it is on mains)."""
+    watts: Above | None = None
+    """Power drawn beyond idling while it computes; instead of joules_per_block."""
+    joules_per_block: Above | None = None
+    """Energy of one block of one request."""
+    joules_per_mb: NotBelow = 0.0
+    """Energy of a megabyte received or sent."""
+    availability: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of the time that it can be reached; hosts fail independently."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> HostSpec:
+        if self.blocks_per_s is not None and self.speed is not None:
+            raise ValueError("blocks_per_s and speed exclude each other: give one")
+        if self.watts is not None and self.joules_per_block is not None:
+            raise ValueError("watts and joules_per_block exclude each other: give one")
+        if self.battery_wh is not None and self.watts is None and self.joules_per_block is None:
+            raise ValueError("battery_wh needs watts or joules_per_block")
+        return self
+
+
+class HostsFile(Settings):
+    """HOSTS.yaml."""
+
+    hosts: Annotated[dict[Name, HostSpec], Field(min_length=1)]
+    """Hosts by name."""
+    block_ms: Above | None = None
+    """Time of one block on a host of speed 1 (default: as measured with the model)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """What planning needs to know of a model.
+
+    `block_bytes`: weights of every block. `state_bytes`: one image's state on the wire, one way.
+    `block_ms`: a block of one image on a host of speed 1. `accuracy`: percent by the number of
+    blocks that ran, in arbitrary order (the calibration); empty if there is none.
+    """
+
+    block_bytes: tuple[int, ...]
+    state_bytes: int
+    block_ms: float | None = None
+    accuracy: Mapping[int, float] = field(default_factory=dict)
+
+    @property
+    def depth(self) -> int:
+        """Number of blocks."""
+        return len(self.block_bytes)
+
+    def accuracy_at(self, blocks: int) -> float:
+        """Percent to expect with so many blocks: linear between what was measured.
+
+        Below the fewest blocks measured, that value. Raises `UsageError` without a calibration.
+        """
+        if not self.accuracy:
+            raise UsageError(
+                "Accuracy by number of blocks is not known for this model",
+                hint="measure it: layershuffle swarm calibrate",
+            )
+        known = sorted(self.accuracy)
+        return float(np.interp(blocks, known, [self.accuracy[one] for one in known]))
+
+    def blocks_for(self, floor: float) -> int:
+        """Fewest blocks with which the accuracy is at least `floor` percent, and stays there.
+
+        Raises `UsageError` if not even all blocks reach it.
+        """
+        values = [self.accuracy_at(blocks) for blocks in range(self.depth + 1)]
+        below = [blocks for blocks, value in enumerate(values) if value < floor]
+        if below and below[-1] == self.depth:
+            raise UsageError(
+                f"An accuracy of {floor:g} % is out of reach: all {self.depth} blocks "
+                f"give {values[-1]:.1f} %",
+                hint="lower the floor",
+            )
+        return max(1, below[-1] + 1 if below else 1)
+
+
+def facts_of(
+    tensors: Mapping[int, bytes],
+    shape: Sequence[int],
+    *,
+    wire: Wire = "fp32",
+    block_ms: float | None = None,
+    accuracy: Mapping[int, float] | None = None,
+) -> ModelFacts:
+    """Facts of a model from its bundle: weights by block, shape of a state without the batch."""
+    state = np.zeros((1, *shape), dtype=np.float32)
+    return ModelFacts(
+        block_bytes=tuple(len(tensors[block]) for block in sorted(tensors)),
+        state_bytes=pack(state, wire).nbytes,
+        block_ms=block_ms,
+        accuracy=dict(accuracy or {}),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """One host in numbers: bytes, seconds, joules.
+
+    `link`: of a visit, beyond transfer. `transfer`: of a state there and back. `battery`: infinite
+    on mains.
+    """
+
+    name: str
+    memory: float
+    block: float
+    link: float
+    transfer: float
+    block_energy: float
+    visit_energy: float
+    battery: float
+    availability: float
+
+
+def read_hosts(path: Path) -> HostsFile:
+    """The hosts in a YAML file. Raises `UsageError` or `SettingsError` naming the file."""
+    try:
+        return HostsFile(**read_recipe(path))
+    except SettingsError as error:
+        raise SettingsError(error.cause, place=path, hint=error.hint) from error
+
+
+def hosts_of(file: HostsFile, facts: ModelFacts) -> tuple[Host, ...]:
+    """Every single host, in the file's order, in numbers for this model.
+
+    Raises `UsageError` where a speed is relative and nothing says to what, or names clash.
+    """
+    hosts = tuple(
+        _host(name, spec, block=_block_seconds(name, spec, file, facts), facts=facts)
+        for group, spec in file.hosts.items()
+        for name in _names(group, spec.count)
+    )
+    seen: set[str] = set()
+    for host in hosts:
+        if host.name in seen:
+            raise UsageError(f"Two hosts are named {host.name!r}", hint="rename one of them")
+        seen.add(host.name)
+    return hosts
+
+
+def _names(group: str, count: int) -> Iterator[str]:
+    if count == 1:
+        yield group
+    else:
+        yield from (f"{group}-{number}" for number in range(1, count + 1))
+
+
+def _block_seconds(name: str, spec: HostSpec, file: HostsFile, facts: ModelFacts) -> float:
+    if spec.blocks_per_s is not None:
+        return 1 / spec.blocks_per_s
+    reference = file.block_ms or facts.block_ms
+    if reference is None:
+        raise UsageError(
+            f"Nothing says how fast host {name} is",
+            hint="give it blocks_per_s, or block_ms for all hosts in the file",
+        )
+    return reference / 1000 / (spec.speed or 1.0)
+
+
+def _host(name: str, spec: HostSpec, *, block: float, facts: ModelFacts) -> Host:
+    moved = 2 * facts.state_bytes
+    rate = math.inf if spec.bandwidth_mbit is None else spec.bandwidth_mbit * MEGA / 8
+    energy = spec.joules_per_block
+    if energy is None:
+        energy = (spec.watts or 0.0) * block
+    return Host(
+        name=name,
+        memory=spec.memory_mb * MEGA,
+        block=block,
+        link=spec.link_ms / 1000,
+        transfer=moved / rate,
+        block_energy=energy,
+        visit_energy=spec.joules_per_mb * moved / MEGA,
+        battery=math.inf if spec.battery_wh is None else spec.battery_wh * _JOULES_PER_WH,
+        availability=spec.availability,
+    )

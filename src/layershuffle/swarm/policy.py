@@ -1,0 +1,257 @@
+"""The routing policy: what a request does next. Pure: state in, action out, time as an argument.
+
+Three routings, so that they can be compared under the same failures:
+
+    order-free             of the usable hosts that hold a block not yet run, the one that is
+                           expected to answer first goes next
+    sequential             a classical pipeline: block i after block i - 1, each on its one host
+    replicated-sequential  the same, on whichever usable replica is expected to answer first
+
+Where the missing blocks have more than `Limits.compared` holders, some holders of every block are
+drawn at every step, from the request's own seed, and only they are compared: a few choices are
+nearly as good as all (Mitzenmacher 2001, "The power of two choices in randomized load balancing"),
+and a step costs the same in any swarm.
+
+The real router and the simulation drive this same code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from layershuffle.draws import Stream
+from layershuffle.swarm.limits import Limits
+from layershuffle.swarm.messages import Ending, Visit
+from layershuffle.swarm.state import HostView, Pace, Swarm, expected, is_slow, slow_above
+
+Routing = Literal["order-free", "sequential", "replicated-sequential"]
+ROUTINGS: tuple[Routing, ...] = ("order-free", "sequential", "replicated-sequential")
+
+
+_FEWEST = 2
+"""Holders of every block that are compared at least."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where a request stands.
+
+    `done`: blocks that ran, in order. `deadline`: when the answer must be out, in seconds of the
+    clock that `decide` is given. `order`: the blocks to run, in this order, if the client asked for
+    one; blocks that nobody holds are then skipped. `seed`: of the draws among many holders; of no
+    effect where there are `Limits.compared` or fewer.
+    """
+
+    depth: int
+    deadline: float
+    min_blocks: int = 1
+    order: tuple[int, ...] | None = None
+    done: tuple[int, ...] = ()
+    seed: int = 0
+
+    @property
+    def wanted(self) -> tuple[int, ...]:
+        """Blocks still to run: in the order asked for, else ascending.
+
+        Of an order asked for, what stands before the last block that ran is past.
+        """
+        if self.order is None:
+            return tuple(block for block in range(self.depth) if block not in self.done)
+        reached = self.order.index(self.done[-1]) + 1 if self.done else 0
+        return self.order[reached:]
+
+    def after(self, blocks: Sequence[int]) -> Progress:
+        """This request after `blocks` ran."""
+        return replace(self, done=(*self.done, *blocks))
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The request is over, with `done` as it is."""
+
+    ending: Ending
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Too few blocks ran and a suspect host holds more: ask again when the swarm has changed.
+
+    At `until` the time is up.
+    """
+
+    until: float
+
+
+Action = Visit | Finish | Wait
+
+
+def decide(
+    progress: Progress,
+    swarm: Swarm,
+    *,
+    now: float,
+    limits: Limits,
+    routing: Routing = "order-free",
+) -> Action:
+    """The next action of a request.
+
+    A visit's limit never reaches beyond the deadline less the reserve, and no visit holds a block
+    that ran before, so a request ends after at most `depth` answered visits.
+    """
+    if not progress.wanted:
+        whole = progress.order is None or len(progress.done) == len(progress.order)
+        return Finish("complete" if whole else "unreachable")
+    left = progress.deadline - limits.reserve_ms / 1000 - now
+    if left <= 0:
+        return Finish("deadline")
+    pace = swarm.pace(limits)
+    if routing == "order-free":
+        visit = _free_visit(progress, swarm, left=left, limits=limits)
+    else:
+        visit = _pipeline_visit(progress, swarm, limits=limits, routing=routing)
+    if visit is None:
+        return _nowhere(progress, swarm, now=now, left=left, routing=routing)
+    host, blocks = visit
+    wanted_time = expected(host, len(blocks), pace=pace)
+    if routing == "order-free" and wanted_time > left:
+        return Finish("deadline")
+    return Visit(host.name, blocks, hop_limit(wanted_time, left=left, limits=limits))
+
+
+def hop_limit(wanted: float, *, left: float, limits: Limits) -> float:
+    """Seconds after which a visit expected to take `wanted` is given up; never beyond `left`."""
+    patience = max(limits.hop_factor * wanted, limits.hop_floor_ms / 1000)
+    return min(patience, limits.hop_cap_ms / 1000, left)
+
+
+def compared(
+    progress: Progress, swarm: Swarm, *, blocks: Sequence[int], limits: Limits
+) -> list[HostView]:
+    """Usable hosts to choose from: the holders of `blocks`, by name.
+
+    If these are more than `limits.compared`, of each block an equal part, drawn with repeats.
+    """
+    holders = [swarm.usable(block) for block in blocks]
+    if sum(map(len, holders)) > limits.compared:
+        stream = Stream(progress.seed, len(progress.done))
+        each = max(_FEWEST, limits.compared // len(blocks))
+        draws = [stream.below(1 << 64) for _ in range(each)]
+        holders = [
+            tuple([names[draw % len(names)] for draw in draws if names]) for names in holders
+        ]
+    return [swarm[name] for name in sorted(set().union(*holders))]
+
+
+def _free_visit(
+    progress: Progress, swarm: Swarm, *, left: float, limits: Limits
+) -> tuple[HostView, tuple[int, ...]] | None:
+    """The host that is expected to answer first, with what it is to run; fits `left` if any does.
+
+    Slow hosts are asked only while the request has fewer blocks than it needs.
+    """
+    pace, wanted = swarm.pace(limits), progress.wanted
+    bound = slow_above(pace, limits)
+    inorder = progress.order is not None
+    offers = [
+        (host, _offer(host, wanted, inorder=inorder, pace=pace, left=left))
+        for host in compared(progress, swarm, blocks=wanted, limits=limits)
+    ]
+    quick = [offer for offer in offers if (offer[0].compute or 0.0) <= bound]
+    if not quick and len(progress.done) >= progress.min_blocks:
+        return None
+    if inorder:
+        quick = _earliest(quick or offers, wanted)
+    return min(
+        quick or offers,
+        key=lambda offer: (expected(offer[0], len(offer[1]), pace=pace), offer[0].name),
+        default=None,
+    )
+
+
+def _offer(
+    host: HostView, wanted: tuple[int, ...], *, inorder: bool, pace: Pace, left: float
+) -> tuple[int, ...]:
+    """What `host` could run next: all it holds that is missing, cut to what fits the time left."""
+    if inorder:
+        blocks = _run_of(wanted, host)
+    else:
+        blocks = tuple([block for block in wanted if block in host.blocks])
+    while len(blocks) > 1 and expected(host, len(blocks), pace=pace) > left:
+        blocks = blocks[:-1]
+    return blocks
+
+
+def _run_of(wanted: tuple[int, ...], host: HostView) -> tuple[int, ...]:
+    """The first stretch of `wanted` that `host` holds without a gap."""
+    start = next((i for i, block in enumerate(wanted) if block in host.blocks), len(wanted))
+    end = next((i for i in range(start, len(wanted)) if wanted[i] not in host.blocks), len(wanted))
+    return wanted[start:end]
+
+
+def _earliest(
+    offers: Sequence[tuple[HostView, tuple[int, ...]]], wanted: tuple[int, ...]
+) -> list[tuple[HostView, tuple[int, ...]]]:
+    """The offers that begin with the first block of the order that anyone reachable holds."""
+    place = {block: i for i, block in enumerate(wanted)}
+    first = min((place[blocks[0]] for _, blocks in offers), default=0)
+    return [offer for offer in offers if place[offer[1][0]] == first]
+
+
+def _pipeline_visit(
+    progress: Progress, swarm: Swarm, *, limits: Limits, routing: Routing
+) -> tuple[HostView, tuple[int, ...]] | None:
+    """The next stretch of the pipeline, on the block's first holder or on any replica."""
+    wanted = progress.wanted
+    if routing == "sequential":
+        usable = [host for name in swarm.held(wanted[0])[:1] if (host := swarm[name]).usable]
+    else:
+        usable = compared(progress, swarm, blocks=wanted[:1], limits=limits)
+    if not usable:
+        return None
+    host = min(usable, key=lambda host: (host.waiting, host.compute or 0.0, host.name))
+    return host, _run_of(wanted, host)
+
+
+def _nowhere(
+    progress: Progress, swarm: Swarm, *, now: float, left: float, routing: Routing
+) -> Finish | Wait:
+    """No usable host holds what is missing: end, or wait for a quarantined one to come back."""
+    enough = routing == "order-free" and len(progress.done) >= progress.min_blocks
+    wanted = progress.wanted
+    may_return = any(
+        host.retry_at < now + left and not host.blocks.isdisjoint(wanted)
+        for host in (swarm[name] for name in swarm.suspects)
+    )
+    if may_return and not enough:
+        return Wait(now + left)
+    return Finish("unreachable" if routing == "order-free" else "lost")
+
+
+def hedges(late: Visit, visit: Visit) -> bool:
+    """Whether `visit` repeats work of the late one, so that the first of their answers counts."""
+    return not set(late.blocks).isdisjoint(visit.blocks)
+
+
+def skipped(progress: Progress, swarm: Swarm, *, ending: Ending, limits: Limits) -> dict[int, str]:
+    """Every block that did not run, with the reason, for people."""
+    missing = [block for block in range(progress.depth) if block not in progress.done]
+    return {
+        block: _reason(block, progress, swarm, ending=ending, limits=limits) for block in missing
+    }
+
+
+def _reason(block: int, progress: Progress, swarm: Swarm, *, ending: Ending, limits: Limits) -> str:
+    if progress.order is not None and block not in progress.order:
+        return "the order asked for leaves it out"
+    holders = [swarm[name] for name in swarm.held(block)]
+    pace = swarm.pace(limits)
+    usable = [host for host in holders if host.usable]
+    if not holders:
+        return "no host holds it"
+    if not usable:
+        return "; ".join(f"host {one.name} is {one.condition}: {one.why}" for one in holders)
+    if ending == "unreachable" and all(is_slow(one, pace=pace, limits=limits) for one in usable):
+        return "; ".join(f"host {one.name} is slow" for one in usable)
+    return "the deadline was near" if ending == "deadline" else "its turn had passed"

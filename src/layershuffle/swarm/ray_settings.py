@@ -1,0 +1,220 @@
+"""How Ray is started for a swarm: quick failure detection, a token, fixed ports. No Ray in here.
+
+Measured choices. By default Ray takes 14 s to notice that a host was killed and 65 s that its cable
+was pulled; with `SYSTEM_CONFIG` 1 s and 3 s. States above 100 KiB would go through the object
+store, five times slower between hosts; the inline limits keep them in the call. Members of a Ray
+cluster can run code on each other: who holds the token owns every host.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from layershuffle.errors import UsageError
+from layershuffle.files import write_bytes
+
+SYSTEM_CONFIG: Mapping[str, int] = {
+    "health_check_initial_delay_ms": 1000,
+    "health_check_period_ms": 250,
+    "health_check_timeout_ms": 500,
+    "health_check_failure_threshold": 4,
+    "timeout_ms_task_wait_for_death_info": 200,
+    "core_worker_internal_heartbeat_ms": 100,
+    "max_direct_call_object_size": 4 << 20,
+    "task_rpc_inlined_bytes_limit": 64 << 20,
+}
+"""Set on the head alone: it reaches every member."""
+
+LOOPBACK = "127.0.0.1"
+HEAD_PORT, HOST_PORT = 6400, 6500
+"""First ports of a head and of a host; each takes `PORT_SPAN` from there."""
+PORT_SPAN = 100
+_WORKER_PORTS = 10  # ports of workers begin this far above the first
+_METRIC_PORT, _CLIENT_PORT = 8, 9  # Ray opens them on heads whether anybody needs them or not
+STORE_BYTES = 256 << 20
+"""Shared memory of a member; blocks pass through it one at a time when a host loads them."""
+HOST_MARK, NAME_MARK = "block_host", "host:"
+"""Ray resources by which the coordinator knows block hosts, and their names."""
+NAMESPACE = "layershuffle-swarm"
+_OTHERS = 0o077
+
+
+@dataclass(frozen=True)
+class Tls:
+    """Certificate with the member's addresses, its key, and the authority that signed all."""
+
+    certificate: Path
+    key: Path
+    authority: Path
+
+
+def default_token() -> Path:
+    """Where the token lies if nothing else is said."""
+    return Path.home() / ".config" / "layershuffle" / "swarm-token"
+
+
+def new_token(path: Path) -> None:
+    """Make a token of 256 random bits at `path`, for this user's eyes only.
+
+    Raises `UsageError` if there is one: members that hold the old one would be locked out.
+    """
+    if path.exists():
+        raise UsageError("There is a token already", place=path, hint="use it, or remove it first")
+    write_bytes(path, secrets.token_hex(32).encode("ascii"), private=True)
+
+
+def check_token(path: Path) -> None:
+    """Raises `UsageError` for a token file that is missing, unreadable, empty or open to others.
+
+    Ray itself would try for 20 seconds before it says so.
+    """
+    _check_secret(path, what="token", hint="copy it from the head (mode 0600), or name its place")
+
+
+def check_tls(tls: Tls) -> None:
+    """Raises `UsageError` if a file is missing or unreadable, or the key open to others."""
+    _check_secret(tls.key, what="key", hint="name the key that belongs to the certificate")
+    for path in (tls.certificate, tls.authority):
+        _read(path, what="certificate", hint="give the certificate, the key and the authority")
+
+
+def _check_secret(path: Path, *, what: str, hint: str) -> None:
+    content = _read(path, what=what, hint=hint)
+    if not content.strip():
+        raise UsageError(f"The swarm's {what} file is empty", place=path, hint=hint)
+    if path.stat().st_mode & _OTHERS:
+        raise UsageError(
+            f"Other users may read or change the swarm's {what}",
+            place=path,
+            hint=f"chmod 600 {path}; if others use this machine, make a new one",
+        )
+
+
+def _read(path: Path, *, what: str, hint: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError as error:
+        raise UsageError(f"The swarm's {what} is not there", place=path, hint=hint) from error
+    except OSError as error:
+        raise UsageError(
+            f"The swarm's {what} cannot be read ({error.strerror})", place=path, hint=hint
+        ) from error
+
+
+def environment(
+    token: Path,
+    *,
+    tls: Tls | None = None,
+    store: Path | None = None,
+    threads: int = 1,
+    loopback: bool = False,
+) -> dict[str, str]:
+    """Environment of everything that takes part, to be set before Ray is imported.
+
+    `store` (head): a directory in which the head keeps its state, so that a restarted one loses
+    nothing. `loopback`: nothing listens on any other address. `threads`: of torch, per host.
+    """
+    made = {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token.absolute()),
+        "RAY_worker_niceness": "0",  # else a host starves beside any other program
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "OMP_NUM_THREADS": str(threads),
+        # Else Ray replaces 127.0.0.1 by an address that others reach, and listens on all of them.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0" if loopback else "1",
+    }
+    if not loopback:
+        made["DASHBOARD_METRIC_PORT"] = str(HEAD_PORT + _METRIC_PORT)
+    if tls is not None:
+        made |= {
+            "RAY_USE_TLS": "1",
+            "RAY_TLS_SERVER_CERT": str(tls.certificate.absolute()),
+            "RAY_TLS_SERVER_KEY": str(tls.key.absolute()),
+            "RAY_TLS_CA_CERT": str(tls.authority.absolute()),
+        }
+    if store is not None:
+        made |= {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": str(store.absolute())}
+    return made
+
+
+def head_command(directory: Path, *, ip: str, port: int = HEAD_PORT) -> list[str]:
+    """The words that start a head, which stays in the foreground and holds no blocks.
+
+    `ip`: the address by which the hosts reach it. `directory`: for logs and sockets, short (the
+    path of a socket has at most 107 bytes). Raises `UsageError` for an address of this machine
+    alone.
+    """
+    return [
+        *_ray_start(directory, ip, first=port + 1),
+        "--head",
+        f"--port={port}",
+        "--include-dashboard=false",
+        f"--ray-client-server-port={port + _CLIENT_PORT}",
+        "--disable-usage-stats",
+        "--no-monitor",  # of cluster autoscaling
+        f"--system-config={json.dumps(dict(SYSTEM_CONFIG))}",
+    ]
+
+
+def host_command(
+    directory: Path, *, address: str, name: str, ip: str, port: int = HOST_PORT
+) -> list[str]:
+    """The words that start the block host `name`, which stays in the foreground, at a head.
+
+    `ip` and `directory` as for `head_command`.
+    """
+    return [
+        *_ray_start(directory, ip, first=port),
+        f"--address={address}",
+        f"--resources={json.dumps(host_resources([name]))}",
+    ]
+
+
+def host_resources(names: Sequence[str]) -> dict[str, float]:
+    """Ray resources of a member that is to run these block hosts."""
+    if not names:
+        return {}
+    return {HOST_MARK: float(len(names)), **{f"{NAME_MARK}{name}": 1.0 for name in names}}
+
+
+def host_names(resources: Mapping[str, float]) -> tuple[str, ...]:
+    """The block hosts that a member with these resources is to run, sorted."""
+    return tuple(sorted(key.removeprefix(NAME_MARK) for key in resources if _is_name(key)))
+
+
+def _is_name(key: str) -> bool:
+    return key.startswith(NAME_MARK) and len(key) > len(NAME_MARK)
+
+
+def _ray_start(directory: Path, ip: str, *, first: int) -> list[str]:
+    if ip == "localhost" or ip.startswith("127."):
+        # Ray would take another of the machine's addresses without a word.
+        raise UsageError(
+            f"Other machines cannot reach {ip}",
+            hint="name an address of this machine's private network with --ip; for a swarm on this "
+            "machine alone: layershuffle swarm up",
+        )
+    return [
+        sys.executable,
+        *("-m", "ray.scripts.scripts", "start", "--block"),
+        f"--node-ip-address={ip}",
+        f"--temp-dir={os.path.abspath(directory)}",
+        "--num-cpus=0",  # else Ray starts idle workers in advance, one per core
+        "--num-gpus=0",
+        f"--object-store-memory={STORE_BYTES}",
+        "--include-log-monitor=false",
+        f"--node-manager-port={first}",
+        f"--object-manager-port={first + 1}",
+        f"--runtime-env-agent-port={first + 2}",
+        f"--dashboard-agent-grpc-port={first + 3}",
+        f"--dashboard-agent-listen-port={first + 4}",
+        f"--metrics-export-port={first + 5}",
+        f"--min-worker-port={first + _WORKER_PORTS}",
+        f"--max-worker-port={first - first % PORT_SPAN + PORT_SPAN - 1}",
+    ]

@@ -1,0 +1,238 @@
+"""What the router knows of the hosts, and how each event changes it. Pure: time is an argument.
+
+A `HostView` is a value; every function here takes one and returns the next. Times are seconds of
+any one monotonic clock. Conditions:
+
+    healthy   visits go there
+    suspect   failed a visit; left alone until a probe after `retry_at` succeeds
+    shut-out  gave a wrong answer; stays out until its operator loads it anew
+    draining  takes no new visits, because it is to leave
+    gone      its process is dead
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from layershuffle.swarm.indexes import by_block, middle, moved, retimed, sorted_times, toggled
+from layershuffle.swarm.limits import Limits
+from layershuffle.swarm.messages import Visited
+
+Condition = Literal["healthy", "suspect", "shut-out", "draining", "gone"]
+_ROW = 64  # about the square root of a large swarm
+
+
+@dataclass(frozen=True, slots=True)
+class HostView:
+    """One host as the router sees it.
+
+    `compute` and `link` are averages in seconds: per block, and per visit beyond compute and queue;
+    `None` until measured. `waiting` counts blocks sent there and not answered yet. `strikes` counts
+    failures since the last success. `why` explains every condition but "healthy".
+    """
+
+    name: str
+    blocks: frozenset[int]
+    condition: Condition = "healthy"
+    why: str = ""
+    retry_at: float = 0.0
+    strikes: int = 0
+    compute: float | None = None
+    link: float | None = None
+    waiting: int = 0
+
+    @property
+    def usable(self) -> bool:
+        """Whether visits may go there."""
+        return self.condition == "healthy"
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """What is expected of a host nobody has measured: seconds per block and per visit."""
+
+    compute: float
+    link: float
+
+
+class Swarm(Mapping[str, HostView]):
+    """All hosts, by name; a value. `with_host` gives the next one.
+
+    A change of a host copies one row of hosts and, of the indexes, what it touches: with 10,000
+    hosts that is some microseconds, and both values stay whole.
+    """
+
+    def __init__(self, hosts: Iterable[HostView] = ()) -> None:
+        known = {host.name: host for host in sorted(hosts, key=lambda host: host.name)}
+        views = list(known.values())
+        self._place = {name: place for place, name in enumerate(known)}
+        self._rows = [tuple(views[i : i + _ROW]) for i in range(0, len(views), _ROW)]
+        self._held = by_block((one.name, one.blocks) for one in views)
+        self._usable = by_block((one.name, one.blocks) for one in views if one.usable)
+        self._suspects = tuple(one.name for one in views if one.condition == "suspect")
+        self._compute = sorted_times(_times(one)[0] for one in views)
+        self._link = sorted_times(_times(one)[1] for one in views)
+
+    def __getitem__(self, name: str) -> HostView:
+        row, column = divmod(self._place[name], _ROW)
+        return self._rows[row][column]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._place)
+
+    def __len__(self) -> int:
+        return len(self._place)
+
+    def with_host(self, host: HostView) -> Swarm:
+        """This swarm with `host` added, or in the place of the one of its name."""
+        if host.name not in self._place:
+            return Swarm([*self.values(), host])
+        after = object.__new__(Swarm)
+        after.__dict__.update(self.__dict__)
+        row, column = divmod(self._place[host.name], _ROW)
+        after._rows = self._rows.copy()
+        after._rows[row] = (*self._rows[row][:column], host, *self._rows[row][column + 1 :])
+        after._index(self[host.name], host)
+        return after
+
+    def without(self, name: str) -> Swarm:
+        """This swarm without the host `name`."""
+        return Swarm(one for one in self.values() if one.name != name)
+
+    def holders(self, block: int) -> tuple[HostView, ...]:
+        """Usable hosts that hold `block`, by name."""
+        return tuple(self[name] for name in self.usable(block))
+
+    def held(self, block: int) -> tuple[str, ...]:
+        """Names of all hosts that hold `block`, sorted."""
+        return self._held.get(block, ())
+
+    def usable(self, block: int) -> tuple[str, ...]:
+        """Names of the usable hosts that hold `block`, sorted."""
+        return self._usable.get(block, ())
+
+    @property
+    def suspects(self) -> tuple[str, ...]:
+        """Names of the suspect hosts, sorted."""
+        return self._suspects
+
+    def pace(self, limits: Limits) -> Pace:
+        """Medians over the usable hosts that were measured; the priors where there are none."""
+        return Pace(
+            compute=middle(self._compute, otherwise=limits.prior_compute_ms / 1000),
+            link=middle(self._link, otherwise=limits.prior_link_ms / 1000),
+        )
+
+    def _index(self, before: HostView, after: HostView) -> None:
+        """Bring the indexes from one view of a host to the next; those of other values stay."""
+        if _indexed(before) == _indexed(after):
+            return
+        name, out = after.name, frozenset[int]()
+        self._held = moved(self._held, name, was=before.blocks, now=after.blocks)
+        was, now = (one.blocks if one.usable else out for one in (before, after))
+        self._usable = moved(self._usable, name, was=was, now=now)
+        if (before.condition == "suspect") != (after.condition == "suspect"):
+            self._suspects = toggled(self._suspects, name)
+        old, new = (_times(one) for one in (before, after))
+        self._compute = retimed(self._compute, old[0], after=new[0])
+        self._link = retimed(self._link, old[1], after=new[1])
+
+
+def _indexed(host: HostView) -> tuple[object, ...]:
+    """What the indexes depend on; visits sent and settled change none of it."""
+    return host.condition, host.compute, host.link, host.blocks
+
+
+def _times(host: HostView) -> tuple[float | None, float | None]:
+    """Compute and link time as far as they join the medians."""
+    return (host.compute, host.link) if host.usable else (None, None)
+
+
+def expected(host: HostView, blocks: int, *, pace: Pace) -> float:
+    """Seconds until `host` would answer a visit of `blocks` blocks: link, queue and compute."""
+    compute = pace.compute if host.compute is None else host.compute
+    link = pace.link if host.link is None else host.link
+    return link + compute * (host.waiting + blocks)
+
+
+def slow_above(pace: Pace, limits: Limits) -> float:
+    """Seconds per block above which a host is so much slower than the median: a last resort."""
+    return max(limits.slow_factor * pace.compute, pace.compute + limits.slow_margin_ms / 1000)
+
+
+def is_slow(host: HostView, *, pace: Pace, limits: Limits) -> bool:
+    """Whether `host` is so much slower per block than the median that it is a last resort."""
+    return host.compute is not None and host.compute > slow_above(pace, limits)
+
+
+def sent(host: HostView, blocks: int) -> HostView:
+    """A visit of `blocks` blocks is under way."""
+    return replace(host, waiting=host.waiting + blocks)
+
+
+def settled(host: HostView, blocks: int) -> HostView:
+    """A visit of `blocks` blocks is over, however it ended."""
+    return replace(host, waiting=max(0, host.waiting - blocks))
+
+
+def answered(host: HostView, hop: Visited, *, limits: Limits) -> HostView:
+    """A visit was answered: its times join the averages, earlier failures are forgiven."""
+    link = max(0.0, hop.ms - hop.compute_ms - hop.queue_ms) / 1000
+    compute = hop.compute_ms / 1000 / len(hop.blocks)
+    return replace(
+        host,
+        strikes=0 if host.usable else host.strikes,
+        compute=_averaged(host.compute, compute, weight=limits.average_weight),
+        link=_averaged(host.link, link, weight=limits.average_weight),
+    )
+
+
+def failed(host: HostView, hop: Visited, *, now: float, limits: Limits) -> HostView:
+    """A visit or probe failed: the host is left alone for a while, or for good.
+
+    A dead host is gone, a wrong answer shuts it out; all else makes it a suspect, for longer at
+    every failure since its last success.
+    """
+    if host.condition in ("gone", "shut-out"):
+        return host
+    if hop.outcome == "lost":
+        return replace(host, condition="gone", why=hop.why)
+    if hop.outcome == "wrong":
+        return replace(host, condition="shut-out", why=hop.why)
+    pause = min(limits.suspect_ms * 2**host.strikes, limits.suspect_max_ms) / 1000
+    return replace(
+        host,
+        condition="draining" if host.condition == "draining" else "suspect",
+        why=hop.why,
+        strikes=min(host.strikes + 1, 32),
+        retry_at=now + pause,
+    )
+
+
+def probe_due(host: HostView, *, now: float) -> bool:
+    """Whether a suspect host has been left alone long enough to be asked again."""
+    return host.condition == "suspect" and now >= host.retry_at
+
+
+def probed(host: HostView, hop: Visited, *, limits: Limits) -> HostView:
+    """A probe was answered rightly and in time: a suspect host is healthy again.
+
+    Its averages begin anew from the probe: what was measured before it failed says little.
+    """
+    if host.condition != "suspect":
+        return answered(host, hop, limits=limits)
+    fresh = replace(host, condition="healthy", why="", strikes=0, compute=None, link=None)
+    return answered(fresh, hop, limits=limits)
+
+
+def draining(host: HostView) -> HostView:
+    """The host is to leave: it takes no new visits."""
+    if host.condition not in ("healthy", "suspect"):
+        return host
+    return replace(host, condition="draining", why="it is leaving")
+
+
+def _averaged(before: float | None, new: float, *, weight: float) -> float:
+    return new if before is None else (1 - weight) * before + weight * new

@@ -1,0 +1,63 @@
+"""Which visits a host runs next, and which of them together. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from layershuffle.swarm.messages import Answer
+from layershuffle.swarm.program import Block
+from layershuffle.swarm.wire import Packet
+
+PATIENCE = 8
+"""Turns after which the oldest visit goes first, however few others need its block."""
+
+
+@dataclass(eq=False)
+class Job:
+    """A visit at this host. `steps`: the blocks it is to run, as they were when it came."""
+
+    steps: tuple[Block, ...]
+    packet: Packet
+    arrived: float
+    expires: float
+    future: Future[Answer] = field(default_factory=Future)
+    state: Tensor | None = None
+    done: int = 0
+    compute: float = 0.0
+    batch: int = 0
+    passed: int = 0
+    alone: bool = False
+
+    @property
+    def images(self) -> int:
+        """Number of images in its state."""
+        return self.packet.images
+
+    @property
+    def meets(self) -> object:
+        """Visits for which this is equal can go through their next block together."""
+        return self if self.alone else self.steps[self.done]
+
+
+def choose(jobs: Sequence[Job], *, images: int) -> list[Job]:
+    """Of the waiting `jobs` (oldest first) those that go together through one block next.
+
+    The block that most of them need; of several such the one that the oldest needs. As many as
+    `images` allows, at least one. A visit that was passed over too often goes first.
+    """
+    groups: dict[object, list[Job]] = {}
+    for job in jobs:
+        groups.setdefault(job.meets, []).append(job)
+    oldest = jobs[0]
+    patient = oldest.passed < PATIENCE
+    group = max(groups.values(), key=len) if patient else groups[oldest.meets]
+    chosen, total = group[:1], group[0].images
+    for job in group[1:]:
+        if total + job.images <= images:
+            chosen.append(job)
+            total += job.images
+    return chosen

@@ -1,0 +1,177 @@
+"""Run the contract of `engines.py` over Ray: `python ray_contract.py OUT`, tests in PYTHONPATH.
+
+A program of its own, because Ray reads its environment once per process, and leaves threads and
+handlers in it. Writes one line of JSON per check to OUT: its name, seconds, measurements, and the
+traceback if it failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+import os
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from engines import BLOCKS, CHECKS, LIMITS, PLAN, Rig, rig_of, until
+from netns import processes_with
+
+from layershuffle.swarm.coordinator import Coordinator
+from layershuffle.swarm.ray_engine import RayHosts
+from layershuffle.swarm.ray_session import local_ray
+from layershuffle.swarm.router import Router
+
+CHECK_SECONDS = 60.0
+# As Ray itself asks at a head: with whatever token the environment names.
+CLIENT = """
+import sys
+from ray._raylet import GcsClient
+try:
+    print("in", GcsClient(address=sys.argv[1]).internal_kv_keys(b"", None, 3))
+except Exception as error:
+    print(type(error).__name__)
+"""
+
+
+async def nothing_listens_beyond_this_machine(rig: Rig) -> None:
+    """Every port of every process of the cluster is on 127.0.0.1."""
+    members = set(processes_with(os.environ["RAY_AUTH_TOKEN_PATH"]))
+    assert len(members) >= 3 + len(BLOCKS)
+    seen = {address for pid in members | {os.getpid()} for address in listening(pid)}
+    assert seen == {"127.0.0.1"}
+
+
+async def a_client_without_the_token_gets_nothing(rig: Rig) -> None:
+    address = rig.places._ray.get_runtime_context().gcs_address
+    wrong = Path(os.environ["RAY_AUTH_TOKEN_PATH"]).with_name("wrong")
+    wrong.write_text("0" * 64)
+    for environment, said in (
+        ({"RAY_AUTH_MODE": "disabled"}, "AuthenticationError"),
+        ({"RAY_AUTH_TOKEN_PATH": str(wrong)}, "AuthenticationError"),
+        ({}, "in"),
+    ):
+        done = await asyncio.to_thread(
+            subprocess.run,
+            [sys.executable, "-c", CLIENT, address],
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+        )
+        assert done.stdout.split()[:1] == [said], done.stdout + done.stderr
+
+
+async def hosts_outlive_their_coordinator(rig: Rig) -> None:
+    """A gateway that starts again finds the processes and their blocks; it watches by itself."""
+    before = {name: (await rig.places.info(name)).pid for name in BLOCKS}
+    places = RayHosts(rig.places._ray, limits=LIMITS)
+    router = Router(places.transport, depth=4, limits=LIMITS)
+    second = Coordinator(PLAN, router=router, places=places, bundles={"pico": rig.bundle})
+    watch = asyncio.create_task(second.run())
+    try:
+        begun = time.monotonic()
+        assert await second.ready(within=20) == ()
+        rig.measured["adopted_s"] = time.monotonic() - begun
+        after = {name: (await places.info(name)).pid for name in BLOCKS}
+        assert after == before
+        # Nobody visits: the watch finds a dead process, and starts another.
+        places.kill("b")
+        rig.measured["noticed_s"] = await until(lambda: router.swarm["b"].condition == "gone")
+        rig.measured["replaced_s"] = await until(lambda: router.swarm["b"].usable, 30)
+        assert (await places.info("b")).pid != before["b"]
+    finally:
+        watch.cancel()
+        await asyncio.gather(watch, return_exceptions=True)
+        await second.close()
+    for name in BLOCKS:
+        rig.coordinator._gone(name, "another coordinator ended it")
+
+
+async def a_frozen_process_is_ended_for_good(rig: Rig) -> None:
+    """A stopped process cannot hear that it is to end."""
+    pid = (await rig.places.info("a")).pid
+    rig.places.freeze("a")
+    await rig.coordinator.readmit("a")
+    rig.measured["readmitted_s"] = await until(lambda: rig.router.swarm["a"].usable, 30)
+    assert (await rig.places.info("a")).pid != pid
+    await until(lambda: not Path(f"/proc/{pid}").exists(), 5)
+
+
+RAY_CHECKS = {
+    check.__name__: check
+    for check in (
+        nothing_listens_beyond_this_machine,
+        a_client_without_the_token_gets_nothing,
+        a_frozen_process_is_ended_for_good,
+        hosts_outlive_their_coordinator,
+    )
+}
+
+
+def listening(pid: int) -> set[str]:
+    """Addresses on which a process listens for TCP, without their ports."""
+    try:
+        links = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
+    except OSError:
+        return set()
+    mine = {link[8:-1] for link in links if link.startswith("socket:[")}
+    rows = [
+        line.split()
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]
+    ]
+    return {readable(row[1]) for row in rows if row[3] == "0A" and row[9] in mine}
+
+
+def readable(address: str) -> str:
+    """The address of an entry of /proc/net/tcp as people write it."""
+    raw = address.partition(":")[0]
+    words = [bytes.fromhex(raw[i : i + 8])[::-1] for i in range(0, len(raw), 8)]
+    found = ipaddress.ip_address(b"".join(words))
+    return str(getattr(found, "ipv4_mapped", None) or found)
+
+
+async def run_all(ray: Any, out: Path) -> None:
+    begun = time.monotonic()
+    places = RayHosts(ray, limits=LIMITS)
+    rig = await rig_of(places, places.transport)
+    tell(out, "bundle", seconds=time.monotonic() - begun)
+    for name, check in {**CHECKS, **RAY_CHECKS}.items():
+        begun, rig.measured = time.monotonic(), {}
+        task = asyncio.create_task(checked(rig, check))
+        await asyncio.wait({task})
+        error = task.exception()
+        failure = "".join(traceback.format_exception(error)) if error else ""
+        tell(out, name, seconds=time.monotonic() - begun, measured=rig.measured, failure=failure)
+    await rig.coordinator.close()
+
+
+async def checked(rig: Rig, check: Any) -> None:
+    async with asyncio.timeout(CHECK_SECONDS):
+        await rig.heal()
+        await check(rig)
+
+
+def tell(out: Path, name: str, **said: Any) -> None:
+    with out.open("a") as file:
+        file.write(json.dumps({"name": name, **said}) + "\n")
+
+
+def main(out: Path) -> None:
+    begun = time.monotonic()
+    with local_ray(list(BLOCKS)) as ray:
+        word = os.environ["RAY_AUTH_TOKEN_PATH"]
+        tell(out, "up", seconds=time.monotonic() - begun)
+        asyncio.run(run_all(ray, out))
+        begun = time.monotonic()
+    tell(out, "down", seconds=time.monotonic() - begun, left=len(processes_with(word)))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

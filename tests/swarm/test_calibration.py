@@ -1,0 +1,227 @@
+"""The calibration: numbers against a slow count, its file, and what the gateway makes of it."""
+
+import asyncio
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from gateway_site import VIT, file_of, picture, site
+
+import layershuffle as ls
+from common import DEPTH, FAMILIES
+from layershuffle.data import DataOptions, open_data
+from layershuffle.errors import DataError, ModelFileError, StackError, UsageError
+from layershuffle.evaluation import Score
+from layershuffle.models import image_view, truncate
+from layershuffle.models.digest import weights_digest
+from layershuffle.modes import Mode
+from layershuffle.position import add_position
+from layershuffle.position_forms import EncodingForm
+from layershuffle.stack import running
+from layershuffle.study.statistics import t_interval, wilson_interval
+from layershuffle.swarm.calibration import (
+    Calibration,
+    Row,
+    calibrate,
+    calibration_path,
+    expected_at,
+    expected_over,
+    read_calibration,
+    rows_of,
+    write_calibration,
+)
+from layershuffle.trie import block_executions, build_trie
+
+DATA = "digit-pairs?test=40"
+
+
+def digits_model():
+    """The bundled base model, cut to three blocks to be quick."""
+    return truncate(ls.load("bundled:digits"), "0,4,8")
+
+
+def made_up(depth=DEPTH, *, weights="w", classes=tuple("abcde")):
+    rows = tuple(
+        Row(kept=k, top1=20.0 * k, low=20.0 * k - 5, high=20.0 * k + 2, sd_orders=1.0)
+        for k in range(1, depth + 1)
+    )
+    return Calibration(
+        schema=1, weights=weights, data="digit-pairs", split="test", seed=0, orders=7, images=90,
+        classes=classes, rows=rows,
+    )  # fmt: skip
+
+
+def test_equal_to_a_slow_count():
+    """Every number of blocks, order by order, image by image."""
+    model = digits_model()
+    found = calibrate(model, DATA, orders=3, images=25, seed=5, batch_size=10)
+    data = open_data(DATA, image_view(model), options=DataOptions(train=False, max_test=25))
+    items = [data.splits["test"].dataset[index] for index in range(25)]
+    items = [(data.finish(pixels[None]), label) for pixels, label in items]
+    for kept in (1, 2, 3):
+        shares = []
+        for index in range(3):
+            blocks = ls.Shuffled().draw(3, seed=5, step=index).blocks[:kept]
+            with torch.inference_mode(), running(model, blocks):
+                right = sum(int(model(x).argmax()) == label for x, label in items)
+            shares.append(100 * right / 25)
+        row = found.rows[kept - 1]
+        assert row.kept == kept
+        assert row.top1 == pytest.approx(np.mean(shares))
+        assert row.sd_orders == pytest.approx(np.std(shares, ddof=1))
+        assert 0 <= row.low <= row.top1 <= row.high <= 100
+    assert (found.split, found.orders, found.images, found.seed) == ("test", 3, 25, 5)
+    assert found.classes[:2] == ("00", "01")
+    assert found.weights == weights_digest(model)
+    assert found == calibrate(model, DATA, orders=3, images=25, seed=5, batch_size=25)
+
+
+def test_all_numbers_of_blocks_cost_little_more_than_one():
+    """The orders with k blocks begin those with k + 1, so that evaluation runs no block twice."""
+    modes = [Mode(order="arbitrary", kept=kept) for kept in range(1, 13)]
+    orders = [mode.policy().draw(12, seed=0, step=step) for mode in modes for step in range(20)]
+    whole = [order for order in orders if len(order) == 12]
+    assert block_executions(build_trie(orders)) == block_executions(build_trie(whole)) <= 20 * 12
+
+
+def scored(values, *, images):
+    """Scores of one block in as many orders, with these accuracies."""
+    return [
+        Score(
+            mode=Mode(order="arbitrary", kept=1), index=index, order=None, images=images,
+            top1=value, top5=0.0, cross_entropy=0.0,
+        )
+        for index, value in enumerate(values)
+    ]  # fmt: skip
+
+
+def test_intervals_hold_both_spreads():
+    """Half-widths add by squares, each side for itself; never narrower than either alone."""
+    values = [60.0, 64.0, 62.0, 70.0]
+    (row,) = rows_of(scored(values, images=50))
+    t_low, t_high = t_interval(values)
+    w_low, w_high = wilson_interval(32, 50)
+    assert row.top1 == 64
+    assert row.low == pytest.approx(64 - math.hypot(64 - t_low, 64 - w_low))
+    assert row.high == pytest.approx(64 + math.hypot(t_high - 64, w_high - 64))
+    assert row.low < min(t_low, w_low)
+    (sure,) = rows_of(scored([100.0] * 4, images=50))
+    assert (sure.top1, sure.high) == (100, 100)
+    assert sure.low == pytest.approx(wilson_interval(50, 50)[0])
+
+
+@pytest.mark.parametrize("images", [40, 400])
+def test_the_interval_covers(images):
+    """Simulated truth, orders and images both vary: 95 % intervals hold it in 92 % or more."""
+    rng = np.random.default_rng(images)
+    held = 0
+    for _ in range(300):
+        ease = rng.normal(0.5, 1.0, images)  # of an image, shared by all orders
+        orders = rng.normal(0.0, 0.3, 8)
+        right = ease[None] + orders[:, None] + rng.normal(0, 0.5, (8, images)) > 0
+        (row,) = rows_of(scored(100 * right.mean(axis=1), images=images))
+        spread = math.sqrt(1.0 + 0.3**2 + 0.5**2)
+        truth = 50 * (1 + math.erf(0.5 / spread / math.sqrt(2)))
+        held += row.low <= truth <= row.high
+    assert held >= 0.92 * 300
+
+
+def test_expected_at():
+    calibration = made_up()
+    row = expected_at(calibration, 3)
+    assert (row.top1, row.low, row.high, row.kept) == (60, 55, 62, 3)
+    assert (row.orders, row.images, row.data, row.split) == (7, 90, "digit-pairs", "test")
+    assert expected_at(calibration, 0) is None
+    assert expected_at(calibration, 9) is None
+
+
+def test_expected_over():
+    """Closed form: half the answers with four blocks, half with two."""
+    mean, low, high = expected_over(made_up(), [4, 2] * 50)
+    chance = 1.96 * math.sqrt(60 * 40 / 100)
+    assert mean == 60
+    assert low == pytest.approx(60 - math.hypot(5, chance))
+    assert high == pytest.approx(60 + math.hypot(2, chance))
+    assert expected_over(made_up(), [0, 4])[0] == 40
+    with pytest.raises(UsageError, match="No answers"):
+        expected_over(made_up(), [])
+
+
+def test_file(tmp_path):
+    path = tmp_path / "calibration.json"
+    assert read_calibration(path, weights="w") is None
+    write_calibration(made_up(), path)
+    assert read_calibration(path, weights="w") == made_up()
+    with pytest.raises(ModelFileError, match="other weights"):
+        read_calibration(path, weights="v")
+    good = json.loads(path.read_text())
+    for wrong, words in [
+        (good | {"schema": 2}, "schema"),
+        (good | {"extra": 1}, "extra"),
+        (good | {"orders": 0}, "orders"),
+        (good | {"rows": good["rows"][1:]}, "count the blocks"),
+        (good | {"rows": [good["rows"][0] | {"top1": 101}]}, "top1"),
+    ]:
+        path.write_text(json.dumps(wrong))
+        with pytest.raises(ModelFileError, match=words):
+            read_calibration(path, weights="w")
+    path.write_text("{")
+    with pytest.raises(ModelFileError, match="not JSON"):
+        read_calibration(path, weights="w")
+
+
+def test_it_stands_beside_the_weights(tmp_path):
+    """And saving the model again takes it away: it was measured on other weights."""
+    model = digits_model()
+    ls.save(model, tmp_path / "run" / "model")
+    for spec in (f"dir:{tmp_path}/run", str(tmp_path / "run"), str(tmp_path / "run" / "model")):
+        assert calibration_path(spec) == tmp_path / "run" / "model" / "calibration.json"
+    path = calibration_path(str(tmp_path / "run"))
+    write_calibration(made_up(3), path)
+    ls.save(model, tmp_path / "run" / "model")
+    assert not path.exists()
+    assert calibration_path("bundled:digits").parent.joinpath("layershuffle.json").is_file()
+    with pytest.raises(UsageError, match="no directory of its own"):
+        calibration_path("timm:vit_tiny_patch16_224?pretrained=false")
+
+
+def test_refused():
+    with pytest.raises(StackError, match="position encoding"):
+        calibrate(add_position(digits_model(), encoding=EncodingForm()), DATA)
+    with pytest.raises(UsageError, match="two orders or more"):
+        calibrate(digits_model(), DATA, orders=1)
+    with pytest.raises(DataError, match="has 5 outputs"):
+        calibrate(FAMILIES["timm-vit"].wrapped(), DATA)
+
+
+def test_the_gateway_tells_it():
+    async def go():
+        async with site(calibration=made_up()) as place:
+            full = (await place.classify(file_of(picture()))).json()
+            part = (await place.classify(file_of(picture()), order="2,0")).json()
+            swarm = (await place.client.get("/v1/swarm")).json()
+            return full, part, swarm
+
+    full, part, swarm = asyncio.run(go())
+    assert full["expected"] == {
+        "top1": 80, "low": 75, "high": 82, "kept": 4, "orders": 7, "images": 90,
+        "data": "digit-pairs", "split": "test",
+    }  # fmt: skip
+    assert full["expected_why"] == ""
+    assert part["expected"]["top1"] == 40
+    assert {g["label"] for g in full["images"][0]["top"]} == set("abcde")
+    assert swarm["calibration"] == {
+        "data": "digit-pairs", "split": "test", "orders": 7, "images": 90,
+    }  # fmt: skip
+
+
+def test_a_calibration_of_another_depth_is_refused():
+    async def go():
+        async with site(calibration=made_up(3)):
+            pass
+
+    with pytest.raises(UsageError, match="of 3 blocks, the model has 4"):
+        asyncio.run(go())
+    assert weights_digest(VIT.wrapped()) == weights_digest(VIT.plain())

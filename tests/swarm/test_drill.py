@@ -1,0 +1,195 @@
+"""Failure plans are functions of a seed; a drill's figures against hand-made replies."""
+
+import asyncio
+import math
+from statistics import NormalDist
+
+import pytest
+
+from layershuffle.errors import UsageError
+from layershuffle.swarm.calibration import Calibration, Row
+from layershuffle.swarm.drill import (
+    Drill,
+    Foreseen,
+    Reply,
+    drill_report,
+    foreseen,
+    judged,
+    run_drill,
+)
+from layershuffle.swarm.faults import KINDS, Fault, check_faults, crashes, rehearsal
+from layershuffle.swarm.plan import HostPlan, SwarmPlan
+
+HOSTS = ["a", "b", "c", "d", "e", "f"]
+
+
+def test_crashes_hit_a_share_of_the_hosts_once_each():
+    faults = crashes(HOSTS, share=1 / 3, requests=1000, seed=0)
+    assert len({fault.host for fault in faults}) == len(faults) == 2
+    assert all(100 <= fault.at < 900 for fault in faults)
+    assert faults == crashes(HOSTS, share=1 / 3, requests=1000, seed=0)
+    assert faults != crashes(HOSTS, share=1 / 3, requests=1000, seed=1)
+    assert [fault.at for fault in faults] == sorted(fault.at for fault in faults)
+
+
+def test_every_host_is_hit_by_some_seed():
+    hit = {f.host for seed in range(30) for f in crashes(HOSTS, share=0.2, requests=50, seed=seed)}
+    assert hit == set(HOSTS)
+
+
+def test_a_rehearsal_has_every_kind_and_mends_it():
+    faults = rehearsal(HOSTS, requests=120, seed=3)
+    troubles = [fault for fault in faults if fault.kind != "rejoin"]
+    assert [fault.kind for fault in troubles] == [kind for kind in KINDS if kind != "rejoin"]
+    assert [fault.at for fault in troubles] == [5 + 20 * i for i in range(6)]
+    for trouble, mend in zip(faults[::2], faults[1::2], strict=True):
+        assert (mend.kind, mend.host, mend.at) == ("rejoin", trouble.host, trouble.at + 10)
+
+
+def test_too_few_requests_for_a_rehearsal():
+    with pytest.raises(UsageError, match="24 or more"):
+        rehearsal(HOSTS, requests=20, seed=0)
+
+
+def test_unknown_hosts_are_refused():
+    with pytest.raises(UsageError, match="no host 'z' to crash"):
+        check_faults([Fault(0, "z", "crash")], HOSTS)
+
+
+class Noting:
+    def __init__(self):
+        self.happened = []
+
+    async def happen(self, fault):
+        self.happened.append((fault, len(asked)))
+
+
+asked: list[int] = []
+
+
+def test_faults_happen_just_before_their_request():
+    asked.clear()
+    engine = Noting()
+
+    async def ask(number):
+        asked.append(number)
+        await asyncio.sleep(0)
+        return Reply("answered", True, 12, 1.0)
+
+    faults = [Fault(0, "a", "slow"), Fault(7, "b", "crash"), Fault(7, "c", "crash")]
+    drill = asyncio.run(run_drill(ask, 20, faults=faults, engine=engine, concurrency=1))
+    assert engine.happened == [(faults[0], 0), (faults[1], 7), (faults[2], 7)]
+    assert [fault for fault, _ in drill.fired] == faults
+    assert sorted(drill.replies) == list(range(20))
+
+
+def test_no_more_requests_at_a_time_than_asked_for():
+    now, most = 0, 0
+
+    async def ask(_):
+        nonlocal now, most
+        now += 1
+        most = max(most, now)
+        await asyncio.sleep(0.001)
+        now -= 1
+        return Reply("answered", True, 12, 1.0)
+
+    asyncio.run(run_drill(ask, 30, concurrency=5))
+    assert most == 5
+
+
+def test_shares_and_quantiles():
+    ended = ["answered"] * 6 + ["degraded"] * 2 + ["late", "failed"]
+    drill = Drill({i: Reply(e, True, 1, float(i + 1)) for i, e in enumerate(ended)})
+    assert drill.share("degraded") == 20.0
+    assert drill.share("answered", "degraded") == 80.0
+    assert drill.quantile(0.5) == 5.0
+    assert drill.quantile(0.99) == 10.0
+
+
+def calibration(*tops):
+    """Top-1 by number of blocks, from 1 on, each known to within 2 points."""
+    rows = [
+        {"kept": kept, "top1": top, "low": top - 2, "high": top + 2, "sd_orders": 1.0}
+        for kept, top in enumerate(tops, start=1)
+    ]
+    return Calibration(
+        schema=1, weights="0", data="d", split="test", seed=0, orders=2, images=100,
+        classes=("a", "b"), rows=tuple(Row(**row) for row in rows),
+    )  # fmt: skip
+
+
+def test_the_interval_is_that_of_a_binomial_and_of_the_calibration():
+    replies = [Reply("answered", i < 80, 1, 1.0) for i in range(100)]
+    got = judged(replies, calibration(75.0))
+    half = math.hypot(2, 100 * NormalDist().inv_cdf(0.975) * math.sqrt(0.75 * 0.25 / 100))
+    assert (got.top1, got.expected, got.answers) == (80.0, 75.0, 100)
+    assert got.low == pytest.approx(75 - half, abs=1e-2)
+    assert got.high == pytest.approx(75 + half, abs=1e-2)
+    assert got.inside
+
+
+def test_each_answer_counts_with_its_own_number_of_blocks():
+    replies = [Reply("answered", True, 2, 1.0)] * 10 + [Reply("degraded", False, 1, 1.0)] * 30
+    failed = [Reply("failed", False, 0, 1.0)] * 5
+    got = judged([*replies, *failed], calibration(50.0, 90.0))
+    assert got.expected == pytest.approx(60.0)
+    assert (got.answers, got.top1, got.inside) == (40, 25.0, False)
+    assert math.isnan(judged(failed, calibration(50.0)).top1)
+
+
+PLAN = SwarmPlan(
+    hosts={
+        "a": HostPlan(blocks=(0, 1)),
+        "b": HostPlan(blocks=(1, 2)),
+        "c": HostPlan(blocks=(2,)),
+    }
+)
+
+
+@pytest.mark.parametrize(
+    ("routing", "degraded", "failed"),
+    [
+        ("order-free", 40.0, 10.0),  # block 0 is away from 2 to 6, everything at 9
+        ("sequential", 0.0, 70.0),  # as soon as a or b is away: 2 to 6, 7 to 9
+        ("replicated-sequential", 0.0, 50.0),
+    ],
+)
+def test_what_faults_let_expect(routing, degraded, failed):
+    faults = [
+        Fault(1, "c", "slow"),
+        Fault(2, "a", "crash"),
+        Fault(6, "a", "rejoin"),
+        Fault(7, "b", "freeze"),
+        Fault(9, "a", "cut"),
+        Fault(9, "c", "leave"),
+    ]
+    seen = foreseen(PLAN, faults, requests=10, routing=routing)
+    assert (seen.degraded, seen.failed) == (degraded, failed)
+
+
+def test_the_report_puts_what_happened_beside_what_was_foreseen():
+    replies = [Reply("answered", True, 2, 5.0)] * 3 + [Reply("degraded", True, 1, 9.0)]
+    drill = Drill(dict(enumerate(replies)))
+    judgement = judged(replies, calibration(50.0, 90.0))
+    text = drill_report(drill, Foreseen(50.0, 0.0), judgement=judgement, routing="order-free")
+    assert "answered in full        75.0 %    50.0 %" in text
+    assert "degraded                25.0 %    50.0 %" in text
+    assert "half within 5, 99 % within 9" in text
+    assert "100.0 %, inside what the calibration lets expect: 80.0 %" in text
+    assert "never calibrated" in drill_report(
+        drill, Foreseen(0.0, 0.0), judgement=None, routing="order-free"
+    )
+
+
+def test_a_fault_that_cannot_happen_ends_the_drill():
+    class Refusing:
+        async def happen(self, fault):
+            raise UsageError("no such switch")
+
+    async def ask(_):
+        await asyncio.sleep(0)
+        return Reply("answered", True, 12, 1.0)
+
+    with pytest.raises(UsageError, match="no such switch"):
+        asyncio.run(run_drill(ask, 9, faults=[Fault(3, "a", "slow")], engine=Refusing()))

@@ -1,0 +1,272 @@
+"""2,000 hostile requests: none gets a 500, none goes unanswered, and good ones still work."""
+
+import asyncio
+import base64
+import json
+import random
+import struct
+import time
+import zlib
+from collections import Counter
+
+import pytest
+import torch
+from gateway_site import VIT, file_of, picture, site
+
+from common import CLASSES
+from layershuffle.models import image_view
+from layershuffle.stack import running
+from layershuffle.swarm.gateway.images import Decoder
+from layershuffle.swarm.gateway.limits import GatewayLimits
+from layershuffle.swarm.limits import Limits
+
+REQUESTS, EVERY = 2000, 100
+KEY = "the-key-of-this-test"
+LIMITS = GatewayLimits(
+    max_body_bytes=200_000, max_images=4, max_pixels=40_000, body_ms=300, rate=1e6, burst=1e6
+)
+SWARM = Limits(reserve_ms=5, deadline_ms=9000, hop_floor_ms=5000, hop_cap_ms=5000)  # never late
+GOOD = file_of(picture())
+MODEL = VIT.wrapped()
+BATCH = Decoder(image_view(MODEL), "crop", 10**6).batch([GOOD])
+KINDS = {kind: file_of(picture(), kind) for kind in ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")}
+WORDS = [
+    "", " ", "0", "-1", "1e400", "NaN", "Infinity", "-inf", "0x10", "1_000", "9" * 5000, "null",
+    "true", "[]", "{}", "\0", "\r\n", "é\u202e", "\U0001f600", "\ufffe", "%00%ff", "../../etc",
+    "'; drop table", "<script>", "${jndi:x}", "0,1,2,3", "3,2,1,0", "0,0", "0,,1", ",", "٣",
+    "0," * 3000, "a" * 10_000, "1" * 20, "-0", "+1", "1.5", "4294967296", "18446744073709551616",
+]  # fmt: skip
+VALUES = [
+    None, True, False, 0, -1, 1, 2, 5, 10**30, -(10**30), 0.5, -1e-300, 1e300, [], {}, [[]], [0],
+    [0, 1, 2, 3], [3, 2], [0, 0], [-1], [None], ["0"], [0.5], [10**30], list(range(2000)), "0,1",
+    [[0, 1]], {"0": 1}, 1000, 100.0, 60_000,
+]  # fmt: skip
+FIELDS = [
+    "image",
+    "images",
+    "deadline_ms",
+    "min_blocks",
+    "order",
+    "top_k",
+    "model",
+    "",
+    "__class__",
+]
+
+
+def claiming(width, height, *, kind=2, data=b""):
+    """A PNG header with any size, and a chunk of well compressed zeros."""
+
+    def chunk(name, content):
+        body = name + content
+        return struct.pack(">I", len(content)) + body + struct.pack(">I", zlib.crc32(body))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, kind, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + data
+        + chunk(b"IDAT", BOMB) + chunk(b"IEND", b"")
+    )  # fmt: skip
+
+
+BOMB = zlib.compress(b"\0" * 10_000_000, 9)  # 10 kB
+
+
+def broken_image(rng):
+    """The bytes of something that is not quite an image."""
+    choice = rng.randrange(8)
+    file = bytearray(rng.choice(list(KINDS.values())))
+    if choice == 0:
+        return bytes(file)
+    if choice == 1:
+        return bytes(file[: rng.randrange(len(file))])
+    if choice == 2:
+        sizes = [0, 1, 2, 100, 65_535, 2**31 - 1, 2**31, 2**32 - 1]
+        return claiming(rng.choice(sizes), rng.choice(sizes), kind=rng.randrange(8))
+    if choice == 3:
+        return rng.randbytes(rng.randrange(300))
+    if choice == 4:
+        return file_of(picture(rng.randrange(9), size=rng.choice([(1, 999), (999, 1), (1, 1)])))
+    for _ in range(rng.choice([1, 2, 10])):
+        place = rng.randrange(min(len(file), rng.choice([40, len(file)])))
+        if rng.random() < 0.5:
+            file[place] = rng.randrange(256)
+        else:
+            file[place : place + rng.randrange(8)] = rng.randbytes(rng.randrange(8))
+    return bytes(file)
+
+
+def odd_json(rng):
+    """A JSON body, often broken, never quite right."""
+    choice = rng.randrange(7)
+    if choice == 0:
+        return rng.choice([b"[", b'{"order":', b'[{"a":']) * rng.choice([1, 50, 20_000])
+    if choice == 1:
+        return rng.randbytes(rng.randrange(200))
+    if choice == 2:
+        return rng.choice([b"", b"null", b"[]", b'""', b"\xff\xfe{}", b'{"image": "\\ud800"}'])
+    if choice == 3:  # very many small things
+        item = rng.choice(["0", "{}", '""', '"AAAA"'])
+        return f'{{"{rng.choice(FIELDS[:6])}": [{",".join([item] * 9000)}]}}'.encode()
+    texts = [base64.b64encode(broken_image(rng)).decode(), rng.choice(WORDS), "@", "A" * 5]
+    asked = {rng.choice(FIELDS): rng.choice(VALUES + WORDS) for _ in range(rng.randrange(4))}
+    if rng.random() < 0.8:
+        asked["images" if rng.random() < 0.5 else "image"] = rng.choice(
+            [texts[0], texts, texts[:1]]
+        )
+    body = json.dumps(asked, ensure_ascii=rng.random() < 0.5).encode()
+    if choice == 4:
+        body = body.replace(b'"', rng.choice([b"'", b'"', b"\\"]), rng.randrange(5))
+    if choice == 5:
+        body = body[: rng.randrange(len(body) + 1)]
+    return body
+
+
+def odd_form(rng):
+    """(content type, multipart body), with anything in the wrong place."""
+    boundary = rng.choice([b"x", b"x", b"x", b"", b"a b", b"x" * 70, b"x" * 500, rng.randbytes(5)])
+    parts = []
+    for _ in range(rng.choice([0, 1, 1, 2, 3, 30])):
+        name = rng.choice(["image", "image", *FIELDS, *WORDS]).encode()
+        content = broken_image(rng) if rng.random() < 0.6 else rng.choice(WORDS).encode()
+        head = rng.choice(
+            [
+                b'Content-Disposition: form-data; name="' + name + b'"; filename="a.png"',
+                b'Content-Disposition: form-data; name="' + name + b'"',
+                b"Content-Disposition: form-data; name=" + name,
+                b"Content-Disposition: form-data; filename*=utf-8''a; name*0=b",
+                b"Content-Type: text/plain; charset=nonsense",
+                b"Content-Transfer-Encoding: base64",
+                b"X: " + b"y" * rng.choice([1, 5000]),
+                b"",
+            ]
+        )
+        parts.append(b"--" + boundary + b"\r\n" + head + b"\r\n\r\n" + content + b"\r\n")
+    body = b"".join(parts) + b"--" + boundary + b"--\r\n"
+    if rng.random() < 0.3:
+        body = body[: rng.randrange(len(body) + 1)]
+    if rng.random() < 0.1:
+        body = body.replace(b"\r\n", b"\n")
+    told = rng.choice([boundary, boundary, boundary, b"y"])
+    quoted = b'"' + told + b'"' if rng.random() < 0.3 else told
+    return b"multipart/form-data; boundary=" + quoted, body
+
+
+def odd_headers(rng):
+    """Headers that no decent client sends."""
+    names = [
+        b"host",
+        b"accept",
+        b"cookie",
+        b"x-forwarded-for",
+        b"expect",
+        b"range",
+        b"te",
+        b"x" * 50,
+    ]
+    names += [b"content-length", b"content-encoding", b"authorization", b"transfer-encoding"]
+    values = [b"", b"\xff\xfe", b"a" * 20_000, b"[::", b"gzip", b"-1", b"9" * 400, b"Bearer", b"\t"]
+    return [(rng.choice(names), rng.choice(values)) for _ in range(rng.randrange(4))]
+
+
+def hostile(rng):
+    """(method, path, headers, chunks of the body) of one request."""
+    kind, body = b"application/json", b""
+    choice = rng.randrange(10)
+    if choice < 4:
+        body = odd_json(rng)
+    elif choice < 8:
+        kind, body = odd_form(rng)
+    elif choice == 8:
+        body = b" " * rng.choice([200_000, 200_001, 400_000])
+    else:
+        kind = rng.choice(
+            [b"", b"text/html", b"multipart/form-data", b"a" * 9000, b"\xff", b";;=;"]
+        )
+        body = GOOD
+    if rng.random() < 0.05:
+        kind = rng.choice([b"application/json; charset=utf-16", b"APPLICATION/JSON", b"text/json"])
+    headers = [(b"content-type", kind), *odd_headers(rng)]
+    if rng.random() < 0.95:
+        headers.append((b"x-api-key", KEY.encode()))
+    method = rng.choice(["POST"] * 30 + ["GET", "PUT", "HEAD", "OPTIONS", "BREW"])
+    path = rng.choice(["/v1/classify"] * 30 + ["/v1/swarm", "/metrics", "/healthz", "/é\0", "//"])
+    cut = sorted(rng.randrange(len(body) + 1) for _ in range(rng.randrange(4)))
+    chunks = [body[a:b] for a, b in zip([0, *cut], [*cut, len(body)], strict=True)]
+    return method, path, headers, chunks
+
+
+async def sent(app, request, *, leaves=False):
+    """The status and body that the app answers; raw ASGI, so that nothing is mended on the way.
+
+    A client that `leaves` does so instead of sending the end of its body.
+    """
+    method, path, headers, chunks = request
+    ended = asyncio.Event()
+    messages = [
+        {"type": "http.request", "body": chunk, "more_body": True} for chunk in reversed(chunks)
+    ]
+    messages.insert(
+        0, {"type": "http.disconnect"} if leaves else {"type": "http.request", "body": b""}
+    )
+    answer = []
+
+    async def receive():
+        if messages:
+            return messages.pop()
+        await ended.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        answer.append(message)
+
+    scope = {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http",
+        "method": method, "path": path, "raw_path": path.encode("utf-8", "replace"),
+        "query_string": b"deadline_ms=nan&\xff", "root_path": "", "headers": headers,
+        "client": ("10.0.0.1", 1), "server": ("gateway", 80),
+    }  # fmt: skip
+    await app(scope, receive, send)
+    ended.set()
+    body = b"".join(message.get("body", b"") for message in answer[1:])
+    return answer[0]["status"], body
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:PIL")  # about damaged files; only told, never met
+def test_two_thousand_hostile_requests():
+    rng = random.Random(0)
+    statuses = Counter()
+    good = ("POST", "/v1/classify", [
+        (b"content-type", b"multipart/form-data; boundary=b"), (b"x-api-key", KEY.encode()),
+    ], [
+        b'--b\r\nContent-Disposition: form-data; name="image"; filename="a"\r\n\r\n', GOOD,
+        b"\r\n--b--\r\n",
+    ])  # fmt: skip
+
+    async def go():
+        async with site(limits=LIMITS, swarm=SWARM, keys=[KEY]) as place:
+            answers = []
+            for number in range(REQUESTS):
+                request, leaves = hostile(rng), rng.random() < 0.02
+                status, body = await sent(place.app, request, leaves=leaves)
+                statuses[status] += 1
+                assert status < 500 or (status == 503 and b"error" in body), (number, body)
+                if status >= 400 and body and status != 503:
+                    assert json.loads(body)["error"]["cause"], number
+                if number % EVERY == 0:
+                    answers.append(await sent(place.app, good))
+            return answers
+
+    begun = time.monotonic()
+    answers = asyncio.run(go())
+    assert time.monotonic() - begun < 60
+    for status, body in answers:
+        assert status == 200
+        answer = json.loads(body)
+        assert not answer["degraded"]
+        with torch.inference_mode(), running(MODEL, answer["blocks"]):
+            wanted = MODEL(BATCH)[0].double().softmax(-1)
+        found = {g["index"]: g["probability"] for g in answer["images"][0]["top"]}
+        assert [found[index] for index in range(CLASSES)] == wanted.tolist()
+    assert sum(statuses.values()) == REQUESTS
+    # The requests reach every kind of refusal, and some are good enough to be answered.
+    assert {200, 400, 401, 404, 405, 413, 415, 422, 499} <= set(statuses), statuses

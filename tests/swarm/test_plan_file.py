@@ -1,0 +1,68 @@
+"""Plans: YAML in, YAML out, and what is refused."""
+
+import pytest
+
+from layershuffle.errors import SettingsError, UsageError
+from layershuffle.swarm.plan import HostPlan, SwarmPlan, even_plan, plan_text, read_plan
+
+
+def test_a_plan_survives_its_file(tmp_path):
+    plan = SwarmPlan(
+        model="runs/a/model",
+        hosts={"pi-1": HostPlan(blocks=(0, 2)), "pi-2": HostPlan(blocks=(1,), donors={1: "b"})},
+        routing="sequential",
+        wire="int8",
+        limits={"deadline_ms": 500},
+    )
+    (tmp_path / "plan.yaml").write_text(plan_text(plan), encoding="utf-8")
+    assert read_plan(tmp_path / "plan.yaml") == plan
+    assert "hop_factor" not in plan_text(plan), "defaults stay out"
+    plan.check(3)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "replicas", "held"),
+    [
+        (3, 1, [(0, 3), (1, 4), (2,)]),
+        (3, 2, [(0, 2, 3), (0, 1, 3, 4), (1, 2, 4)]),
+        (1, 1, [(0, 1, 2, 3, 4)]),
+    ],
+)
+def test_even_plans(hosts, replicas, held):
+    plan = even_plan(5, hosts, replicas=replicas)
+    assert [one.blocks for one in plan.hosts.values()] == held
+    plan.check(5)
+
+
+@pytest.mark.parametrize(("depth", "hosts", "replicas"), [(5, 6, 1), (5, 2, 3), (5, 2, 0)])
+def test_even_plans_that_cannot_be(depth, hosts, replicas):
+    with pytest.raises(UsageError):
+        even_plan(depth, hosts, replicas=replicas)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("hosts: {}", "at least 1"),
+        ("hosts: {a: {blocks: [1, 1]}}", "block 1 is named twice"),
+        ("hosts: {a: {blocks: [1], donors: {2: x}}}", "block 2, which is not held here"),
+        ("hosts: {a: {blocks: [0]}}\nrouting: ordered", "order-free"),
+        ("hosts: {a: {blocks: [0]}}\nlimits: {deadline: 3}", "deadline_ms"),
+        ("- a", "mapping"),
+        ("hosts: {a: [", "cannot be read"),
+    ],
+)
+def test_refused_plans_name_file_and_reason(tmp_path, text, words):
+    path = tmp_path / "plan.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises((SettingsError, UsageError), match=words) as error:
+        read_plan(path)
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "words"), [((0, 1), "No host holds block 2"), ((0, 1, 2, 3), "last is 2")]
+)
+def test_plans_that_do_not_fit_the_model(blocks, words):
+    with pytest.raises(UsageError, match=words):
+        SwarmPlan(hosts={"a": HostPlan(blocks=blocks)}).check(3)

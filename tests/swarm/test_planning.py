@@ -1,0 +1,462 @@
+"""Placements against every placement there is, predictions against every route there is."""
+
+from __future__ import annotations
+
+import math
+from itertools import permutations, product
+
+import numpy as np
+import pytest
+from scipy.optimize import linprog
+
+from layershuffle.errors import SettingsError, UsageError
+from layershuffle.swarm.plan import plan_text, read_plan
+from layershuffle.swarm.planning import (
+    HostsFile,
+    HostSpec,
+    ModelFacts,
+    facts_of,
+    plan,
+    plan_report,
+    read_hosts,
+)
+from layershuffle.swarm.planning.bounds import least_load
+from layershuffle.swarm.planning.exact import solve
+from layershuffle.swarm.planning.greedy import place
+from layershuffle.swarm.planning.hosts import hosts_of
+from layershuffle.swarm.planning.pipeline import best_pipeline
+from layershuffle.swarm.planning.prediction import in_unit
+from layershuffle.swarm.planning.problem import OBJECTIVES, Problem
+from layershuffle.swarm.planning.reach import reachable
+from layershuffle.swarm.planning.shares import free_time, fullest, in_order_load, in_order_time
+
+HOSTS, BLOCKS = 3, 4
+MB = 1_000_000
+ACCURACY = {1: 10.0, 2: 40.0, 3: 60.0, 4: 70.0}
+SEEDS = range(4)
+
+
+def facts(depth=BLOCKS, **fields):
+    return ModelFacts(
+        **{
+            "block_bytes": (MB,) * depth,
+            "state_bytes": 100_000,
+            "block_ms": 4.0,
+            "accuracy": ACCURACY,
+            **fields,
+        }
+    )
+
+
+def drawn(seed, hosts=HOSTS, depth=BLOCKS, radio=False, roomy=False):
+    """Unequal hosts with room for one to all blocks, and for all blocks together."""
+    draw = np.random.default_rng(seed)
+    specs = {}
+    for i in range(hosts):
+        room = int(draw.integers(1, depth + 1)) if i else depth - hosts + 1 + seed % 2
+        specs[f"h{i}"] = HostSpec(
+            memory_mb=(depth if roomy else room) + 0.5,
+            speed=float(draw.uniform(0.2, 3)),
+            link_ms=float(draw.uniform(0.5, 9)),
+            bandwidth_mbit=float(draw.uniform(40, 400)) if radio else None,
+            battery_wh=float(draw.uniform(1, 20)),
+            joules_per_block=float(draw.uniform(0.1, 2)),
+            joules_per_mb=float(draw.uniform(0, 4)) if radio else 0.0,
+            availability=float(draw.uniform(0.5, 0.99)),
+        )
+    return HostsFile(hosts=specs)
+
+
+def problem(file, model=None, *, demand=None, **asked):
+    model = model or facts()
+    return Problem(hosts=hosts_of(file, model), facts=model, demand=demand or model.depth, **asked)
+
+
+def placements(asked):
+    """Every placement that keeps memory, replicas and reach, from their definitions."""
+    cells = np.array(list(product([False, True], repeat=HOSTS * BLOCKS)))
+    tables = cells.reshape(-1, HOSTS, BLOCKS)
+    fits = (tables @ asked.sizes <= asked.column("memory")).all(axis=1)
+    fits &= (tables.sum(axis=1) >= asked.replicas).all(axis=1)
+    away = np.where(tables, 1 - asked.column("availability")[:, None], 1.0).prod(axis=1)
+    return tables[fits & (1 - away >= (asked.reach or 0)).all(axis=1)]
+
+
+def least_by_cuts(tables, costs, demand):
+    """Least largest load over placements: a minimum cut, over all sets of blocks.
+
+    Hosts that hold nothing of a set cannot help with it, and outside of it at most one of each
+    block runs.
+    """
+    least = np.zeros(len(tables))
+    for chosen in product([False, True], repeat=BLOCKS):
+        outside = BLOCKS - sum(chosen)
+        able = (tables[:, :, np.array(chosen)].any(axis=2) / costs).sum(axis=1)
+        if demand > outside:
+            least = np.maximum(least, (demand - outside) / able)
+    return least.min()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("asked", [{}, {"replicas": 2}, {"reach": 0.9}, {"demand": 3}], ids=str)
+def test_shared_loads_equal_the_best_of_all_placements(seed, asked):
+    whole = problem(drawn(seed), **asked)
+    tables = placements(whole)
+    for objective, costs in (
+        ("throughput", whole.column("block")),
+        ("lifetime", whole.column("block_energy") / whole.column("battery")),
+    ):
+        if not len(tables):
+            with pytest.raises(UsageError):
+                solve(whole, objective)
+            continue
+        best = solve(whole, objective)
+        assert best.value == pytest.approx(least_by_cuts(tables, costs, whole.demand), rel=1e-5)
+        assert best.bound <= best.value * (1 + 1e-6)
+        assert any((best.placement == table).all() for table in tables)
+        used = fullest(whole, best.shares, objective=objective, inorder=False)
+        assert used == pytest.approx(best.value, rel=1e-5)
+
+
+def quickest(whole, table):
+    """Least time of a request over a placement, from all ways to run `demand` blocks on it."""
+    ways = [[-1, *np.flatnonzero(column)] for column in table.T]
+    times = []
+    for way in product(*ways):
+        ran = [host for host in way if host >= 0]
+        if len(ran) == whole.demand:
+            times.append(whole.column("block")[ran].sum() + whole.hop[list(set(ran))].sum())
+    return min(times)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("asked", [{}, {"replicas": 2}, {"demand": 2}], ids=str)
+def test_the_latency_is_the_least_of_all_placements_and_routes(seed, asked):
+    whole = problem(drawn(seed, radio=True), **asked)
+    tables = placements(whole)
+    if not len(tables):
+        with pytest.raises(UsageError, match="copies"):
+            solve(whole, "latency")
+        return
+    full = tables[tables.sum(axis=(1, 2)) == tables.sum(axis=(1, 2)).max()]  # copies cost nothing
+    best = solve(whole, "latency")
+    assert best.value == pytest.approx(min(quickest(whole, table) for table in full), rel=1e-6)
+    assert whole.fits(best.placement)
+    assert free_time(whole, best.placement) >= best.value * (1 - 1e-9)
+    fixed = solve(whole, "latency", fixed=full[0])
+    assert fixed.value == pytest.approx(quickest(whole, full[0]), rel=1e-6)
+
+
+def by_routes(whole, table, objective, *, inorder):
+    """Least largest load over a placement, by a linear programme over every single route."""
+    columns = []
+    for way in product(*[np.flatnonzero(column) for column in table.T]):
+        hosts = np.array(way)
+        run = np.bincount(hosts, minlength=HOSTS)
+        starts = hosts[np.concatenate([[True], np.diff(hosts) != 0])]
+        visits = np.bincount(starts if inorder else np.unique(hosts), minlength=HOSTS)
+        loads = whole.loads(objective)
+        columns.append(np.concatenate([a.per_block * run + a.per_visit * visits for a in loads]))
+    unit = np.max(columns)
+    upper = np.column_stack([np.array(columns).T / unit, -np.ones(len(columns[0]))])
+    costs = np.zeros(len(columns) + 1)
+    costs[-1] = 1
+    shares = np.ones((1, len(columns) + 1))
+    shares[0, -1] = 0
+    result = linprog(costs, A_ub=upper, b_ub=np.zeros(len(upper)), A_eq=shares, b_eq=[1.0])
+    return result.fun * unit
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("objective", ["throughput", "lifetime"])
+def test_visits_that_weigh_against_all_routes(seed, objective):
+    """In order exact; in free order exact where holdings do not overlap in part, else a bound."""
+    whole = problem(drawn(seed, radio=True, roomy=True))
+    draw = np.random.default_rng(seed)
+    table = draw.random((HOSTS, BLOCKS)) < 0.6
+    table[0] |= ~table.any(axis=0)
+    ordered = in_order_load(whole, table, objective=objective)
+    assert ordered == pytest.approx(by_routes(whole, table, objective, inorder=True), rel=1e-5)
+    free = solve(whole, objective, fixed=table).value
+    truth = by_routes(whole, table, objective, inorder=False)
+    assert free <= truth * (1 + 1e-6)
+    assert free <= ordered * (1 + 1e-6)
+    same = np.array([table[0], table[0], ~table[0]])
+    if not table[0].all():
+        free = solve(whole, objective, fixed=same).value
+        assert free == pytest.approx(by_routes(whole, same, objective, inorder=False), rel=1e-5)
+
+
+def pipelines(whole):
+    """Every classical pipeline: an order of hosts, and where the blocks are cut."""
+    room = (whole.column("memory") // MB).astype(int)
+    for hosts in permutations(range(HOSTS)):
+        for counts in product(range(BLOCKS + 1), repeat=HOSTS):
+            if sum(counts) == BLOCKS and all(
+                n <= room[h] for h, n in zip(hosts, counts, strict=True)
+            ):
+                yield hosts, counts
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_the_pipeline_is_the_best_of_all(seed, objective):
+    whole = problem(drawn(seed, radio=True))
+    values = []
+    for hosts, counts in pipelines(whole):
+        n = np.zeros(HOSTS)
+        n[list(hosts)] = counts
+        if objective == "latency":
+            values.append((whole.column("block") * n + whole.hop * (n > 0)).sum())
+        else:
+            loads = whole.loads(objective)
+            values.append(max((a.per_block * n + a.per_visit * (n > 0)).max() for a in loads))
+    route = best_pipeline(whole, objective)
+    assert route.load(whole, objective) == pytest.approx(min(values), rel=1e-12)
+    table = route.placement(BLOCKS)
+    assert (table.sum(axis=0) == 1).all()
+    assert whole.fits(table)
+    assert all(set(np.diff(np.flatnonzero(row))) <= {1} for row in table)
+    if objective == "latency":
+        assert in_order_time(whole, table) == pytest.approx(min(values))
+
+
+def test_a_pipeline_needs_an_interval_per_host():
+    """Blocks 0 and 2 on one host, 1 and 3 on the other: two intervals do not fit."""
+    model = facts(block_bytes=(3 * MB, 3 * MB, MB, MB))
+    file = HostsFile(hosts={"h": HostSpec(count=2, memory_mb=4.0)})
+    _, prediction = plan(file, model, objective="throughput")
+    assert prediction.pipeline is None
+    assert prediction.in_order.throughput == pytest.approx(125)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_reach_against_all_sets_of_hosts(seed):
+    draw = np.random.default_rng(seed)
+    table, up = draw.random((5, BLOCKS)) < 0.4, draw.uniform(0.2, 1, size=5)
+    likely = np.zeros(BLOCKS + 1)
+    for there in product([False, True], repeat=5):
+        chance = np.where(there, up, 1 - up).prod()
+        likely[table[np.array(there)].any(axis=0).sum()] += chance
+    np.testing.assert_allclose(reachable(table, up), likely, atol=1e-12)
+
+
+def test_reach_of_deep_models_is_drawn():
+    table = np.tile(np.eye(20, dtype=bool), (2, 1))
+    likely = reachable(table, np.full(40, 0.5))
+    assert likely @ np.arange(21) == pytest.approx(15, abs=0.1)  # 20 (1 - 0.5^2)
+
+
+# --- the greedy -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("radio", [False, True])
+def test_the_greedy_against_the_optimum(seed, objective, radio):
+    """At least 60 % of the optimum on swarms far smaller, and fuller, than those it is for."""
+    whole = problem(drawn(seed, hosts=5, depth=5, radio=radio), facts(depth=5))
+    greedy, best = place(whole, objective), solve(whole, objective)
+    assert whole.fits(greedy.placement)
+    assert best.value <= greedy.value * (1 + 1e-6)
+    assert greedy.value <= best.value / 0.6
+    assert least_load(whole, objective) <= best.value * (1 + 1e-6)
+
+
+def large(count=100):
+    return HostsFile(
+        hosts={
+            "pi": HostSpec(
+                count=count, memory_mb=3, speed=0.3, link_ms=5, bandwidth_mbit=50, battery_wh=5,
+                watts=3, joules_per_mb=0.5, availability=0.8,
+            ),
+            "box": HostSpec(count=count // 10, memory_mb=12, speed=2, battery_wh=50, watts=30),
+        }
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_a_large_swarm_comes_within_a_percent_of_the_bound(objective):
+    found, prediction = plan(large(), facts(depth=12), objective=objective, replicas=3, reach=0.999)
+    assert prediction.solver == "greedy"
+    assert prediction.gap < 0.01
+    found.check(12)
+    copies = [sum(b in host.blocks for host in found.hosts.values()) for b in range(12)]
+    assert min(copies) >= 3
+    figure = {
+        "throughput": prediction.order_free.throughput,
+        "latency": prediction.order_free.latency_ms,
+        "lifetime": prediction.order_free.life,
+    }[objective]
+    assert figure == pytest.approx(prediction.value, rel=0.01)
+
+
+# --- what is printed and predicted ----------------------------------------------------------------
+
+
+def test_figures_by_hand():
+    """Two hosts with two of four blocks each, one twice as fast; alternate blocks forced."""
+    model = facts(block_bytes=(MB,) * 4)
+    file = HostsFile(
+        hosts={
+            "a": HostSpec(memory_mb=2, blocks_per_s=100, link_ms=5, availability=0.9),
+            "b": HostSpec(
+                memory_mb=2, blocks_per_s=50, link_ms=1, bandwidth_mbit=16, battery_wh=1,
+                joules_per_block=2, joules_per_mb=10, availability=0.5,
+            ),
+        }
+    )  # fmt: skip
+    found, prediction = plan(file, model, objective="latency")
+    free, pipe = prediction.order_free, prediction.pipeline
+    assert sorted(block for host in found.hosts.values() for block in host.blocks) == [0, 1, 2, 3]
+    transfer = 2 * 100_000 * 8 / 16e6
+    latency = 5 + 1 + 2 * 10 + 2 * 20 + 1000 * transfer
+    assert prediction.value == free.latency_ms == pytest.approx(latency)
+    assert free.throughput == pytest.approx(1 / max(0.04, transfer))
+    assert free.life == pytest.approx(3600 / (2 * 2 + 10 * 0.2))
+    assert free.answered == pytest.approx(1 - 0.1 * 0.5)
+    assert free.blocks == pytest.approx((4 * 0.45 + 2 * 0.5) / 0.95)
+    assert free.accuracy == pytest.approx(70 * 0.45 + 40 * 0.5)
+    assert pipe.latency_ms == pytest.approx(latency)
+    assert (pipe.answered, pipe.blocks) == (pytest.approx(0.45), 4)
+    assert pipe.accuracy == pytest.approx(70 * 0.45)
+
+
+def test_order_freedom_saves_visits():
+    """Blocks 0, 2 on one host, 1, 3 on the other: two visits in free order, four in order."""
+    whole = problem(HostsFile(hosts={"h": HostSpec(count=2, memory_mb=4, link_ms=10)}))
+    table = np.array([[1, 0, 1, 0], [0, 1, 0, 1]], dtype=bool)
+    assert solve(whole, "latency", fixed=table).value == pytest.approx(0.036)
+    assert free_time(whole, table) == pytest.approx(0.036)
+    assert in_order_time(whole, table) == pytest.approx(0.056)
+
+
+def test_an_accuracy_floor_lengthens_life():
+    file = drawn(1)
+    _, whole = plan(file, facts(), objective="lifetime")
+    _, fewer = plan(file, facts(), objective="lifetime", floor=40.0)
+    assert (whole.demand, fewer.demand) == (4, 2)
+    assert fewer.value >= 1.9 * whole.value
+    assert fewer.pipeline == whole.pipeline
+    assert fewer.order_free.blocks <= 2
+
+
+def test_mains_have_no_limit():
+    file = HostsFile(
+        hosts={
+            "mains": HostSpec(memory_mb=8),
+            "cell": HostSpec(count=2, memory_mb=2, battery_wh=1, watts=2),
+        }
+    )
+    _, prediction = plan(file, facts(), objective="lifetime")
+    assert prediction.value == prediction.order_free.life == math.inf
+    assert prediction.pipeline.life == math.inf
+    assert in_unit(0.0, "throughput") == math.inf
+
+
+def test_the_plan_is_one_to_deploy(tmp_path):
+    found, prediction = plan(drawn(2), facts(), objective="throughput", model="dir:x", wire="fp16")
+    (tmp_path / "plan.yaml").write_text(plan_text(found), encoding="utf-8")
+    assert read_plan(tmp_path / "plan.yaml") == found
+    assert (found.model, found.wire) == ("dir:x", "fp16")
+    text = plan_report(found, prediction)
+    assert f"{prediction.order_free.throughput:,.1f}" in text
+    assert f"{prediction.pipeline.throughput:,.1f}" in text
+    assert "no placement can beat" in text
+
+
+def test_hosts_as_people_write_them(tmp_path):
+    path = tmp_path / "HOSTS.yaml"
+    path.write_text(
+        "block_ms: 8\nhosts:\n  pi: {count: 2, memory_mb: 512, speed: 0.25, watts: 4,\n"
+        "    battery_wh: 20}\n  box: {memory_mb: 4000, blocks_per_s: 400}\n",
+        encoding="utf-8",
+    )
+    pi, other, box = hosts_of(read_hosts(path), facts(block_ms=None))
+    assert (pi.name, other.name, box.name) == ("pi-1", "pi-2", "box")
+    assert (pi.block, box.block) == (pytest.approx(0.032), pytest.approx(0.0025))
+    assert pi.block_energy == pytest.approx(4 * 0.032)
+    assert (pi.battery, box.battery) == (72_000, math.inf)
+    path.write_text("hosts: {a: {memory: 3}}", encoding="utf-8")
+    with pytest.raises(SettingsError, match=r"memory.*HOSTS\.yaml"):
+        read_hosts(path)
+
+
+def test_facts_of_a_bundle():
+    tensors = {1: b"12345", 0: b"1234"}
+    assert facts_of(tensors, (17, 64), wire="fp16").state_bytes == 17 * 64 * 2
+    assert facts_of(tensors, (17, 64), wire="int8").state_bytes == 17 * 64 + 17 * 4
+    assert facts_of(tensors, (17, 64)).block_bytes == (4, 5)
+
+
+def test_accuracy_between_what_was_measured():
+    model = facts(depth=6, accuracy={2: 20.0, 6: 80.0})
+    assert [model.accuracy_at(k) for k in (0, 2, 3, 6)] == [20, 20, 35, 80]
+    assert [model.blocks_for(floor) for floor in (1, 20, 21, 80)] == [1, 1, 3, 6]
+    bumpy = facts(accuracy={1: 50.0, 2: 40.0, 3: 60.0, 4: 60.0})
+    assert bumpy.blocks_for(45) == 3
+
+
+# --- what cannot be -------------------------------------------------------------------------------
+
+ROOMY = {"h": HostSpec(count=3, memory_mb=8, availability=0.5)}
+
+
+@pytest.mark.parametrize(
+    ("hosts", "asked", "match"),
+    [
+        ({"h": HostSpec(count=3, memory_mb=1.5)}, {}, r"short by 1\.00 MB"),
+        ({"h": HostSpec(count=3, memory_mb=3)}, {"replicas": 3}, r"short by 3\.00 MB"),
+        ({"h": HostSpec(count=9, memory_mb=0.8)}, {}, r"0 of 9 hosts.*short by 0\.20 MB"),
+        (ROOMY, {"replicas": 4}, "3 of 3 hosts"),
+        (ROOMY, {"reach": 0.9}, r"on every host it is 0\.8750"),
+        (ROOMY, {"reach": 1.0}, "not between 0 and 1"),
+        (ROOMY, {"replicas": 0}, "are none"),
+        (ROOMY, {"objective": "lifetime"}, "No host names a battery"),
+        (ROOMY, {"objective": "speed"}, "no objective 'speed'"),
+        (ROOMY, {"floor": 50.0}, "belongs to the objective lifetime"),
+        ({"h": HostSpec(count=3, memory_mb=2, availability=0.5)}, {"reach": 0.7}, "needs more"),
+        ({"h-1": HostSpec(memory_mb=9), "h": HostSpec(count=2, memory_mb=9)}, {}, "named 'h-1'"),
+    ],
+)
+def test_impossible_wishes_are_told_by_what_is_short(hosts, asked, match):
+    with pytest.raises(UsageError, match=match):
+        plan(HostsFile(hosts=hosts), facts(), **{"objective": "throughput", **asked})
+
+
+def test_copies_that_fit_in_sum_and_not_in_parts():
+    """16 MB of blocks, 18 MB of memory; but no host of 4.5 MB holds two of the 3 MB blocks."""
+    file = HostsFile(hosts={"h": HostSpec(count=4, memory_mb=4.5)})
+    sizes = (3 * MB, 3 * MB, 2 * MB)
+    with pytest.raises(UsageError, match="2 copies of every block do not fit"):
+        plan(file, facts(block_bytes=sizes), objective="throughput", replicas=2)
+
+
+def test_floors_and_speeds_that_are_not_known():
+    with pytest.raises(UsageError, match=r"out of reach: all 4 blocks give 70\.0 %"):
+        plan(drawn(0), facts(), objective="lifetime", floor=71.0)
+    with pytest.raises(UsageError, match="swarm calibrate"):
+        plan(drawn(0), facts(accuracy={}), objective="lifetime", floor=71.0)
+    with pytest.raises(UsageError, match="how fast host h0 is"):
+        plan(drawn(0), facts(block_ms=None), objective="latency")
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"speed": 1, "blocks_per_s": 2}, "exclude each other"),
+        ({"watts": 1, "joules_per_block": 2}, "exclude each other"),
+        ({"battery_wh": 1}, "battery_wh needs watts"),
+        ({"availability": 0}, "availability"),
+    ],
+)
+def test_hosts_that_contradict_themselves(fields, match):
+    with pytest.raises(SettingsError, match=match):
+        HostSpec(memory_mb=1, **fields)
+
+
+def test_without_time_the_greedy_answers():
+    file = drawn(3, hosts=8, depth=8, radio=True)
+    found, prediction = plan(file, facts(depth=8), objective="lifetime", time_limit=1e-3)
+    found.check(8)
+    assert prediction.value <= prediction.bound * (1 + 1e-6)

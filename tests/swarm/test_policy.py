@@ -1,0 +1,213 @@
+"""The routing policy: chosen visits by hand, and what must hold for every swarm (hypothesis)."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from layershuffle.swarm import state
+from layershuffle.swarm.limits import Limits
+from layershuffle.swarm.messages import Visit, Visited
+from layershuffle.swarm.policy import (
+    Finish,
+    Progress,
+    Wait,
+    decide,
+    hedges,
+    hop_limit,
+    skipped,
+)
+from layershuffle.swarm.state import HostView, Swarm
+
+LIMITS = Limits(reserve_ms=10)
+
+
+def host(name, *blocks, **fields):
+    return HostView(name, frozenset(blocks), **{"compute": 0.004, "link": 0.002, **fields})
+
+
+def next_of(*hosts, now=0.0, routing="order-free", **progress):
+    asked = Progress(**{"depth": 4, "deadline": 1.0, **progress})
+    return decide(asked, Swarm(hosts), now=now, limits=LIMITS, routing=routing)
+
+
+def test_the_host_expected_first_goes_next_with_all_it_holds():
+    busy, quick = host("a", 0, 1, waiting=10), host("b", 2, 3)
+    assert next_of(busy, quick) == Visit("b", (2, 3), limit=0.1)
+    assert next_of(busy, quick, done=(3, 2)) == Visit("a", (0, 1), limit=pytest.approx(0.2))
+
+
+def test_ties_go_by_name():
+    assert next_of(host("b", 0), host("a", 1)).host == "a"
+
+
+def test_fewer_blocks_are_asked_for_when_time_is_short():
+    visit = next_of(host("a", 0, 1, 2, 3), deadline=0.024)
+    assert visit == Visit("a", (0, 1, 2), limit=pytest.approx(0.014))
+
+
+def test_a_request_ends_when_nothing_fits_its_time():
+    assert next_of(host("a", 0, 1, 2, 3), deadline=0.0159) == Finish("deadline")
+    assert next_of(host("a", 0), deadline=0.01, now=0.0) == Finish("deadline")
+
+
+def test_a_request_ends_when_all_ran():
+    assert next_of(host("a", 0), done=(1, 0, 3, 2)) == Finish("complete")
+    assert next_of(host("a", 0), order=(2, 1), done=(2, 1)) == Finish("complete")
+
+
+def test_unreachable_blocks_end_a_request_that_has_enough():
+    gone = host("a", 0, 1, condition="gone")
+    assert next_of(gone, host("b", 2, 3), done=(2, 3)) == Finish("unreachable")
+
+
+def test_with_too_few_blocks_a_suspect_is_waited_for():
+    suspect = host("a", 0, 1, condition="suspect", retry_at=0.4)
+    asked = {"done": (2,), "min_blocks": 3}
+    assert next_of(suspect, **asked) == Wait(0.99)
+    assert next_of(replace(suspect, retry_at=2.0), **asked) == Finish("unreachable")
+    assert next_of(replace(suspect, condition="gone"), **asked) == Finish("unreachable")
+
+
+def test_slow_hosts_are_a_last_resort():
+    slow, quick = host("a", 0, compute=0.1), (host("b", 1), host("c", 2))
+    assert next_of(slow, *quick, done=(1, 2)) == Finish("unreachable")
+    assert next_of(slow, *quick, done=(1, 2), min_blocks=3).host == "a"
+
+
+def test_an_order_asked_for_is_kept_and_gaps_are_left_out():
+    a, b = host("a", 0, 3), host("b", 1, 2, condition="gone")
+    assert next_of(a, host("b", 1, 2), order=(2, 3, 0, 1)).blocks == (2,)
+    assert next_of(a, b, order=(2, 3, 0, 1)).blocks == (3, 0)
+    assert next_of(a, b, order=(2, 3, 0, 1), done=(3, 0)) == Finish("unreachable")
+    assert next_of(a, b, order=(3, 2, 0), done=(3, 0)) == Finish("unreachable")
+    quick_but_later = host("c", 0, 1, link=0.0)
+    assert next_of(host("b", 2), quick_but_later, order=(2, 3, 0, 1)).host == "b"
+
+
+def test_a_pipeline_needs_each_block_in_its_place():
+    a, b, c = host("a", 0, 1), host("b", 2, 3), host("c", 0, 1, compute=0.001)
+    assert next_of(a, b, c, routing="sequential") == Visit("a", (0, 1), limit=0.1)
+    assert next_of(a, b, c, routing="replicated-sequential").host == "c"
+    dead = replace(a, condition="gone")
+    assert next_of(dead, b, c, routing="sequential") == Finish("lost")
+    assert next_of(dead, b, c, routing="replicated-sequential").host == "c"
+    assert next_of(dead, b, routing="replicated-sequential") == Finish("lost")
+    frozen = replace(a, condition="suspect", retry_at=0.2)
+    assert next_of(frozen, b, c, routing="sequential") == Wait(0.99)
+
+
+def test_a_pipeline_runs_neighbouring_blocks_of_one_host_together():
+    assert next_of(host("a", 0, 1, 3), routing="sequential").blocks == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "left", "limit"),
+    [(0.01, 9.0, 0.1), (0.1, 9.0, 0.4), (0.5, 9.0, 1.0), (0.1, 0.3, 0.3)],
+)
+def test_hop_limits(wanted, left, limit):
+    assert hop_limit(wanted, left=left, limits=LIMITS) == pytest.approx(limit)
+
+
+def test_a_visit_hedges_what_it_repeats():
+    late = Visit("a", (0, 1), 1.0)
+    assert hedges(late, Visit("b", (1, 2), 1.0))
+    assert not hedges(late, Visit("b", (2, 3), 1.0))
+
+
+def test_every_skipped_block_has_its_reason():
+    swarm = Swarm([host("a", 0, condition="suspect", why="no answer in time"), host("b", 1)])
+    told = skipped(Progress(4, 1.0, order=(0, 1, 3)), swarm, ending="deadline", limits=LIMITS)
+    assert told == {
+        0: "host a is suspect: no answer in time",
+        1: "the deadline was near",
+        2: "the order asked for leaves it out",
+        3: "no host holds it",
+    }
+
+
+# --- what holds for every swarm -------------------------------------------------------------------
+
+DEPTH = 6
+HOSTS = st.lists(
+    st.builds(
+        lambda blocks, compute, link, waiting: (frozenset(blocks), compute, link, waiting),
+        st.sets(st.integers(0, DEPTH - 1), min_size=1),
+        st.one_of(st.none(), st.floats(0.0001, 0.5)),
+        st.one_of(st.none(), st.floats(0, 0.3)),
+        st.integers(0, 20),
+    ),
+    min_size=1, max_size=6,
+)  # fmt: skip
+# What becomes of a visit: its outcome, and the share of its limit that it took.
+FATES = st.lists(
+    st.tuples(
+        st.sampled_from(["answered", "answered", "late", "lost", "wrong", "unavailable"]),
+        st.floats(0, 1),
+    ),
+    min_size=40, max_size=40,
+)  # fmt: skip
+ORDERS = st.one_of(st.none(), st.permutations(range(DEPTH)).map(tuple))
+
+
+def played(hosts, fates, *, routing, progress):
+    """A whole request in virtual time; every visit, with when it began."""
+    swarm = Swarm(
+        HostView(f"h{i}", blocks, compute=compute, link=link, waiting=waiting)
+        for i, (blocks, compute, link, waiting) in enumerate(hosts)
+    )
+    now, visits, fates = 0.0, [], iter(fates)
+    for _ in range(200):
+        action = decide(progress, swarm, now=now, limits=LIMITS, routing=routing)
+        if isinstance(action, Finish):
+            return action, progress, visits, swarm, now
+        if isinstance(action, Wait):
+            assert now < action.until <= progress.deadline
+            now = action.until
+            continue
+        visits.append((now, action))
+        outcome, share = next(fates, ("answered", 0.5))
+        now += action.limit if outcome == "late" else action.limit * share
+        hop = Visited(action.host, action.blocks, outcome, 1.0, 0.5, 0.1)
+        if outcome == "answered":
+            swarm = swarm.with_host(state.answered(swarm[hop.host], hop, limits=LIMITS))
+            progress = progress.after(action.blocks)
+        else:
+            swarm = swarm.with_host(state.failed(swarm[hop.host], hop, now=now, limits=LIMITS))
+    raise AssertionError("the request did not end")
+
+
+@given(
+    HOSTS, FATES, st.sampled_from(["order-free", "sequential", "replicated-sequential"]),
+    st.floats(0.02, 3.0), st.integers(0, DEPTH), ORDERS,
+)  # fmt: skip
+@settings(max_examples=400, deadline=None)
+def test_requests_end_in_time_and_never_repeat_a_block(
+    hosts, fates, routing, deadline, min_blocks, order
+):
+    progress = Progress(DEPTH, deadline, min_blocks, order)
+    ending, progress, visits, swarm, now = played(hosts, fates, routing=routing, progress=progress)
+    assert len(set(progress.done)) == len(progress.done)
+    last_start = deadline - LIMITS.reserve_ms / 1000
+    for begun, visit in visits:
+        assert visit.limit > 0
+        assert begun + visit.limit <= last_start + 1e-9
+        assert set(visit.blocks) <= swarm[visit.host].blocks
+    assert now <= max(last_start, 0.0) + 1e-9
+    if order is not None:
+        assert list(progress.done) == [block for block in order if block in progress.done]
+    elif routing != "order-free":
+        assert progress.done == tuple(range(len(progress.done)))
+    assert (ending.ending == "complete") == (len(progress.done) == DEPTH)
+
+
+@given(HOSTS, st.sampled_from([(), ("lost",), ("late", "lost", "wrong")]))
+@settings(max_examples=200, deadline=None)
+def test_every_reachable_block_runs_when_time_allows(hosts, faults):
+    """Also when the first visits fail: what a healthy host holds at the end has run."""
+    fates = [(fault, 0.5) for fault in faults] + [("answered", 0.001)] * 40
+    progress = Progress(DEPTH, 1000.0, min_blocks=DEPTH)
+    _, progress, _, swarm, _ = played(hosts, fates, routing="order-free", progress=progress)
+    reachable = {block for one in swarm.values() if one.usable for block in one.blocks}
+    assert reachable <= set(progress.done)

@@ -1,0 +1,333 @@
+"""One contract over two engines, and what is Ray's own: settings, token, nothing left behind."""
+
+import asyncio
+import fcntl
+import importlib.util
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from engines import BLOCKS, CHECKS, LIMITS, rig_of
+from netns import processes_with
+
+from layershuffle.errors import UsageError
+from layershuffle.swarm.local import LocalHosts, LocalTransport
+from layershuffle.swarm.messages import HostFailed, HostGone, HostUnavailable, WorkExpired
+from layershuffle.swarm.ray_engine import called
+from layershuffle.swarm.ray_session import check_answers, joined_ray
+from layershuffle.swarm.ray_settings import (
+    SYSTEM_CONFIG,
+    Tls,
+    check_tls,
+    check_token,
+    environment,
+    head_command,
+    host_command,
+    host_names,
+    host_resources,
+    new_token,
+)
+
+HERE = Path(__file__).parent
+RAY_CHECKS = (
+    "nothing_listens_beyond_this_machine",
+    "a_client_without_the_token_gets_nothing",
+    "a_frozen_process_is_ended_for_good",
+    "hosts_outlive_their_coordinator",
+)
+PROGRAM_SECONDS = 420
+
+
+# --- the contract ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("check", CHECKS.values(), ids=list(CHECKS))
+def test_contract_in_this_process(check):
+    async def go():
+        places = LocalHosts(list(BLOCKS), limits=LIMITS)
+        rig = await rig_of(places, LocalTransport(places))
+        try:
+            async with asyncio.timeout(60):
+                await rig.heal()
+                await check(rig)
+        finally:
+            await rig.coordinator.close()
+
+    asyncio.run(go())
+
+
+@pytest.fixture(scope="session")
+def over_ray(tmp_path_factory):
+    """What `ray_contract.py` found, by check. Run once, however many pytest workers ask."""
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("Ray is not installed")
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    out = shared / "ray_contract.jsonl"
+    with (shared / "ray_contract.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not out.is_file():
+            run_program(out)
+            if '"up"' not in out.read_text():
+                run_program(out)  # Ray gives up where its processes need more than 30 seconds
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    return {line["name"]: line for line in lines}
+
+
+def run_program(out):
+    paths = os.pathsep.join([str(HERE), str(HERE.parent)])
+    process = subprocess.Popen(
+        [sys.executable, HERE / "ray_contract.py", out],
+        env={**os.environ, "PYTHONPATH": paths},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        said, _ = process.communicate(timeout=PROGRAM_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()  # its cluster ends with it
+        said, _ = process.communicate()
+    with out.open("a") as file:
+        file.write(json.dumps({"name": "ended", "code": process.returncode, "said": said}) + "\n")
+
+
+@pytest.mark.parametrize("check", [*CHECKS, *RAY_CHECKS])
+def test_contract_over_ray(check, over_ray):
+    assert check in over_ray, over_ray["ended"]["said"][-4000:]
+    assert not over_ray[check]["failure"], over_ray[check]["failure"]
+    print(check, over_ray[check]["seconds"], over_ray[check]["measured"])
+
+
+def test_ray_ends_with_its_program(over_ray):
+    ended = over_ray["ended"]
+    assert ended["code"] == 0, ended["said"][-4000:]
+    assert over_ray["down"]["left"] == 0
+    assert "(raylet)" not in ended["said"], "a dead host is told by our log, not by Ray's"
+
+
+def test_a_killed_program_leaves_no_process(tmp_path):
+    """SIGKILL of the process that started the local swarm: nobody is there to clean up."""
+    pytest.importorskip("ray")
+    code = (
+        "import os, sys, time\n"
+        "from layershuffle.swarm.ray_session import local_ray\n"
+        "with local_ray(['a']):\n"
+        "    print(os.environ['RAY_AUTH_TOKEN_PATH'], flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env={**os.environ, "TMPDIR": str(short := Path("/tmp"))},
+    )  # fmt: skip
+    try:
+        token = process.stdout.readline().strip()
+        assert Path(token).parent.parent == short
+        assert len(processes_with(token)) >= 4
+    finally:
+        process.kill()
+        process.communicate()
+    deadline = time.monotonic() + 30  # some of Ray's own look for their parent now and then
+    while processes_with(token):
+        assert time.monotonic() < deadline, processes_with(token)
+        time.sleep(0.1)
+    shutil.rmtree(Path(token).parent)
+
+
+class FakeRay:
+    """What `called` needs of the module: its errors, and that calls can be cancelled."""
+
+    class exceptions:
+        class RayError(Exception): ...
+
+        class RayTaskError(RayError):
+            def __init__(self, cause):
+                self.cause = cause
+
+        class ActorDiedError(RayError): ...
+
+        class ActorUnavailableError(RayError): ...
+
+        class PendingCallsLimitExceeded(RayError): ...
+
+        class TaskCancelledError(RayError): ...
+
+    def __init__(self):
+        self.cancelled = []
+
+    def is_initialized(self):
+        return True
+
+    def cancel(self, reference):
+        self.cancelled.append(reference)
+
+
+ERRORS = FakeRay.exceptions
+
+
+@pytest.mark.parametrize(
+    ("raised", "becomes", "says"),
+    [
+        (ERRORS.ActorDiedError(), HostGone, "process of host a is dead"),
+        (ERRORS.ActorUnavailableError("no way"), HostUnavailable, "no way"),
+        (ERRORS.PendingCallsLimitExceeded("full"), HostUnavailable, "PendingCalls"),
+        (ERRORS.TaskCancelledError(), HostUnavailable, "TaskCancelled"),
+        (ERRORS.RayTaskError(WorkExpired("too old")), WorkExpired, "too old"),
+        (ERRORS.RayTaskError(UsageError("odd")), UsageError, "odd"),
+        (ERRORS.RayTaskError(KeyError("oops")), HostFailed, "oops"),
+    ],
+)
+def test_errors_of_ray_become_ours(raised, becomes, says):
+    async def fails():
+        raise raised
+
+    with pytest.raises(becomes, match=says) as told:
+        asyncio.run(called(FakeRay(), fails, host="a"))
+    assert type(told.value) is becomes
+
+
+def test_a_cancelled_call_is_dropped_at_the_host():
+    async def go():
+        ray, call = FakeRay(), asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(called(ray, lambda: call, host="a"))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert ray.cancelled == [call]
+
+    asyncio.run(go())
+
+
+# --- settings -------------------------------------------------------------------------------------
+
+
+def test_a_new_token_is_for_its_owner_alone(tmp_path):
+    token = tmp_path / "secret" / "token"
+    new_token(token)
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600
+    assert len(token.read_text()) == 64
+    check_token(token)
+    before = token.read_bytes()
+    with pytest.raises(UsageError, match="token already"):
+        new_token(token)
+    assert token.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda path: None, "is not there"),
+        (lambda path: path.mkdir(), "cannot be read"),
+        (lambda path: written(path, "  \n", 0o600), "is empty"),
+        (lambda path: written(path, "0" * 64, 0o640), "Other users may read"),
+    ],
+)
+def test_a_bad_token_file_is_told_at_once(tmp_path, make, says):
+    """Ray itself would try for 20 seconds first."""
+    path = tmp_path / "token"
+    make(path)
+    begun = time.monotonic()
+    with pytest.raises(UsageError, match=says) as told, joined_ray("127.0.0.1:9", token=path):
+        pass
+    assert time.monotonic() - begun < 1
+    assert str(path) in str(told.value)
+    assert told.value.exit_code == 2
+
+
+def written(path, text, mode):
+    path.write_text(text)
+    path.chmod(mode)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.1:x", ":6400", "auto"])
+def test_what_is_no_address(address):
+    with pytest.raises(UsageError, match="is no address"):
+        check_answers(address)
+
+
+def test_where_nobody_answers(tmp_path):
+    new_token(tmp_path / "token")
+    with (
+        pytest.raises(UsageError, match="No swarm answers at 127"),
+        joined_ray("127.0.0.1:9", token=tmp_path / "token"),
+    ):
+        pass
+
+
+def test_tls_files_are_checked(tmp_path):
+    files = Tls(*(tmp_path / name for name in ("cert.pem", "key.pem", "ca.pem")))
+    for path in (files.certificate, files.key, files.authority):
+        with pytest.raises(UsageError, match="is not there"):
+            check_tls(files)
+        written(path, "x", 0o600)
+    check_tls(files)
+    files.key.chmod(0o644)
+    with pytest.raises(UsageError, match="swarm's key"):
+        check_tls(files)
+
+
+def test_environment(tmp_path):
+    tls = Tls(tmp_path / "cert", tmp_path / "key", tmp_path / "ca")
+    made = environment(tmp_path / "t", tls=tls, store=tmp_path / "gcs", threads=3, loopback=True)
+    assert made == {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(tmp_path / "t"),
+        "RAY_worker_niceness": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "OMP_NUM_THREADS": "3",
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "RAY_USE_TLS": "1",
+        "RAY_TLS_SERVER_CERT": str(tmp_path / "cert"),
+        "RAY_TLS_SERVER_KEY": str(tmp_path / "key"),
+        "RAY_TLS_CA_CERT": str(tmp_path / "ca"),
+        "RAY_gcs_storage": "rocksdb",
+        "RAY_gcs_storage_path": str(tmp_path / "gcs"),
+    }
+    plain = environment(tmp_path / "t")
+    assert plain["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "1"
+    assert plain["DASHBOARD_METRIC_PORT"] == "6408"
+
+
+def options(command):
+    words = [word.removeprefix("--").partition("=") for word in command if word.startswith("--")]
+    return {name: value for name, _, value in words}
+
+
+def test_commands(tmp_path):
+    head = options(head_command(tmp_path, ip="10.0.0.1"))
+    host = options(
+        host_command(tmp_path, address="10.0.0.1:6400", name="pi-1", ip="10.0.0.2", port=7000)
+    )
+    assert json.loads(head["system-config"]) == dict(SYSTEM_CONFIG)
+    assert "resources" not in head
+    assert (head["port"], head["include-dashboard"], head["num-cpus"]) == ("6400", "false", "0")
+    assert json.loads(host["resources"]) == {"block_host": 1.0, "host:pi-1": 1.0}
+    assert host["address"] == "10.0.0.1:6400"
+    assert {"block", "head"} <= head.keys()
+    assert "block" in host
+    for found, first in ((head, 6400), (host, 7000)):
+        ports = [int(value) for name, value in found.items() if name.endswith("-port")]
+        ports = [port for port in ports if port]
+        assert len(set(ports)) == len(ports)
+        assert all(first <= port < first + 100 for port in ports)
+
+
+@pytest.mark.parametrize("ip", ["127.0.0.1", "127.0.0.2", "localhost"])
+def test_members_need_an_address_that_others_reach(tmp_path, ip):
+    with pytest.raises(UsageError, match="cannot reach"):
+        head_command(tmp_path, ip=ip)
+    with pytest.raises(UsageError, match="swarm up"):
+        host_command(tmp_path, address="10.0.0.1:6400", name="a", ip=ip)
+
+
+def test_names_travel_as_resources():
+    assert host_names(host_resources(["pi-2", "pi-1"])) == ("pi-1", "pi-2")
+    assert host_names({"CPU": 4.0, "host:": 1.0, "node:10.0.0.1": 1.0}) == ()
+    assert host_resources([]) == {}

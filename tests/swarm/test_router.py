@@ -1,0 +1,211 @@
+"""The router against a scripted transport: what it visits, what it takes, and when it gives up."""
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from layershuffle.swarm.limits import Limits
+from layershuffle.swarm.messages import (
+    Answer,
+    HostFailed,
+    HostGone,
+    HostUnavailable,
+    WorkExpired,
+)
+from layershuffle.swarm.router import Router
+from layershuffle.swarm.state import HostView, Swarm
+from layershuffle.swarm.wire import Packet, pack, unpack
+
+LIMITS = Limits(reserve_ms=5, hop_floor_ms=60, suspect_ms=100)
+START = np.zeros((1, 2, 3), np.float32)
+
+
+def after(blocks, start=START):
+    """What scripted hosts compute: block b takes s to 2 s + b + 1, so the order shows."""
+    for block in blocks:
+        start = 2 * start + block + 1
+    return start
+
+
+@dataclass
+class Scripted:
+    """A transport whose hosts behave as `acts` says, visit by visit; honest otherwise."""
+
+    acts: dict[str, list] = field(default_factory=dict)
+    calls: list = field(default_factory=list)
+    cancelled: list = field(default_factory=list)
+
+    async def visit(self, visit, packet):
+        self.calls.append((visit.host, visit.blocks))
+        act = self.acts.get(visit.host, [])
+        step = act.pop(0) if act else 0.0
+        try:
+            if isinstance(step, Exception):
+                raise step
+            if isinstance(step, float):
+                await asyncio.sleep(step)
+                return Answer(pack(after(visit.blocks, unpack(packet)), packet.wire), 0.1, 0.0)
+            return Answer(step, 0.1, 0.0)
+        except asyncio.CancelledError:
+            self.cancelled.append(visit.host)
+            raise
+
+
+def routed(acts, hosts, *, depth=4, seconds=1.0, routing="order-free", later=None, **asked):
+    """One request; the state, the route, the transport, the router."""
+
+    async def go():
+        transport = Scripted(acts)
+        router = Router(transport, depth=depth, limits=LIMITS, routing=routing)
+        router.swarm = Swarm(
+            HostView(name, frozenset(blocks), compute=0.001, link=0.001)
+            for name, blocks in hosts.items()
+        )
+        if later is not None:
+            asyncio.get_running_loop().call_later(*later[:1], later[1], router)
+        state, route = await router.walk(START, deadline=router.clock() + seconds, **asked)
+        await asyncio.sleep(0)
+        return state, route, transport, router
+
+    return asyncio.run(go())
+
+
+def test_a_healthy_swarm_runs_every_block_once():
+    state, route, transport, router = routed({}, {"a": [0, 2], "b": [1, 3]})
+    assert route.order == (0, 2, 1, 3)
+    assert (state == after(route.order)).all()
+    assert (route.ending, route.degraded, route.skipped) == ("complete", False, {})
+    assert [hop.outcome for hop in route.hops] == ["answered"] * 2
+    assert transport.calls == [("a", (0, 2)), ("b", (1, 3))]
+    assert all(host.waiting == 0 for host in router.swarm.values())
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome", "condition"),
+    [
+        (HostGone("dead"), "lost", "gone"),
+        (HostUnavailable("full"), "unavailable", "suspect"),
+        (WorkExpired("old"), "late", "suspect"),
+        (HostFailed("oops"), "failed", "suspect"),
+    ],
+)
+def test_a_failing_host_is_skipped_and_named(error, outcome, condition):
+    state, route, _, router = routed({"a": [error]}, {"a": [0, 2], "b": [1, 3]})
+    assert route.order == (1, 3)
+    assert (state == after((1, 3))).all()
+    assert [hop.outcome for hop in route.hops] == [outcome, "answered"]
+    assert route.ending == "unreachable"
+    assert set(route.skipped) == {0, 2}
+    assert error.cause in route.skipped[0]
+    assert router.swarm["a"].condition == condition
+
+
+@pytest.mark.parametrize(
+    "wrong", [np.full((1, 2, 3), np.nan, np.float32), np.zeros((1, 2, 4), np.float32)]
+)
+def test_wrong_answers_shut_a_host_out_and_leave_no_trace(wrong):
+    state, route, _, router = routed({"a": [Packet("fp32", wrong)]}, {"a": [0], "b": [1, 2, 3]})
+    assert (state == after((1, 2, 3))).all()
+    assert router.swarm["a"].condition == "shut-out"
+    assert route.hops[0].outcome == "wrong"
+
+
+def test_a_frozen_host_costs_its_hop_limit_and_no_more():
+    begun = time.monotonic()
+    _, route, transport, _ = routed({"a": [30.0]}, {"a": [0], "b": [1, 2, 3]})
+    assert time.monotonic() - begun < 0.5
+    assert route.hops[0].outcome == "late"
+    assert 60 <= route.hops[0].ms < 200
+    assert route.order == (1, 2, 3)
+    assert transport.cancelled == ["a"], "nobody holds its block: the visit is dropped"
+
+
+def test_a_late_visit_is_hedged_and_the_first_answer_counts():
+    """Host a answers after its limit, the replica b never: a's answer is taken."""
+    state, route, transport, _ = routed(
+        {"a": [0.1], "b": [30.0]}, {"a": [0, 1], "b": [0, 1]}, depth=2
+    )
+    assert [(hop.host, hop.outcome) for hop in route.hops] == [("a", "late"), ("a", "answered")]
+    assert (state == after((0, 1))).all()
+    assert route.ending == "complete"
+    assert transport.cancelled == ["b"]
+
+
+def test_a_replica_that_answers_first_wins():
+    state, route, transport, _ = routed({"a": [30.0]}, {"a": [0, 1], "b": [0, 1]}, depth=2)
+    assert [(hop.host, hop.outcome) for hop in route.hops] == [("a", "late"), ("b", "answered")]
+    assert (state == after((0, 1))).all()
+    assert transport.cancelled == ["a"]
+
+
+def test_a_hedge_that_fails_leaves_the_late_visit_in_the_race():
+    acts = {"a": [0.12], "b": [HostGone("dead")], "c": [30.0]}
+    state, route, _, _ = routed(acts, {"a": [0], "b": [0], "c": [0]}, depth=1)
+    assert [(hop.host, hop.outcome) for hop in route.hops] == [
+        ("a", "late"), ("b", "lost"), ("a", "answered"),
+    ]  # fmt: skip
+    assert (state == after((0,))).all()
+
+
+def test_the_answer_comes_before_the_deadline():
+    """Every visit of a host takes 80 ms; eight of them do not fit into 400 ms."""
+    hosts = {name: [block] for block, name in enumerate("abcdefgh")}
+    acts = {name: [0.055] * 9 for name in hosts}
+    begun = time.monotonic()
+    _, route, _, _ = routed(acts, hosts, depth=8, seconds=0.25)
+    assert time.monotonic() - begun < 0.25
+    assert route.ending == "deadline"
+    assert 3 <= len(route.order) <= 4
+    assert "deadline" in route.skipped[7]
+
+
+def test_too_few_blocks_wait_for_a_host_that_comes_back():
+    def back(router):
+        router.update("a", lambda host: HostView("a", host.blocks))
+
+    acts = {"a": [HostUnavailable("full")]}
+    _, route, _, _ = routed(acts, {"a": [0, 1], "b": [2, 3]}, min_blocks=3, later=(0.15, back))
+    assert sorted(route.order) == [0, 1, 2, 3]
+    assert 150 <= route.ms < 400
+
+
+def test_too_few_blocks_end_at_the_deadline():
+    acts = {"a": [HostUnavailable("full")]}
+    _, route, _, _ = routed(acts, {"a": [0, 1], "b": [2, 3]}, min_blocks=3, seconds=0.2)
+    assert route.ending == "deadline"
+    assert len(route.order) == 2
+
+
+def test_a_pipeline_is_lost_with_its_host():
+    _, route, _, _ = routed(
+        {"b": [HostGone("dead")]}, {"a": [0, 1], "b": [2, 3]}, routing="sequential"
+    )
+    assert route.ending == "lost"
+    assert route.order == (0, 1)
+
+
+def test_an_order_asked_for_is_kept():
+    state, route, transport, _ = routed({}, {"a": [0, 2], "b": [1, 3]}, order=(2, 0, 3))
+    assert route.order == (2, 0, 3)
+    assert (state == after((2, 0, 3))).all()
+    assert route.skipped == {1: "the order asked for leaves it out"}
+    assert not route.degraded
+    assert transport.calls == [("a", (2, 0)), ("b", (3,))]
+
+
+def test_requests_side_by_side_do_not_mix():
+    async def go():
+        router = Router(Scripted({"a": [0.02] * 50, "b": [0.01] * 50}), depth=2, limits=LIMITS)
+        router.swarm = Swarm([HostView("a", frozenset({0})), HostView("b", frozenset({1}))])
+        starts = [np.full((1, 2, 3), k, np.float32) for k in range(20)]
+        walks = [router.walk(start, deadline=router.clock() + 2) for start in starts]
+        return starts, await asyncio.gather(*walks), router
+
+    starts, results, router = asyncio.run(go())
+    for start, (state, route) in zip(starts, results, strict=True):
+        assert (state == after(route.order, start)).all()
+    assert {route.order for _, (_, route) in zip(starts, results, strict=True)} == {(0, 1), (1, 0)}
+    assert all(host.waiting == 0 for host in router.swarm.values())

@@ -1,0 +1,658 @@
+"""The simulation against closed forms, and against the real router on a clock that only jumps."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import selectors
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import simpy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common import FAMILIES
+from layershuffle.errors import SettingsError, UsageError
+from layershuffle.swarm import policy
+from layershuffle.swarm.bundle import make_bundle
+from layershuffle.swarm.coordinator import Coordinator
+from layershuffle.swarm.drill import Reply, run_drill
+from layershuffle.swarm.faults import KINDS, Fault, crashes
+from layershuffle.swarm.health import Health, Known
+from layershuffle.swarm.limits import Limits
+from layershuffle.swarm.local import LocalHosts, LocalTransport
+from layershuffle.swarm.messages import Answer, HostGone
+from layershuffle.swarm.plan import HostPlan, SwarmPlan, even_plan
+from layershuffle.swarm.planning import HostsFile, HostSpec, ModelFacts, plan
+from layershuffle.swarm.planning.hosts import hosts_of
+from layershuffle.swarm.policy import ROUTINGS, Progress, compared
+from layershuffle.swarm.router import Router
+from layershuffle.swarm.simulation import (
+    Arrivals,
+    Churn,
+    HostTimes,
+    Profile,
+    outcome_report,
+    profile_of,
+    scaled,
+    simulate,
+)
+from layershuffle.swarm.simulation.gateway import Gateway, Walk
+from layershuffle.swarm.simulation.machines import Machine
+from layershuffle.swarm.simulation.outcome import ENDED
+from layershuffle.swarm.state import HostView, Swarm
+
+DEPTH = 12
+QUIET = Limits(canary_every_ms=1e12)
+TIMES = HostTimes(block_ms=3.0, link_ms=2.0)
+PROFILE = Profile(every=TIMES)
+ACCURACY = {1: 10.0, 6: 70.0, 12: 85.0}
+
+
+def spread(hosts=DEPTH, limits=QUIET, **fields):
+    return even_plan(DEPTH, hosts, **fields).model_copy(update={"limits": limits})
+
+
+def run(plan_, requests=100, **options):
+    return simulate(plan_, **{"profile": PROFILE, "requests": requests, **options})
+
+
+# --- closed forms ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("hosts", [1, 3, 12])
+def test_one_client_without_failures(routing, hosts):
+    """Order-free: one visit per host. In order: one per stretch; even plans have no neighbours."""
+    outcome = run(spread(hosts), routing=routing, arrivals=Arrivals(clients=1))
+    visits = hosts if routing == "order-free" or hosts == 1 else DEPTH
+    assert outcome.hops == visits
+    np.testing.assert_allclose(outcome.ms, visits * 2.0 + DEPTH * 3.0, atol=1e-9)
+    assert outcome.seconds == pytest.approx(100 * (visits * 2 + DEPTH * 3) / 1000)
+    assert (outcome.ended["answered"], outcome.blocks) == (100, {12: 100})
+
+
+def test_one_server_is_a_queue_with_fixed_service():
+    """Against Lindley's recursion, request by request, and the mean wait of an M/D/1 queue."""
+    limits = Limits(
+        canary_every_ms=1e12, deadline_ms=3e4, hop_cap_ms=3e4, hop_floor_ms=3e4, max_batch=1
+    )
+    single = SwarmPlan(hosts={"only": HostPlan(blocks=(0,))}, limits=limits)
+    service, rate, count = 0.005, 120.0, 4000
+    arrivals = Arrivals(rate=rate)
+    outcome = simulate(
+        single,
+        profile=Profile(every=HostTimes(block_ms=1000 * service, link_ms=0)),
+        requests=count,
+        arrivals=arrivals,
+        seed=3,
+    )
+    times, wait, waits = arrivals.times(count, seed=3), 0.0, [0.0]
+    for before, now in pairwise(times):
+        wait = max(0.0, wait + service - (now - before))
+        waits.append(wait)
+    np.testing.assert_allclose(outcome.ms, sorted(1000 * (w + service) for w in waits), atol=1e-6)
+    load = rate * service
+    assert np.mean(outcome.ms) / 1000 - service == pytest.approx(
+        load * service / (2 * (1 - load)), rel=0.25
+    )
+
+
+def test_a_full_batch_takes_its_share_longer():
+    """Four clients on one host run every block together."""
+    outcome = simulate(
+        spread(1),
+        profile=Profile(every=HostTimes(block_ms=3, link_ms=2), batch_share=0.25),
+        requests=4,
+        arrivals=Arrivals(clients=4),
+    )
+    # The first of them is alone in the first turn, so that it is one block ahead throughout.
+    assert outcome.ms[-1] < 2 + 12 * 3 * (1 + 0.25 * 3) + 3
+    assert outcome.ms[0] >= 2 + 12 * 3
+
+
+def test_dead_hosts_cost_a_pipeline_every_request_from_then_on():
+    """Four of twelve die at request 40 of 100; sequential loses 60, order-free none."""
+    faults = [Fault(40, f"host-{i}", "crash") for i in (2, 5, 7, 11)]
+    one = {"faults": faults, "arrivals": Arrivals(clients=1), "accuracy": ACCURACY}
+    ordered = run(spread(), routing="sequential", **one)
+    assert ordered.ended == {"answered": 40, "degraded": 0, "late": 0, "failed": 60}
+    assert ordered.right == pytest.approx(0.4 * 85)
+    free = run(spread(), **one)
+    assert free.ended == {"answered": 40, "degraded": 60, "late": 0, "failed": 0}
+    assert free.blocks == {8: 60, 12: 40}
+    assert free.accuracy == free.right == pytest.approx(0.4 * 85 + 0.6 * 75)
+    # The first request after it finds out, host by host, at the cost of the notice.
+    extra = 4 * (PROFILE.notice_ms + 1) - 4 * (2 + 3)
+    assert free.ms[-1] == pytest.approx(12 * 5 + extra, abs=4 * PROFILE.notice_ms)
+
+
+def test_replicas_save_a_pipeline_until_both_are_gone():
+    doubled = spread(replicas=2)
+    one = {"routing": "replicated-sequential", "arrivals": Arrivals(clients=1)}
+    apart = run(doubled, faults=[Fault(50, "host-3", "crash"), Fault(60, "host-7", "crash")], **one)
+    assert apart.ended["answered"] == 100
+    both = run(doubled, faults=[Fault(50, "host-3", "crash"), Fault(60, "host-4", "crash")], **one)
+    assert both.ended["failed"] == 40  # block 3 was on hosts 4 and 5 only... block 2 on 3 and 4
+
+
+def test_churn_against_the_binomial():
+    """Hosts are up 9 of 10 times: a pipeline has them all in 0.9^12 of the cases."""
+    churn, count = Churn(up_s=18, down_s=2), 600
+    options = {"requests": count, "churn": churn, "arrivals": Arrivals(rate=0.2), "seed": 5}
+    ordered, free = (
+        run(spread(), routing=routing, **options) for routing in ("sequential", "order-free")
+    )
+    whole = churn.availability**DEPTH
+    noise = 4 * math.sqrt(whole * (1 - whole) / count)
+    assert ordered.share("answered") / 100 == pytest.approx(whole, abs=noise)
+    assert free.share("answered", "degraded") == 100
+    assert free.mean_blocks == pytest.approx(DEPTH * churn.availability, abs=0.15)
+    third = sum(free.blocks.get(k, 0) for k in (12,)) / count
+    assert third == pytest.approx(whole, abs=noise)
+
+
+# --- against the real router ----------------------------------------------------------------------
+
+
+class Jumping(asyncio.SelectorEventLoop):
+    """An event loop whose clock jumps to the next timer instead of waiting for it."""
+
+    def __init__(self):
+        self.now = 0.0
+        loop = self
+
+        class Selector(selectors.SelectSelector):
+            def select(self, timeout=None):
+                assert timeout is not None, "everything waits, and nothing will happen"
+                loop.now += max(0.0, timeout)
+                return super().select(0)
+
+        super().__init__(Selector())
+        self._clock_resolution = 1e-12
+
+    def time(self):
+        return self.now
+
+
+class Wires:
+    """Visits to first-come-first-served hosts of one block each, with links and failures."""
+
+    def __init__(self, times):
+        self.times = times
+        self.free = {name: asyncio.Lock() for name in times}
+        self.dead = {name: asyncio.Event() for name in times}
+        self.open = {name: asyncio.Event() for name in times}
+        for one in self.open.values():
+            one.set()
+
+    async def visit(self, visit, packet):
+        work = asyncio.ensure_future(self._through(visit, packet))
+        death = asyncio.ensure_future(self.dead[visit.host].wait())
+        try:
+            await asyncio.wait({work, death}, return_when=asyncio.FIRST_COMPLETED)
+            if self.dead[visit.host].is_set():
+                raise HostGone("dead")
+            return work.result()
+        finally:
+            work.cancel()
+            death.cancel()
+
+    async def _through(self, visit, packet):
+        name, loop = visit.host, asyncio.get_running_loop()
+        times = self.times[name]
+        await asyncio.sleep(times.link_ms / 2000)
+        await self.open[name].wait()
+        arrived = loop.time()
+        async with self.free[name]:
+            begun = loop.time()
+            await asyncio.sleep(times.block_ms / 1000)
+        await self.open[name].wait()
+        queue = (begun - arrived) * 1000
+        await asyncio.sleep(times.link_ms / 2000)
+        return Answer(packet, times.block_ms, queue)
+
+
+HOSTS = {
+    "a": (0, HostTimes(block_ms=7.13, link_ms=3.31)),
+    "b": (0, HostTimes(block_ms=9.37, link_ms=2.77)),
+    "c": (1, HostTimes(block_ms=11.71, link_ms=4.19)),
+    "d": (1, HostTimes(block_ms=6.91, link_ms=5.03)),
+    "e": (2, HostTimes(block_ms=8.59, link_ms=1.97)),
+    "f": (3, HostTimes(block_ms=5.23, link_ms=6.11)),
+    "g": (3, HostTimes(block_ms=87.3, link_ms=6.11)),
+}
+STARTS = [0.0037 + 0.0113 * i * (1 + 0.37 * (i % 3)) for i in range(60)]
+EVENTS = [(0.1507, "d", "hush"), (0.2011, "a", "die"), (0.8017, "d", "mend"), (0.2513, "f", "hush")]
+ROUTER = Limits(max_batch=1, deadline_ms=600, canary_every_ms=431, probe_ms=91)
+
+
+def real_hops(routing):
+    """(host, blocks, outcome, ms) of every hop of every request, by the real router and health."""
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        wires = Wires({name: times for name, (_, times) in HOSTS.items()})
+        router = Router(wires, depth=4, limits=ROUTER, routing=routing, clock=loop.time)
+        router.swarm = Swarm(HostView(name, frozenset({b})) for name, (b, _) in HOSTS.items())
+        health = Health(router)
+        router.observers.clear()  # no audits
+        start = np.ones((1, 2, 2), dtype=np.float32)
+        for name, (block, _) in HOSTS.items():
+            health.expect(name, {block: Known(start, start, "x")})
+        asking = asyncio.ensure_future(health.run())
+
+        async def happen(at, name, kind):
+            await asyncio.sleep(at)
+            {"hush": wires.open[name].clear, "mend": wires.open[name].set,
+             "die": wires.dead[name].set}[kind]()  # fmt: skip
+
+        async def request(at):
+            await asyncio.sleep(at)
+            now = loop.time()
+            _, route = await router.walk(start, deadline=now + 0.6, min_blocks=3)
+            return route
+
+        routes, *_ = await asyncio.gather(
+            asyncio.gather(*map(request, STARTS)), *(happen(*event) for event in EVENTS)
+        )
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        return [(route.hops, route.ending, route.ms) for route in routes]
+
+    with asyncio.Runner(loop_factory=Jumping) as runner:
+        return runner.run(main())
+
+
+def simulated_hops(routing):
+    """The same by the simulation."""
+    env = simpy.Environment()
+    profile = Profile(notice_ms=0)
+    machines = {n: Machine(env, times, profile, ROUTER) for n, (_, times) in HOSTS.items()}
+    swarm = Swarm(HostView(name, frozenset({b})) for name, (b, _) in HOSTS.items())
+    gateway = Gateway(env, machines, swarm=swarm, depth=4, limits=ROUTER, routing=routing)
+    for name in machines:
+        gateway.watch(name, 0.0)
+    walks = []
+
+    def request(number, at):
+        yield env.timeout(at)
+        walk = Walk(Progress(4, env.now + 0.6, 3, seed=number), env.now)
+        walks.append((number, walk))
+        yield from gateway.walk(walk)
+
+    def happen(at, name, kind):
+        yield env.timeout(at)
+        getattr(machines[name], kind)()
+
+    for event in EVENTS:
+        env.process(happen(*event))
+    done = [env.process(request(number, at)) for number, at in enumerate(STARTS)]
+    env.run(until=env.all_of(done))
+    return [(walk.hops, walk.ending, walk.ms) for _, walk in sorted(walks, key=lambda w: w[0])]
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_every_hop_is_the_real_routers(routing):
+    """60 requests over 7 hosts of which one is slow, one dies, one falls silent, one comes back."""
+    real, simulated = real_hops(routing), simulated_hops(routing)
+    outcomes = Counter(hop.outcome for hops, *_ in real for hop in hops)
+    assert outcomes["lost"]
+    assert outcomes["late"] or routing == "sequential"  # the dead host stops that one before
+    assert len({ending for _, ending, _ in real}) > 1
+    for one, other in zip(real, simulated, strict=True):
+        assert [(h.host, h.blocks, h.outcome) for h in one[0]] == [
+            (h.host, h.blocks, h.outcome) for h in other[0]
+        ]
+        assert one[1] == other[1]
+        for field in ("ms", "compute_ms", "queue_ms"):
+            ours, theirs = ([getattr(h, field) for h in hops] for hops in (one[0], other[0]))
+            np.testing.assert_allclose(ours, theirs, atol=1e-6)
+        assert one[2] == pytest.approx(other[2], abs=1e-6)
+
+
+PICO = SwarmPlan(
+    model="pico",
+    hosts={
+        **{name: HostPlan(blocks=(b,)) for b, name in enumerate("abcd")},
+        "e": HostPlan(blocks=(0,)),
+        "f": HostPlan(blocks=(3,)),
+    },
+    limits=Limits(suspect_max_ms=200, hop_floor_ms=900, probe_ms=1500, deadline_ms=3000),
+)
+PICO_FAULTS = (Fault(30, "a", "crash"), Fault(60, "b", "freeze"), Fault(120, "b", "rejoin"))
+PICO_REQUESTS, CLIENTS, THINK_MS = 180, 3, 30.0
+
+
+def real_ends(routing):
+    """How requests end on a real swarm in this process, by the drill that real swarms have."""
+
+    async def main():
+        places = LocalHosts(list(PICO.hosts), limits=PICO.limits)
+        bundle = make_bundle(FAMILIES["timm-vit"].wrapped())
+        router = Router(LocalTransport(places), depth=4, limits=PICO.limits, routing=routing)
+        coordinator = Coordinator(PICO, router=router, places=places, bundles={"pico": bundle})
+        watch = asyncio.create_task(coordinator.run())
+
+        async def ask(_):
+            deadline = router.clock() + PICO.limits.deadline_ms / 1000
+            least = least_of(routing)
+            _, route = await router.walk(bundle.canary.state, deadline=deadline, min_blocks=least)
+            await asyncio.sleep(THINK_MS / 1000)
+            failed = route.ending == "lost" or len(route.order) < least
+            ended = "failed" if failed else "degraded" if route.degraded else "answered"
+            return Reply(ended, False, len(route.order), route.ms)
+
+        try:
+            assert not await coordinator.ready(within=30)
+            return await run_drill(
+                ask, PICO_REQUESTS, faults=PICO_FAULTS, engine=coordinator, concurrency=CLIENTS
+            )
+        finally:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+            await coordinator.close()
+
+    return asyncio.run(main())
+
+
+def least_of(routing):
+    """A pipeline's answer is whole; how far it came before it broke is chance."""
+    return 1 if routing == "order-free" else 4
+
+
+def simulated_ends(routing):
+    return simulate(
+        PICO,
+        profile=Profile(every=HostTimes(block_ms=1, link_ms=2), notice_ms=0),
+        requests=PICO_REQUESTS,
+        arrivals=Arrivals(clients=CLIENTS, think_ms=THINK_MS),
+        faults=PICO_FAULTS,
+        routing=routing,
+        min_blocks=least_of(routing),
+    )
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_shares_are_those_of_a_real_swarm_within_five_points(routing):
+    real, simulated = real_ends(routing), simulated_ends(routing)
+    for ended in ENDED:
+        assert simulated.share(ended) == pytest.approx(real.share(ended), abs=5), ended
+    assert real.share("answered") < 90
+
+
+# --- failures -------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    seed=st.integers(0, 99),
+    routing=st.sampled_from(ROUTINGS),
+    hosts=st.sampled_from([3, 6, 12]),
+    replicas=st.integers(1, 3),
+    churned=st.booleans(),
+    rate=st.sampled_from([None, 20.0, 200.0]),
+    faults=st.lists(
+        st.tuples(st.integers(0, 60), st.integers(1, 3), st.sampled_from(KINDS)), max_size=6
+    ),
+)
+def test_every_request_ends_once(seed, routing, hosts, replicas, churned, rate, faults):
+    limits = Limits(deadline_ms=400, canary_every_ms=300)
+    outcome = run(
+        spread(hosts, limits=limits, replicas=replicas),
+        requests=60,
+        seed=seed,
+        routing=routing,
+        arrivals=Arrivals(rate=rate) if rate else None,
+        churn=Churn(up_s=0.5, down_s=0.3) if churned else None,
+        faults=[Fault(at, f"host-{host}", kind) for at, host, kind in faults],
+    )
+    assert sum(outcome.ended.values()) == outcome.requests == len(outcome.ms) == 60
+    assert sum(outcome.blocks.values()) == 60 - outcome.ended["failed"]
+    assert outcome.ended["late"] == 0
+    assert outcome.ms[-1] <= 400 + 1e-6
+    assert all(1 <= blocks <= DEPTH for blocks in outcome.blocks)
+    if routing != "order-free":
+        assert outcome.ended["degraded"] <= outcome.requests - outcome.ended["answered"]
+
+
+def test_the_same_seed_gives_the_same():
+    options = {"churn": Churn(up_s=2, down_s=1), "arrivals": Arrivals(rate=50)}
+    limits = Limits()
+    first, again, other = (
+        run(spread(limits=limits, replicas=2), seed=seed, **options) for seed in (1, 1, 2)
+    )
+    assert first == again
+    assert first.ms != other.ms
+
+
+def test_churn_and_arrivals_do_not_depend_on_the_routing():
+    one, other = (lives_of(routing) for routing in ("order-free", "sequential"))
+    assert one == other
+
+
+def lives_of(routing):
+    """When which host died or came back, up to a common time."""
+    seen = []
+    real = Machine.die
+
+    class Watched(Machine):
+        pass
+
+    def die(self):
+        seen.append((round(self.env.now, 9), self.times))
+        real(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Machine, "die", die)
+        run(
+            spread(), churn=Churn(up_s=1, down_s=1), arrivals=Arrivals(rate=20), routing=routing,
+            requests=60,
+        )  # fmt: skip
+    return [one for one in seen if one[0] < 2.5]
+
+
+def test_a_frozen_host_is_quarantined_and_comes_back():
+    limits = Limits(canary_every_ms=300, suspect_max_ms=400)
+    doubled = spread(6, limits=limits, replicas=2)
+    faults = [Fault(20, "host-2", "freeze"), Fault(200, "host-2", "rejoin")]
+    outcome = run(doubled, requests=400, faults=faults, arrivals=Arrivals(rate=100))
+    assert outcome.ended["answered"] == 400
+    assert outcome.ms[-1] < 1000
+    single = run(spread(6, limits=limits), requests=400, faults=faults, arrivals=Arrivals(rate=100))
+    assert single.ended["failed"] == 0
+    assert 0.3 < single.ended["degraded"] / 400 < 0.6
+    assert set(single.blocks) == {10, 12}
+
+
+def test_a_lying_host_is_shut_out_by_its_canary():
+    limits = Limits(canary_every_ms=500)
+    outcome = run(
+        spread(6, limits=limits),
+        requests=300,
+        faults=[Fault(100, "host-4", "wrong")],
+        arrivals=Arrivals(rate=100),
+        accuracy=ACCURACY,
+    )
+    # At most 500 ms and a visit at 100 requests per second, those under way with them.
+    assert 0 < outcome.false <= 65
+    assert outcome.ended["degraded"] >= 300 - 100 - 65
+    assert outcome.right < 85
+    blind = run(spread(6), requests=300, faults=[Fault(100, "host-4", "wrong")])
+    assert blind.false >= 190
+
+
+def test_a_slow_host_is_left_out_once_it_is_known():
+    limits = Limits(slow_factor=3, slow_margin_ms=1, canary_every_ms=1e12)
+    doubled = spread(6, limits=limits, replicas=2)
+    fast, slow = (
+        run(doubled, requests=300, faults=faults, arrivals=Arrivals(clients=1))
+        for faults in ([], [Fault(10, "host-1", "slow")])
+    )
+    assert slow.ended["answered"] == 300
+    assert slow.quantile(0.95) <= 1.5 * fast.quantile(0.95)
+
+
+def test_who_leaves_loses_no_request():
+    outcome = run(
+        spread(6, replicas=2), faults=[Fault(30, "host-1", "leave")], arrivals=Arrivals(rate=100)
+    )
+    assert outcome.ended["answered"] == 100
+    assert outcome.ms[-1] < 200
+
+
+def test_too_few_blocks_are_no_answer():
+    dead = [Fault(0, f"host-{i}", "crash") for i in range(1, 7)]
+    enough = run(spread(), faults=dead, min_blocks=6)
+    assert enough.ended["degraded"] == 100
+    short = run(spread(), faults=dead, min_blocks=7)
+    assert short.ended["failed"] == 100
+    assert math.isnan(short.mean_blocks)
+    assert short.accuracy is None
+
+
+# --- large swarms ---------------------------------------------------------------------------------
+
+
+def test_a_step_compares_a_bounded_number_of_hosts():
+    limits = Limits(compared=48)
+    swarm = Swarm(HostView(f"h{i:04}", frozenset({i % DEPTH})) for i in range(2400))
+    seen = Counter()
+    for seed in range(200):
+        progress = Progress(DEPTH, 1.0, seed=seed)
+        chosen = compared(progress, swarm, blocks=progress.wanted, limits=limits)
+        assert len(chosen) <= 48
+        assert {block for host in chosen for block in host.blocks} == set(range(DEPTH))
+        seen.update(host.name for host in chosen)
+        assert chosen == compared(progress, swarm, blocks=progress.wanted, limits=limits)
+    assert max(seen.values()) < 20
+    assert len(seen) > 2200
+    few = Swarm(HostView(f"h{i:02}", frozenset({i % DEPTH})) for i in range(48))
+    asked = Progress(DEPTH, 1.0)
+    assert compared(asked, few, blocks=asked.wanted, limits=limits) == list(few.values())
+
+
+def test_a_few_choices_are_nearly_as_good_as_all():
+    """240 hosts of unequal speed under load: drawn candidates against all of them."""
+    times = {f"host-{i + 1}": HostTimes(block_ms=2 + i % 7, link_ms=2) for i in range(24)}
+    held = {f"host-{i + 1}": HostPlan(blocks=(i % 12, (i + 1) % 12)) for i in range(24)}
+    many = scaled(SwarmPlan(hosts=held), 240)
+    results = [
+        simulate(
+            many.model_copy(update={"limits": replace_limits(compared=number)}),
+            profile=Profile(hosts=times),
+            requests=150,
+            arrivals=Arrivals(rate=400),
+        )
+        for number in (24, 10_000)
+    ]
+    assert results[0].quantile(0.5) <= 1.25 * results[1].quantile(0.5)
+
+
+def replace_limits(**fields):
+    return QUIET.model_copy(update=fields)
+
+
+def test_a_thousand_hosts_under_churn():
+    outcome = run(
+        scaled(spread(), 1000),
+        requests=60,
+        churn=Churn(up_s=20, down_s=10),
+        arrivals=Arrivals(rate=200),
+    )
+    assert outcome.share("answered", "degraded") == 100
+    assert outcome.blocks == {12: 60}
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 6)), max_size=40), st.integers(0, 9))
+def test_a_changed_swarm_equals_one_built_anew(changes, seed):
+    """The indexes that `with_host` carries on, against those of a new value."""
+    draw = np.random.default_rng(seed)
+    conditions = ("healthy", "healthy", "suspect", "shut-out", "draining", "gone")
+    limits, swarm, old = Limits(), Swarm(), Swarm()
+    for number, kind in changes:
+        name = f"h{number}"
+        view = swarm.get(name) or HostView(name, frozenset({number % 3}))
+        new = [
+            lambda v: replace(v, waiting=v.waiting + 1),
+            lambda v: replace(v, compute=float(draw.integers(1, 5)), link=1.0),
+            lambda v: replace(v, condition=conditions[draw.integers(6)]),
+            lambda v: replace(v, blocks=frozenset(draw.integers(0, 4, size=2).tolist())),
+        ][kind % 4](view)
+        old, before = swarm, dict(swarm)
+        swarm = swarm.without(name) if kind == 6 else swarm.with_host(new)
+        assert dict(old) == before
+        for one in (swarm, old):
+            fresh = Swarm(one.values())
+            assert list(one) == list(fresh) == sorted(one)
+            assert one.pace(limits) == fresh.pace(limits)
+            assert one.suspects == fresh.suspects
+            for block in range(4):
+                assert one.held(block) == fresh.held(block)
+                assert one.usable(block) == fresh.usable(block)
+                assert one.holders(block) == tuple(
+                    v for v in one.values() if v.usable and block in v.blocks
+                )
+
+
+# --- around it ------------------------------------------------------------------------------------
+
+
+def test_a_plan_grown_to_more_hosts():
+    grown = scaled(spread(5), 12)
+    assert list(grown.hosts)[4:7] == ["host-5", "host-1~2", "host-2~2"]
+    assert grown.hosts["host-2~3"].blocks == grown.hosts["host-2"].blocks
+    profile = Profile(hosts={"host-2": TIMES}, every=HostTimes(block_ms=9))
+    assert profile.times("host-2~3") == profile.times("host-2") == TIMES
+    assert profile.times("host-1~2").block_ms == 9
+    with pytest.raises(UsageError, match="5 hosts, 4 are fewer"):
+        scaled(spread(5), 4)
+
+
+def test_from_hosts_file_to_outcome():
+    """A plan's predicted latency is what a single client sees."""
+    file = HostsFile(
+        hosts={
+            "pi": HostSpec(count=3, memory_mb=4.5, blocks_per_s=80, link_ms=4, bandwidth_mbit=90),
+            "box": HostSpec(memory_mb=3.5, blocks_per_s=500),
+        }
+    )
+    facts = ModelFacts(block_bytes=(1_000_000,) * DEPTH, state_bytes=90_000)
+    found, prediction = plan(file, facts, objective="latency")
+    found = found.model_copy(update={"limits": QUIET})
+    profile = profile_of(hosts_of(file, facts))
+    outcome = simulate(found, profile=profile, requests=3, arrivals=Arrivals(clients=1))
+    assert outcome.ms[0] == pytest.approx(prediction.order_free.latency_ms, abs=1e-6)
+
+
+def test_the_report_holds_the_figures():
+    faults = crashes([f"host-{i}" for i in range(1, 13)], share=0.3, requests=100, seed=0)
+    outcomes = {
+        routing: run(spread(), routing=routing, faults=faults, accuracy=ACCURACY)
+        for routing in ROUTINGS
+    }
+    text = outcome_report(outcomes)
+    for one in outcomes.values():
+        assert f"{one.share('failed'):.2f}" in text
+        assert f"{one.quantile(0.99):.1f}" in text
+        assert f"{one.right:.1f}" in text
+    assert all(f"% {end}" in text for end in ENDED)
+    assert outcomes["order-free"].quantile(1.0) == outcomes["order-free"].ms[-1]
+    assert " -" in outcome_report({"x": run(spread(), requests=1)})
+
+
+def test_what_cannot_be_simulated():
+    with pytest.raises(UsageError, match="0 requests are none"):
+        run(spread(), requests=0)
+    with pytest.raises(UsageError, match="no host 'x' to crash"):
+        run(spread(), faults=[Fault(1, "x", "crash")])
+    gap = SwarmPlan(hosts={"a": HostPlan(blocks=(0, 2))})
+    with pytest.raises(UsageError, match="No host holds block 1"):
+        run(gap)
+    with pytest.raises(SettingsError, match="up_s"):
+        Churn(up_s=0, down_s=1)
+    assert policy.ROUTINGS == ROUTINGS

@@ -1,0 +1,124 @@
+"""What the router knows of a host, event by event, against numbers worked out by hand."""
+
+import pytest
+
+from layershuffle.swarm import state
+from layershuffle.swarm.limits import Limits
+from layershuffle.swarm.messages import Visited
+from layershuffle.swarm.state import HostView, Pace, Swarm
+
+LIMITS = Limits()
+HOST = HostView("a", frozenset({0, 1, 2}))
+
+
+def hop(outcome="answered", *, blocks=(0, 1), ms=14.0, compute=8.0, queue=2.0, why=""):
+    return Visited("a", blocks, outcome, ms, compute, queue, why)
+
+
+def test_the_first_answer_sets_the_averages():
+    seen = state.answered(HOST, hop(), limits=LIMITS)
+    assert seen.compute == pytest.approx(0.004)
+    assert seen.link == pytest.approx(0.004)
+
+
+def test_later_answers_move_the_averages_by_a_fifth():
+    once = state.answered(HOST, hop(), limits=LIMITS)
+    seen = state.answered(once, hop(compute=18.0, ms=30.0), limits=LIMITS)
+    assert seen.compute == pytest.approx(0.8 * 0.004 + 0.2 * 0.009)
+    assert seen.link == pytest.approx(0.8 * 0.004 + 0.2 * 0.010)
+
+
+def test_a_link_never_takes_less_than_no_time():
+    assert state.answered(HOST, hop(ms=9.0), limits=LIMITS).link == 0.0
+
+
+def test_pauses_double_up_to_their_bound():
+    host, now = HOST, 100.0
+    pauses = []
+    for _ in range(7):
+        host = state.failed(host, hop("late"), now=now, limits=LIMITS)
+        pauses.append(round(host.retry_at - now, 6))
+    assert pauses == [0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
+    assert host.condition == "suspect"
+
+
+def test_an_answer_to_a_healthy_host_forgives():
+    host = HostView("a", frozenset({0}), strikes=3)
+    assert state.answered(host, hop(), limits=LIMITS).strikes == 0
+
+
+def test_a_suspect_comes_back_by_a_probe_alone():
+    host = state.answered(HOST, hop(compute=80.0, ms=90.0), limits=LIMITS)
+    suspect = state.failed(host, hop("late"), now=10.0, limits=LIMITS)
+    late_answer = state.answered(suspect, hop(), limits=LIMITS)
+    assert late_answer.condition == "suspect"
+    assert late_answer.strikes == 1
+    assert not state.probe_due(suspect, now=10.19)
+    assert state.probe_due(suspect, now=10.2)
+    back = state.probed(suspect, hop(blocks=(0,), compute=5.0, ms=9.0), limits=LIMITS)
+    assert (back.condition, back.strikes, back.why) == ("healthy", 0, "")
+    assert back.compute == pytest.approx(0.005), "its history is forgotten"
+
+
+@pytest.mark.parametrize(("outcome", "condition"), [("lost", "gone"), ("wrong", "shut-out")])
+def test_death_and_wrong_answers_are_for_good(outcome, condition):
+    host = state.failed(HOST, hop(outcome, why="because"), now=0.0, limits=LIMITS)
+    assert (host.condition, host.why) == (condition, "because")
+    assert not state.probe_due(host, now=1e9)
+    assert state.failed(host, hop("late"), now=0.0, limits=LIMITS) == host
+    assert state.probed(host, hop(), limits=LIMITS).condition == condition
+
+
+def test_a_draining_host_stays_so_when_it_fails():
+    host = state.draining(HOST)
+    assert not host.usable
+    assert state.failed(host, hop("late"), now=0.0, limits=LIMITS).condition == "draining"
+
+
+def test_expected_time_counts_link_queue_and_compute():
+    host = HostView("a", frozenset({0}), compute=0.004, link=0.003, waiting=5)
+    assert state.expected(host, 2, pace=Pace(1.0, 1.0)) == pytest.approx(0.003 + 7 * 0.004)
+    assert state.expected(HOST, 2, pace=Pace(0.01, 0.5)) == pytest.approx(0.52)
+
+
+def test_waiting_counts_what_is_under_way():
+    host = state.sent(state.sent(HOST, 2), 3)
+    assert host.waiting == 5
+    assert state.settled(host, 2).waiting == 3
+    assert state.settled(state.settled(host, 5), 1).waiting == 0
+
+
+def test_pace_is_the_median_of_usable_hosts_or_the_prior():
+    hosts = [
+        HostView(name, frozenset({0}), compute=compute, link=compute / 2)
+        for name, compute in (("a", 0.001), ("b", 0.003), ("c", 0.1))
+    ]
+    assert Swarm(hosts).pace(LIMITS) == Pace(0.003, 0.0015)
+    assert Swarm().pace(LIMITS) == Pace(0.005, 0.005)
+    gone = [*hosts[:2], state.failed(hosts[2], hop("lost"), now=0.0, limits=LIMITS)]
+    assert Swarm(gone).pace(LIMITS).compute == pytest.approx(0.002)
+
+
+@pytest.mark.parametrize(
+    ("compute", "pace", "slow"),
+    [
+        (0.009, 0.001, True),  # nine times the median, and 8 ms behind it
+        (0.0055, 0.001, False),  # less than 5 ms behind it: who would notice
+        (0.049, 0.010, False),  # not five times
+        (0.051, 0.010, True),
+        (None, 0.010, False),
+    ],
+)
+def test_slow_is_both_a_factor_and_a_margin(compute, pace, slow):
+    host = HostView("a", frozenset({0}), compute=compute)
+    assert state.is_slow(host, pace=Pace(pace, 0.0), limits=LIMITS) is slow
+
+
+def test_swarm_is_a_value_sorted_by_name():
+    first = Swarm([HostView("b", frozenset({0})), HOST])
+    second = first.with_host(HostView("b", frozenset({1})))
+    assert list(first) == ["a", "b"]
+    assert first["b"].blocks == {0}
+    assert second["b"].blocks == {1}
+    assert [one.name for one in second.holders(1)] == ["a", "b"]
+    assert list(second.without("a")) == ["b"]

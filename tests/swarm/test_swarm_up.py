@@ -1,0 +1,129 @@
+"""A real swarm of processes: up, asked, drilled and ended; then under load while its hosts die."""
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from layershuffle.models import load
+from layershuffle.swarm.asking import labelled_images
+from layershuffle.swarm.plan import DEFAULT_MODEL
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None, reason="needs the extra `swarm` (Ray)"
+)
+START_SECONDS, END_SECONDS, LOAD_SECONDS = 120, 30, 600
+# As for Ray's own tests: what this machine's user has set must not matter.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def layershuffle(*words):
+    return subprocess.run(
+        [sys.executable, "-m", "layershuffle", *words],
+        capture_output=True, text=True, timeout=240, check=False,
+        env={**os.environ, **ENVIRONMENT},
+    )  # fmt: skip
+
+
+def session_processes(leader):
+    """Every process of the session that `leader` leads."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if int(fields[3]) == leader and fields[0] != "Z":
+                found.append(int(entry.name))
+    return found
+
+
+@pytest.fixture(scope="module")
+def swarm(tmp_path_factory):
+    """`layershuffle swarm up` with three hosts: its process, address and state directory."""
+    place = tmp_path_factory.mktemp("up")
+    log = (place / "log").open("w+")
+    words = ["swarm", "up", "--hosts", "3", "--port", "0", "--state", str(place / "s")]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "layershuffle", *words],
+        stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+        env={**os.environ, **ENVIRONMENT},
+    )  # fmt: skip
+    try:
+        end = time.monotonic() + START_SECONDS
+        while not (found := re.search(r"answers at (\S+)", (place / "log").read_text())):
+            assert process.poll() is None, (place / "log").read_text()
+            assert time.monotonic() < end, (place / "log").read_text()
+            time.sleep(0.2)
+        yield process, found[1], str(place / "s")
+    finally:
+        log.close()
+        for pid in session_processes(process.pid):
+            os.kill(pid, signal.SIGKILL)
+        process.wait(END_SECONDS)
+
+
+def test_up_answers_and_says_what_to_type(swarm, tmp_path):
+    process, address, _ = swarm
+    (one,) = labelled_images(load(DEFAULT_MODEL), "digit-pairs", count=1)
+    (tmp_path / "digit.png").write_bytes(one.image)
+    done = layershuffle("classify", str(tmp_path / "digit.png"), "--address", address, "--json")
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["images"][0]["top"][0]["index"] == one.label
+    assert sorted(answer["blocks"]) == list(range(12))
+    assert answer["expected"]["kept"] == 12
+    status = layershuffle("swarm", "status", "--address", address).stdout
+    assert status.count("healthy") == 3
+    assert len(session_processes(process.pid)) >= 5
+
+
+def test_a_drill_kills_hosts_and_the_swarm_answers(swarm):
+    _, address, state = swarm
+    words = ["--address", address, "--state", state, "--requests", "40", "--kill", "0.4"]
+    done = layershuffle("swarm", "drill", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"before request \d+: crash host-\d", done.stdout)
+    shares = dict(re.findall(r"^(\w[\w ]+?) +([\d.]+) %", done.stdout, re.MULTILINE))
+    assert shares["failed"] == "0.0"
+    assert float(shares["degraded"]) > 0
+    assert "inside what the calibration" in done.stdout or "OUTSIDE" in done.stdout
+    assert layershuffle("swarm", "status", "--address", address).stdout.count("healthy") == 3
+
+
+def test_ctrl_c_leaves_no_process_behind(swarm):
+    process, address, state = swarm
+    process.send_signal(signal.SIGINT)
+    assert process.wait(END_SECONDS) == 0
+    end = time.monotonic() + END_SECONDS
+    while left := session_processes(process.pid):
+        assert time.monotonic() < end, left
+        time.sleep(0.1)
+    assert list(Path(state).iterdir()) == []
+    assert layershuffle("swarm", "status", "--address", address).returncode == 1
+
+
+def test_a_thousand_requests_while_a_third_of_the_hosts_dies(repository, tmp_path):
+    """0 failed, 0 late, accuracy as calibrated; a slow host; memory. benchmarks/swarm_load.py."""
+    out = tmp_path / "load.json"
+    words = ["--requests", "1000", "--memory-requests", "1000", "--out", str(out)]
+    done = subprocess.run(
+        [sys.executable, repository / "benchmarks" / "swarm_load.py", *words],
+        capture_output=True, text=True, timeout=LOAD_SECONDS, check=False,
+        env={**os.environ, **ENVIRONMENT},
+    )  # fmt: skip
+    assert out.is_file(), done.stderr[-3000:]
+    found = json.loads(out.read_text())
+    assert found["broken"] == [], json.dumps(found, indent=1)
+    assert len(found["order-free"]["kills"]) == 2
+    assert found["order-free"]["degraded"] > 0
+    sequential = found["sequential"]
+    assert sequential["failed"] == pytest.approx(sequential["foreseen"]["failed"], abs=5)
