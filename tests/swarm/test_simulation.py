@@ -322,10 +322,13 @@ PICO = SwarmPlan(
         "e": HostPlan(blocks=(0,)),
         "f": HostPlan(blocks=(3,)),
     },
-    limits=Limits(suspect_max_ms=200, hop_floor_ms=900, probe_ms=1500, deadline_ms=3000),
+    # On a busy machine any of the real hosts may be slow for a while: that is to have no effect.
+    limits=Limits(
+        suspect_max_ms=200, hop_floor_ms=900, probe_ms=1500, deadline_ms=3000, slow_margin_ms=1e6
+    ),
 )
-PICO_FAULTS = (Fault(30, "a", "crash"), Fault(60, "b", "freeze"), Fault(120, "b", "rejoin"))
-PICO_REQUESTS, CLIENTS, THINK_MS = 180, 3, 30.0
+PICO_FAULTS = (Fault(40, "a", "crash"), Fault(80, "b", "freeze"), Fault(160, "b", "rejoin"))
+PICO_REQUESTS, CLIENTS, THINK_MS = 240, 3, 30.0
 
 
 def real_ends(routing):
@@ -382,7 +385,7 @@ def test_shares_are_those_of_a_real_swarm_within_five_points(routing):
     real, simulated = real_ends(routing), simulated_ends(routing)
     for ended in ENDED:
         assert simulated.share(ended) == pytest.approx(real.share(ended), abs=5), ended
-    assert real.share("answered") < 90
+    assert real.share("answered") < 80
 
 
 # --- failures -------------------------------------------------------------------------------------

@@ -39,6 +39,7 @@ FLAGS = {
     "simulate": "churn clients hosts kill min_blocks plan profile rate requests routings seed",
     "calibrate": "data images model orders seed",
 }
+HOST = ["swarm", "host", "--address", "127.0.0.1:9", "--name", "a"]
 CLASSIFY_FLAGS = "address api_key deadline_ms images json min_blocks order top_k"
 
 
@@ -71,8 +72,9 @@ def test_every_word_is_on_the_page(repository):
         (["swarm", "up", "--hosts", "13"], 2, "13 hosts are too many for 12 blocks"),
         (["swarm", "up", "--model", "dir:/nowhere"], 1, "no such directory"),
         (["swarm", "plan", "/nowhere.yaml"], 2, "cannot be read"),
-        (["swarm", "host", "--address", "127.0.0.1:9", "--name", "a"], 2, "token is not there"),
-        (["swarm", "head", "--tls-key", "k"], 2, "needs a certificate, its key and the authority"),
+        ([*HOST, "--ip", "10.0.0.2"], 2, "token is not there"),
+        (["swarm", "head", "--ip", "10.0.0.1", "--tls-key", "k"], 2, "TLS needs a certificate"),
+        (["swarm", "head", "--ip", "127.0.0.1"], 2, "machines cannot reach 127.0.0.1"),
         (["swarm", "calibrate", "timm:vit_tiny_patch16_224?pretrained=false"], 2, "no directory"),
     ],
 )

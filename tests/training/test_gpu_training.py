@@ -64,8 +64,12 @@ def test_compiled_is_eager_to_rounding(tmp_path):
 def test_a_batch_that_does_not_fit(tmp_path):
     torch.cuda.set_per_process_memory_fraction(0.02)
     try:
-        big = "timm:vit_base_patch16_224?pretrained=false&in_chans=1&img_size=96,160&num_classes=100"
-        with pytest.raises(TrainingError, match="the largest that did fit, halving it, is") as caught:
+        big = (
+            "timm:vit_base_patch16_224?pretrained=false&in_chans=1&img_size=96,160&num_classes=100"
+        )
+        with pytest.raises(
+            TrainingError, match="the largest that did fit, halving it, is"
+        ) as caught:
             fit(settings(device="cuda", model=big, batch_size=2048, compile=False), tmp_path)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)

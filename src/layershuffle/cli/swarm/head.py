@@ -36,12 +36,12 @@ class Security:
     """Certificate of the authority that signed all of them."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Options(Security):
     """Flags of `swarm head`."""
 
-    ip: str = "127.0.0.1"
-    """Address of this machine by which the others reach it."""
+    ip: str
+    """Address of this machine, in its private network, by which the others reach it."""
     port: int = 6400
     """First of the hundred ports that the head uses."""
     store: Path | None = None
@@ -63,19 +63,17 @@ def run(argv: Sequence[str]) -> int:
     tls = tls_of(options)
     store = options.store or state_directory() / "store"
     store.mkdir(parents=True, exist_ok=True, mode=0o700)
-    loopback = options.ip == "127.0.0.1"
+    scratch = scratch_directory(f"head-{options.port}")
+    command = head_command(scratch, ip=options.ip, port=options.port)
+    address = f"{options.ip}:{options.port}"
     print(
-        f"The head is at {options.ip}:{options.port}; its token is {token}.\n"
+        f"The head is at {address}; its token is {token}.\n"
         f"On every machine that is to hold blocks: copy the token, then\n"
-        f"  layershuffle swarm host --address {options.ip}:{options.port} --name NAME --ip ITS-IP\n"
-        f"Here, in another shell: layershuffle swarm deploy PLAN.yaml "
-        f"--address {options.ip}:{options.port}",
+        f"  layershuffle swarm host --address {address} --name NAME --ip ITS-IP\n"
+        f"Here, in another shell: layershuffle swarm deploy PLAN.yaml --address {address}",
         flush=True,
     )
-    become(
-        head_command(scratch_directory(f"head-{options.port}"), ip=options.ip, port=options.port),
-        environment(token, tls=tls, store=store, loopback=loopback),
-    )
+    become(command, environment(token, tls=tls, store=store))
 
 
 def tls_of(options: Security) -> Tls | None:

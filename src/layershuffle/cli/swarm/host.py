@@ -23,8 +23,8 @@ class Options(Security):
     """Address of the head, as it printed it."""
     name: str
     """Name of this host in the plan; any other name makes it a spare."""
-    ip: str = "127.0.0.1"
-    """Address of this machine by which the others reach it."""
+    ip: str
+    """Address of this machine, in its private network, by which the others reach it."""
     port: int = 6500
     """First of the hundred ports that the host uses."""
     threads: int = 1
@@ -56,10 +56,5 @@ def run(argv: Sequence[str]) -> int:
             ip=options.ip,
             port=options.port,
         ),
-        environment(
-            token,
-            tls=tls_of(options),
-            threads=options.threads,
-            loopback=options.ip == "127.0.0.1",
-        ),
+        environment(token, tls=tls_of(options), threads=options.threads),
     )
