@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: quickstart swarm-demo test clean help
+.PHONY: quickstart swarm-demo test bench bench-gpu clean help
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -30,6 +30,16 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 $(VENV)/.tests-installed: $(VENV)/.installed
 	$(PIP) --editable '.[test]'
 	touch $@
+
+CLAIMS := $(filter-out benchmarks/gpu.py benchmarks/swarm_load.py,$(wildcard benchmarks/*.py))
+
+bench: $(VENV)/.tests-installed ## measure every CPU claim of docs/performance.md: about 10 minutes
+	set -e; for claim in $(CLAIMS); do OMP_NUM_THREADS=1 $(BIN)/python $$claim; done
+	$(BIN)/python scripts/performance_page.py
+
+bench-gpu: $(VENV)/.tests-installed ## measure the GPU claims: one NVIDIA GPU, under 10 minutes, no network
+	$(BIN)/python benchmarks/gpu.py
+	$(BIN)/python scripts/performance_page.py
 
 clean: ## remove the environment and what was built
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache

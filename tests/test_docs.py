@@ -90,6 +90,7 @@ def swarm_options():
 def test_settings_named_in_the_docs_exist(repository):
     """Every --flag in the pages of commands is one that `--help` knows."""
     from layershuffle.analysis.settings import AnalysisSettings
+    from layershuffle.bench.settings import BenchSettings
     from layershuffle.merging.settings import EnsembleSettings, MergingSettings
     from layershuffle.settings import CacheSettings, EvalSettings, FitSettings
 
@@ -109,7 +110,7 @@ def test_settings_named_in_the_docs_exist(repository):
     own |= {"random", "mode", "base", "no-soups"}
     own |= {"list", "verify"}
     kinds = (FitSettings, EvalSettings, MergingSettings, EnsembleSettings, AnalysisSettings)
-    kinds += (CacheSettings,)
+    kinds += (CacheSettings, BenchSettings)
     fields = {name for kind in kinds for name in kind.model_fields}
     fields |= {one.name for kind in swarm_options() for one in dataclasses.fields(kind)}
     known = own | {name.replace("_", "-") for name in fields}

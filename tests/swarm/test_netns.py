@@ -5,7 +5,6 @@ and h2 hold blocks. The head is killed and started again, a cable pulled and men
 Each part of the story has 90 seconds at most.
 """
 
-import fcntl
 import json
 import os
 import pickle
@@ -21,6 +20,7 @@ import netns
 import numpy as np
 import pytest
 from engines import pico, run_blocks
+from once import once
 
 from layershuffle.swarm.bundle import make_bundle
 from layershuffle.swarm.limits import Limits
@@ -52,22 +52,20 @@ LIMITS = Limits(
 @pytest.fixture(scope="session")
 def story(tmp_path_factory):
     """Everything that the head wrote, once for all pytest workers."""
-    base = tmp_path_factory.getbasetemp()
-    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    told = shared / "netns"
-    with (shared / "netns.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not told.is_dir():
-            # Sockets lie in it, and their paths are to be short.
-            directory = Path(tempfile.mkdtemp(prefix="ls-net-", dir="/tmp"))
-            try:
-                play(directory)
-            finally:
-                for scratch in directory.glob("ray*"):
-                    shutil.rmtree(scratch)
-                shutil.move(directory, told)
+    told = once(tmp_path_factory, "netns", tell)
     marks = json.loads((told / "marks.json").read_text())
     return SimpleNamespace(directory=told, log=lines(told), **marks)
+
+
+def tell(told):
+    # Sockets lie in it, and their paths are to be short.
+    directory = Path(tempfile.mkdtemp(prefix="ls-net-", dir="/tmp"))
+    try:
+        play(directory)
+    finally:
+        for scratch in directory.glob("ray*"):
+            shutil.rmtree(scratch)
+        shutil.move(directory, told)
 
 
 def play(directory):

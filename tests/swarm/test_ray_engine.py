@@ -1,7 +1,6 @@
 """One contract over two engines, and what is Ray's own: settings, token, nothing left behind."""
 
 import asyncio
-import fcntl
 import importlib.util
 import json
 import os
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 from engines import BLOCKS, CHECKS, LIMITS, rig_of
 from netns import processes_with
+from once import once
 
 from layershuffle.errors import UsageError
 from layershuffle.swarm.local import LocalHosts, LocalTransport
@@ -67,17 +67,15 @@ def over_ray(tmp_path_factory):
     """What `ray_contract.py` found, by check. Run once, however many pytest workers ask."""
     if importlib.util.find_spec("ray") is None:
         pytest.skip("Ray is not installed")
-    base = tmp_path_factory.getbasetemp()
-    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    out = shared / "ray_contract.jsonl"
-    with (shared / "ray_contract.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not out.is_file():
-            run_program(out)
-            if '"up"' not in out.read_text():
-                run_program(out)  # Ray gives up where its processes need more than 30 seconds
+    out = once(tmp_path_factory, "ray_contract.jsonl", run_contract)
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     return {line["name"]: line for line in lines}
+
+
+def run_contract(out):
+    run_program(out)
+    if '"up"' not in out.read_text():
+        run_program(out)  # Ray gives up where its processes need more than 30 seconds
 
 
 def run_program(out):

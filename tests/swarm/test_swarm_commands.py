@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import tempfile
 import time
 from importlib import import_module
 
@@ -80,7 +81,9 @@ def test_every_word_is_on_the_page(repository):
 )
 def test_errors_are_one_paragraph(capsys, monkeypatch, tmp_path, words, code, phrase):
     monkeypatch.setenv("HOME", str(tmp_path))
-    found, out, err = run(capsys, *words)
+    with tempfile.TemporaryDirectory(prefix="ls-") as short:  # a socket's path is
+        monkeypatch.setenv("XDG_STATE_HOME", short)
+        found, out, err = run(capsys, *words)
     assert (found, out) == (code, "")
     assert err.startswith("error: ")
     assert err.count("\n") == 1

@@ -25,6 +25,7 @@ COMMANDS = {
     "reproduce": "run a study of the paper and write its report",
     "report": "write the report of a study again, finished or not",
     "pretrain": "train a base model from a recipe",
+    "bench": "measure how fast this machine trains and evaluates",
     "swarm": "serve a model from hosts that may die",
     "classify": "ask a running swarm",
     "doctor": "say what this machine has and what to type next",

@@ -1,0 +1,71 @@
+"""Claim: a block of ViT-B/16 keeps as much for its backward pass as was foreseen.
+
+Counted in units of one block's state, 197 x 768 numbers of two bytes per image: what decides which
+batch fits a GPU.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from layershuffle.bench.claims import Claim, run_claim
+from layershuffle.bench.pairs import SMOKE, Bound, Effort, Row
+from layershuffle.bench.subjects import PICO, VIT_B, subject
+from layershuffle.stack import blocks_of
+
+# Parameters and states, autocast, and units expected.
+CASES = {
+    "bf16": (torch.bfloat16, False, 16.0),
+    "bf16 autocast": (torch.float32, True, 18.0),
+    "fp32": (torch.float32, False, 32.0),
+}
+TOLERANCE, TOKENS = 0.02, 197
+
+
+def saved_bytes(block: nn.Module, state: Tensor, *, autocast: bool) -> int:
+    """What autograd keeps of a forward, weights left out; every storage once."""
+    weights = {parameter.data_ptr() for parameter in block.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    context = torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext()
+    with context, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        block(state)
+    return sum(kept.values())
+
+
+def rows(effort: Effort) -> Iterator[Row]:
+    """One row per precision."""
+    block = blocks_of(subject(PICO if effort is SMOKE else VIT_B, batch=1).model)[0].train()
+    width = block.norm1.normalized_shape[0]
+    for name, (dtype, autocast, expected) in CASES.items():
+        block.to(dtype)
+        states = [
+            torch.zeros(images, TOKENS, width, dtype=dtype, requires_grad=True) for images in (1, 2)
+        ]
+        one, two = (saved_bytes(block, state, autocast=autocast) for state in states)
+        units = (two - one) / (2 * TOKENS * width)  # copies of weights are in both
+        yield Row(
+            name=f"activations kept by a block, {name}",
+            what=f"expected {expected:g},",
+            values=(units,),
+            unit="states",
+            bound=Bound("at_most", expected * (1 + TOLERANCE)),
+            settings={"model": VIT_B},
+        )
+
+
+CLAIM = Claim(theme="activations", text=__doc__.splitlines()[0].removeprefix("Claim: "), rows=rows)
+
+if __name__ == "__main__":
+    sys.exit(run_claim(CLAIM, __file__, tell=print))

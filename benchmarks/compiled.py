@@ -1,0 +1,101 @@
+"""Claim: blocks compiled one by one share one graph in every order; what that gains is told.
+
+Nothing is promised here: on this kind of processor a compiler gains little. Compiling needs a C++
+compiler; without one the rows say so.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterator
+from itertools import count
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from layershuffle.bench.claims import Claim, run_claim
+from layershuffle.bench.pairs import SMOKE, Bound, Effort, Row, cpu_timed, paired
+from layershuffle.bench.subjects import PICO, WIDTH_64, WIDTH_192, Subject, subject
+from layershuffle.policies import Shuffled
+from layershuffle.stack import depth_of, running
+from layershuffle.training.compiling import BlockCompiler
+
+CASES = {"width 64, batch 64": (WIDTH_64, 64), "width 192, batch 8": (WIDTH_192, 8)}
+SMOKES = {"smoke": (PICO, 2)}
+
+
+def training_step(model: nn.Module, on: Subject) -> Callable[[], None]:
+    """Forward and backward in a new order each time; the optimiser is the same either way."""
+    steps, depth = count(), depth_of(model)
+    model.train()
+
+    def step() -> None:
+        with running(model, Shuffled().draw(depth, seed=0, step=next(steps))):
+            loss = F.cross_entropy(model(on.images), on.labels)
+        loss.backward()
+        model.zero_grad()
+
+    return step
+
+
+def forward(model: nn.Module, on: Subject) -> Callable[[], None]:
+    """A forward in a new order each time."""
+    steps, depth = count(), depth_of(model)
+    model.eval()
+
+    def step() -> None:
+        with (
+            torch.inference_mode(),
+            running(model, Shuffled().draw(depth, seed=0, step=next(steps))),
+        ):
+            model(on.images)
+
+    return step
+
+
+def rows(effort: Effort) -> Iterator[Row]:
+    """A training step and a forward, eager over compiled; graphs are counted."""
+    backend = "eager" if effort is SMOKE else "inductor"
+    for name, (spec, batch) in (SMOKES if effort is SMOKE else CASES).items():
+        for what, make in (("training step", training_step), ("forward", forward)):
+            on = subject(spec, batch=batch)
+            eager = make(copy.deepcopy(on.model), on)
+            compiler = BlockCompiler(backend=backend)
+            compiler.add(on.model)
+            with compiler.limits():
+                yield from compared(f"{what}, {name}", eager, make(on.model, on), compiler, effort)
+
+
+def compared(
+    name: str,
+    eager: Callable[[], None],
+    compiled: Callable[[], None],
+    compiler: BlockCompiler,
+    effort: Effort,
+) -> Iterator[Row]:
+    """The ratio, and the graphs of twelve blocks in many orders; or why there are none."""
+    compiler.or_eager(compiled)
+    if compiler.on:
+        yield paired(
+            f"compiled blocks, {name}",
+            "eager / compiled",
+            a=cpu_timed(eager),
+            b=cpu_timed(compiled),
+            effort=effort,
+            facts={"backend": "inductor"},
+        )
+    yield Row(
+        name=f"graphs, {name}",
+        what="for 12 blocks in every order" if compiler.on else f"eager: {compiler.reason}",
+        values=(compiler.graphs,),
+        unit="graphs",
+        bound=Bound("equal", 1) if compiler.on else None,
+    )
+
+
+CLAIM = Claim(theme="compiled", text=__doc__.splitlines()[0].removeprefix("Claim: "), rows=rows)
+
+if __name__ == "__main__":
+    sys.exit(run_claim(CLAIM, __file__, tell=print))

@@ -1,0 +1,77 @@
+"""Claim: an order per sample costs little more than one order for all, by grouping the samples."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from layershuffle.bench.claims import Claim, run_claim
+from layershuffle.bench.pairs import SMOKE, Bound, Effort, Row, cpu_timed, paired
+from layershuffle.bench.subjects import PICO, WIDTH_64, WIDTH_192, Subject, subject
+from layershuffle.orders import ExecutionOrder
+from layershuffle.policies import Shuffled
+from layershuffle.stack import depth_of, running
+
+CASES = {"width 64, batch 64": (WIDTH_64, 64, 1.5), "width 192, batch 32": (WIDTH_192, 32, 1.15)}
+SMOKES = {"smoke": (PICO, 4, 1.0)}
+MOST_AGAINST_SHARED = 1.4
+
+
+def grouped(on: Subject, orders: list[ExecutionOrder]) -> Tensor:
+    """One forward, an order per sample."""
+    with running(on.model, orders):
+        return on.model(on.images)
+
+
+def looped(on: Subject, orders: list[ExecutionOrder]) -> Tensor:
+    """A forward per sample."""
+    outputs = []
+    for order, image in zip(orders, on.images.split(1), strict=True):
+        with running(on.model, order):
+            outputs.append(on.model(image))
+    return torch.cat(outputs)
+
+
+def shared(on: Subject, order: ExecutionOrder) -> Tensor:
+    """One forward, one order for all."""
+    with running(on.model, order):
+        return on.model(on.images)
+
+
+@torch.inference_mode()
+def rows(effort: Effort) -> Iterator[Row]:
+    """Against a loop over samples, and against one order for all."""
+    for name, (spec, batch, least) in (SMOKES if effort is SMOKE else CASES).items():
+        on = subject(spec, batch=batch)
+        depth = depth_of(on.model)
+        orders = [Shuffled().draw(depth, seed=0, step=sample) for sample in range(batch)]
+        difference = float((grouped(on, orders) - looped(on, orders)).abs().max())
+        assert difference < 1e-5, difference
+        yield paired(
+            f"per-sample orders, {name}",
+            "sample by sample / grouped",
+            a=cpu_timed(lambda on=on, orders=orders: looped(on, orders)),
+            b=cpu_timed(lambda on=on, orders=orders: grouped(on, orders)),
+            effort=effort,
+            bound=Bound("at_least", least),
+            settings=on.settings,
+            facts={"largest difference of logits": difference},
+        )
+        yield paired(
+            f"an order per sample against one for all, {name}",
+            "grouped / one order",
+            a=cpu_timed(lambda on=on, orders=orders: grouped(on, orders)),
+            b=cpu_timed(lambda on=on, orders=orders: shared(on, orders[0])),
+            effort=effort,
+            bound=Bound("at_most", MOST_AGAINST_SHARED),
+            settings=on.settings,
+        )
+
+
+CLAIM = Claim(theme="grouped", text=__doc__.removeprefix("Claim: "), rows=rows)
+
+if __name__ == "__main__":
+    sys.exit(run_claim(CLAIM, __file__, tell=print))

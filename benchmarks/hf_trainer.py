@@ -1,0 +1,187 @@
+"""Claim: training here is not slower than a plain transformers Trainer doing the same.
+
+The other side is written as the paper's authors wrote theirs: transformers' ViT with unfused
+attention and its Trainer, the layers indexed by a permutation that lies on the device. Not slower
+means: the 95 % interval of the median ratio reaches down to 1.0, and the median is at most 1.05.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer, TrainingArguments, ViTConfig, ViTForImageClassification
+from transformers.trainer_callback import PrinterCallback
+
+from layershuffle.bench.claims import Claim, run_claim
+from layershuffle.bench.marks import Marks
+from layershuffle.bench.measured import WARM_UP
+from layershuffle.bench.pairs import SMOKE, Bound, Effort, Row, Side, paired
+from layershuffle.bench.subjects import subject_around
+from layershuffle.bench.training import Numbers, TimedTrainer, time_training, timed_trainer
+from layershuffle.settings import FitSettings
+from layershuffle.stack import wrap
+from layershuffle.training.compiling import BlockCompiler
+
+SMALL = {
+    "hidden_size": 192, "num_attention_heads": 3, "intermediate_size": 768, "image_size": 32,
+    "patch_size": 4, "num_labels": 100,
+}  # fmt: skip
+TINY = {**SMALL, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
+TINY |= {"patch_size": 16, "num_hidden_layers": 3}
+LR = 1e-4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One model and batch for both sides. `half`: fp16 there (the authors' way), bf16 here."""
+
+    config: Mapping[str, Any]
+    batch: int
+    steps: int = 3
+    device: str = "cpu"
+    half: bool = False
+    compiler: Callable[[], BlockCompiler] | None = None
+
+    def model(self, attention: str) -> ViTForImageClassification:
+        """The same random weights every time."""
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            config = ViTConfig(attn_implementation=attention, **self.config)
+            return ViTForImageClassification(config)
+
+
+class DrawnLayers(nn.ModuleList):
+    """The authors' way: a permutation tensor on the device, asked for every layer's number."""
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        device = next(self.parameters()).device
+        return (self[index] for index in torch.randperm(len(self)).to(device))
+
+
+class PlainTrainer(Trainer):
+    """transformers' Trainer as it is, with a mark where a step begins."""
+
+    marks: Marks
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """A step begins."""
+        self.marks.mark("step")
+        return super().get_batch_samples(*args, **kwargs)
+
+
+@contextmanager
+def plain(case: Case, attention: str) -> Iterator[Side]:
+    """Seconds of a step of the plain Trainer; its own defaults where the authors set nothing."""
+    model = case.model(attention)
+    model.vit.layers.__class__ = DrawnLayers
+    on = subject_around(wrap(case.model("sdpa")), spec="", batch=case.batch)
+    batch = {"pixel_values": on.images, "labels": on.labels}
+    if case.device == "cuda":
+        batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
+    steps = WARM_UP + case.steps + 1
+    with tempfile.TemporaryDirectory() as out:
+        arguments = TrainingArguments(
+            output_dir=out,
+            per_device_train_batch_size=case.batch,
+            max_steps=steps,
+            learning_rate=LR,
+            optim="adamw_torch",  # the default of their release of transformers
+            fp16=case.half,
+            use_cpu=case.device == "cpu",
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+            remove_unused_columns=False,
+        )
+        trainer = PlainTrainer(
+            model,
+            arguments,
+            train_dataset=Numbers(steps * case.batch),
+            data_collator=lambda _: batch,
+        )
+        trainer.remove_callback(PrinterCallback)
+
+        def side() -> float:
+            trainer.marks = Marks(case.device, clock=time.process_time)
+            trainer.train()
+            found = [seconds for _, seconds in trainer.marks.spans()]
+            return statistics.median(found[WARM_UP:])
+
+        yield side
+
+
+@contextmanager
+def ours(case: Case) -> Iterator[tuple[Side, TimedTrainer]]:
+    """Seconds of a step of `layershuffle fit`, and the trainer that takes it."""
+    on = subject_around(
+        wrap(case.model("sdpa")), spec="hf:ViT", batch=case.batch, device=case.device
+    )
+    settings = FitSettings(
+        method="layershuffle",
+        model=on.spec,
+        data="generated",
+        batch_size=case.batch,
+        lr=LR,
+        device=case.device,
+        precision="bf16" if case.half else "fp32",
+        workers=0,
+        log_every=1 << 30,
+    )
+    compiler = case.compiler() if case.compiler else BlockCompiler(reason="compile is off")
+    with timed_trainer(
+        settings, on, compiler=compiler, steps=case.steps, phased=0, clock=time.process_time
+    ) as trainer:
+
+        def side() -> float:
+            trainer.watch(trainer.timed, clock=time.process_time)
+            return statistics.median(time_training(trainer).seconds)
+
+        yield side, trainer
+
+
+def row(
+    name: str, *, case: Case, attention: str, effort: Effort, bound: Bound | None, upside_down: bool
+) -> Row:
+    """Ours against the plain Trainer; `upside_down`: how many times as fast ours is."""
+    with ours(case) as (here, trainer), plain(case, attention) as there:
+        return paired(
+            name,
+            "plain Trainer / ours" if upside_down else "ours / plain Trainer",
+            a=there if upside_down else here,
+            b=here if upside_down else there,
+            effort=effort,
+            bound=bound,
+            settings={
+                "model": f"transformers ViT, {dict(case.config)}",
+                "batch": case.batch,
+                "attention of the plain one": attention,
+                "ours": trainer.compiler.report()["mode"],
+            },
+        )
+
+
+def rows(effort: Effort) -> Iterator[Row]:
+    """Against unfused attention, as the authors' release of transformers had it, and today's."""
+    case = Case(config=SMALL, batch=16)
+    if effort is SMOKE:
+        case = Case(config=TINY, batch=2, steps=1)
+    measure = partial(row, case=case, effort=effort, upside_down=False)
+    name = "training step against a plain Trainer, width 192, batch 16, {}"
+    yield measure(name.format("as the authors'"), attention="eager", bound=Bound("not_above", 1.0))
+    yield measure(name.format("with fused attention"), attention="sdpa", bound=None)
+
+
+CLAIM = Claim(theme="hf-trainer", text=__doc__.splitlines()[0].removeprefix("Claim: "), rows=rows)
+
+if __name__ == "__main__":
+    sys.exit(run_claim(CLAIM, __file__, tell=print))

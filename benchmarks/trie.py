@@ -1,0 +1,50 @@
+"""Claim: orders with common beginnings are scored in one walk, at a fraction of the block runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from layershuffle.bench.claims import Claim, run_claim
+from layershuffle.bench.orders import compared, in_order_subsets, sweeps
+from layershuffle.bench.pairs import SMOKE, Bound, Effort, Row
+from layershuffle.bench.subjects import PICO, WIDTH_64, subject
+from layershuffle.trie import block_executions, build_trie
+
+DEPTH = 12
+# Block runs one by one and in the trie, and the least ratio of times.
+EXPECTED = {
+    "all truncations": (78, 12, 4.5),
+    "leave-one-out and base": (144, 78, 1.55),
+    "leave-two-out": (660, 285, 1.9),
+    "64 random orders": (768, 705, None),
+    "all in-order subsets": (24_576, 4_095, None),
+}
+
+
+@torch.inference_mode()
+def rows(effort: Effort) -> Iterator[Row]:
+    """Block runs are exact; times for all but the last sweep, which would say no more."""
+    on = subject(PICO, batch=2) if effort is SMOKE else subject(WIDTH_64, batch=64)
+    subsets = [one for kept in range(DEPTH) for one in in_order_subsets(kept + 1, DEPTH)]
+    for name, orders in (sweeps(DEPTH) | {"all in-order subsets": subsets}).items():
+        naive, fewest, least = EXPECTED[name]
+        assert sum(map(len, orders)) == naive
+        yield Row(
+            name=f"block runs, {name}",
+            what=f"{len(orders):,} orders, {naive:,} block runs one by one; in the trie",
+            values=(block_executions(build_trie(orders)),),
+            bound=Bound("equal", fewest),
+        )
+        if orders is not subsets:
+            row = compared(name, on, orders=orders, effort=effort)
+            yield replace(row, bound=None if least is None else Bound("at_least", least))
+
+
+CLAIM = Claim(theme="trie", text=__doc__.removeprefix("Claim: "), rows=rows)
+
+if __name__ == "__main__":
+    sys.exit(run_claim(CLAIM, __file__, tell=print))

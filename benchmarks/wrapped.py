@@ -1,0 +1,62 @@
+"""Claim: a wrapped model computes what the untouched one does, in the same time."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from layershuffle.bench.claims import Claim, run_claim
+from layershuffle.bench.pairs import SMOKE, Bound, Effort, Row, cpu_timed, paired
+from layershuffle.bench.subjects import PICO, WIDTH_64, WIDTH_192, subject
+from layershuffle.stack import depth_of, running, unwrap
+
+# Small enough that what wrapping adds could be seen: forwards of about 20 and 100 ms.
+CASES = {"width 64, batch 64": (WIDTH_64, 64), "width 192, batch 8": (WIDTH_192, 8)}
+SMOKES = {"smoke": (PICO, 2)}
+MOST = 1.02
+
+
+def untouched(model: nn.Module) -> nn.Module:
+    """A copy that shares the tensors, so that both sides read the same memory, and no wrapping."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return unwrap(copy.deepcopy(model, {id(one): one for one in tensors}))
+
+
+def in_order(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    """A forward that is given the sequential order, as every forward of training is."""
+
+    def forward(images: Tensor) -> Tensor:
+        with running(model, tuple(range(depth_of(model)))):
+            return model(images)
+
+    return forward
+
+
+@torch.inference_mode()
+def rows(effort: Effort) -> Iterator[Row]:
+    """Wrapped only, and given an order."""
+    for name, (spec, batch) in (SMOKES if effort is SMOKE else CASES).items():
+        on = subject(spec, batch=batch)
+        plain, images = untouched(on.model), on.images
+        for how, forward in (("wrapped", on.model), ("given an order", in_order(on.model))):
+            assert torch.equal(forward(images), plain(images)), "outputs are bit-equal"
+            yield paired(
+                f"forward, {how}, {name}",
+                f"{how} / untouched",
+                a=cpu_timed(lambda forward=forward, images=images: forward(images)),
+                b=cpu_timed(lambda plain=plain, images=images: plain(images)),
+                effort=effort,
+                bound=Bound("at_most", MOST),
+                settings=on.settings,
+                facts={"outputs": "bit-equal"},
+            )
+
+
+CLAIM = Claim(theme="wrapped", text=__doc__.removeprefix("Claim: "), rows=rows)
+
+if __name__ == "__main__":
+    sys.exit(run_claim(CLAIM, __file__, tell=print))

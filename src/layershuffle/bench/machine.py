@@ -1,0 +1,113 @@
+"""What this machine can do at most, and what a run used of it."""
+
+from __future__ import annotations
+
+import copy
+import resource
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from layershuffle.data.view import ImageView
+from layershuffle.models import logits_of
+
+_SIZE = {"cpu": 1024, "cuda": 8192}
+_CALLS, _ROUNDS = 4, 5
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def matmul_ceiling(device: str, precision: str) -> float:
+    """FLOP per second of a large square matrix product: what no model goes beyond. Measured."""
+    size, dtype = _SIZE[device], DTYPES[precision]
+    a, b = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
+    seconds = []
+    for _ in range(_ROUNDS):
+        _wait(device)
+        started = time.perf_counter()
+        for _ in range(_CALLS):
+            a @ b
+        _wait(device)
+        seconds.append((time.perf_counter() - started) / _CALLS)
+    return 2 * size**3 / min(seconds)
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Floating-point operations of one image, matrix products and attention counted."""
+
+    forward: int
+    training: int
+
+
+def flops_of(model: nn.Module, view: ImageView) -> Flops:
+    """Of `model` for one image, forward alone and with backward; a copy without memory runs."""
+    sketch = copy.deepcopy(model).to("meta").float()
+    image = torch.empty(1, view.channels, view.height, view.width, device="meta")
+    with FlopCounterMode(display=False) as counter:
+        logits = logits_of(sketch(image))
+        forward = counter.get_total_flops()
+        F.cross_entropy(logits, torch.zeros(1, dtype=torch.long, device="meta")).backward()  # type: ignore[no-untyped-call]
+    return Flops(forward, counter.get_total_flops())
+
+
+class Memory:
+    """The most memory in use: of the GPU since this was made, else of this process ever."""
+
+    def __init__(self, device: str) -> None:
+        self._on_gpu = device == "cuda"
+        if self._on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+
+    def peak(self) -> int:
+        """In bytes."""
+        if self._on_gpu:
+            return torch.cuda.max_memory_allocated()
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+    @property
+    def of(self) -> str:
+        """Whose memory it is."""
+        return "tensors on the GPU" if self._on_gpu else "this process, libraries included"
+
+
+class Syncs:
+    """How often the host waited for the GPU."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    @contextmanager
+    def counted(self, device: str) -> Iterator[None]:
+        """Count inside, by torch's own warnings about it."""
+        if device != "cuda":
+            yield
+            return
+        torch.cuda.synchronize()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                yield
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+                self.count += sum("synchronizing" in str(one.message) for one in caught)
+
+
+def spread(values: list[float]) -> tuple[float, float, float]:
+    """(median, lowest, highest)."""
+    return statistics.median(values), min(values), max(values)

@@ -1,0 +1,117 @@
+"""What a bench says: never a throughput without the hardware, the dtype and the batch behind it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from layershuffle.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """What every throughput here was measured under. Raises `UsageError` if one is not said."""
+
+    model: str
+    batch: int
+    dtype: str
+    hardware: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        unsaid = [name for name in ("model", "batch", "dtype", "hardware") if not vars(self)[name]]
+        if unsaid:
+            raise UsageError(f"A throughput without its {', '.join(unsaid)} means nothing")
+
+    def __str__(self) -> str:
+        threads = self.hardware["threads"]
+        on = self.hardware["gpu"] or f"{self.hardware['processor']}, {threads} thread(s)"
+        return f"{self.model}, batch {self.batch}, {self.dtype}, on {on}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mode:
+    """Whether the blocks were compiled. `reason`: why they ran in eager mode."""
+
+    name: str = "eager"
+    reason: str | None = None
+    graphs: int = 0
+    recompiles: int = 0
+
+    def __str__(self) -> str:
+        if self.name == "eager":
+            return f"eager ({self.reason})" if self.reason else "eager"
+        return f"compiled, {self.graphs} graphs, {self.recompiles} recompiles after warm-up"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Throughput:
+    """In `unit` per second: median, lowest and highest over the timed steps, warm-up left out."""
+
+    unit: str
+    median: float
+    low: float
+    high: float
+    steps: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """The outcome of one bench. What does not apply is `None` or empty.
+
+    `mfu`: share of `ceiling` (FLOP/s of a matrix product measured in this run) that the model's own
+    FLOPs took. `phases`: milliseconds of a step, medians. `memory`: bytes at the highest, and of
+    what. `syncs`: how often per step the host waited for the GPU. `facts`: what else was seen.
+    """
+
+    kind: str
+    conditions: Conditions
+    rate: Throughput
+    mode: Mode | None = None
+    mfu: float | None = None
+    ceiling: float | None = None
+    flops_per_image: int | None = None
+    phases: Mapping[str, float] = field(default_factory=dict)
+    memory: tuple[int, str] | None = None
+    syncs: float | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+
+def throughput(seconds: Sequence[float], images: int, *, unit: str = "images") -> Throughput:
+    """Of steps that took `seconds` with `images` each."""
+    return Throughput(
+        unit=unit,
+        median=images / statistics.median(seconds),
+        low=images / max(seconds),
+        high=images / min(seconds),
+        steps=len(seconds),
+    )
+
+
+def report_text(report: Report) -> str:
+    """The report for people; `dataclasses.asdict` gives it for programs."""
+    rate = report.rate
+    lines = [
+        f"{report.kind}: {report.conditions}",
+        f"{rate.unit + '/s':<10} {rate.median:,.1f} ({rate.low:,.1f} to {rate.high:,.1f}, "
+        f"{rate.steps} steps)",
+    ]
+    if report.mode is not None:
+        lines.append(f"blocks     {report.mode}")
+    if report.mfu is not None and report.ceiling is not None:
+        lines.append(
+            f"MFU        {100 * report.mfu:.1f} % of {report.ceiling / 1e12:.3g} TFLOP/s, a "
+            f"{report.conditions.dtype} matrix product measured here just now; "
+            f"{(report.flops_per_image or 0) / 1e9:.3g} GFLOP per image"
+        )
+    if report.phases:
+        parts = [f"{name} {ms:.2f}" for name, ms in report.phases.items()]
+        lines.append(f"step       {sum(report.phases.values()):.2f} ms: {', '.join(parts)}")
+    if report.memory is not None:
+        lines.append(f"memory     {report.memory[0] / 2**20:,.0f} MiB at most: {report.memory[1]}")
+    if report.syncs is not None:
+        lines.append(f"syncs      {report.syncs:g} per step")
+    lines += [f"{name:<10} {value}" for name, value in report.facts.items()]
+    return "\n".join(lines)

@@ -1,0 +1,75 @@
+"""Every file in benchmarks/ runs, and the page says what the committed results say."""
+
+import runpy
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from layershuffle.bench.claims import read_result
+from layershuffle.bench.page import newest, with_tables
+from layershuffle.bench.pairs import Bound, Row
+from layershuffle.errors import LayerShuffleError
+
+# torch's own, while it traces.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+ROOT = Path(__file__).resolve().parents[2]
+ELSEWHERE = {"swarm_load": "tests/swarm/test_swarm_up.py"}
+FILES = sorted((ROOT / "benchmarks").glob("*.py"))
+MARKS = "<!-- begin: cpu -->\n<!-- end: cpu -->\n<!-- begin: gpu --><!-- end: gpu -->\n"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_benchmark_runs(path, tmp_path, monkeypatch, capsys):
+    if path.stem in ELSEWHERE:
+        assert path.name in (ROOT / ELSEWHERE[path.stem]).read_text()
+        return
+    monkeypatch.setattr(sys, "argv", [str(path), "--smoke", "--out", str(tmp_path)])
+    monkeypatch.syspath_prepend(path.parent)
+    with pytest.raises(SystemExit) as left:
+        runpy.run_path(str(path), run_name="__main__")
+    assert left.value.code == 0, capsys.readouterr()
+    (written,) = tmp_path.iterdir()
+    result = read_result(written)
+    assert result.rows
+    assert result.command == f"python benchmarks/{path.name}"
+    assert all(row.values for row in result.rows)
+    counts = [row for row in result.rows if row.bound is not None and row.bound.kind == "equal"]
+    assert all(row.holds for row in counts)  # exact even in a smoke
+    assert "failed" not in " ".join(row.name for row in result.rows)
+
+
+def test_the_page_says_what_the_result_files_say():
+    page = (ROOT / "docs" / "performance.md").read_text()
+    results = newest(ROOT / "benchmarks" / "results")
+    assert page == with_tables(page, results), "run scripts/performance_page.py"
+    measured_on_gpu = any(result.theme == "gpu" for result in results)
+    assert ("not measured yet" in page) == (not measured_on_gpu)
+
+
+def test_every_claim_has_a_result_and_every_result_a_claim():
+    results = newest(ROOT / "benchmarks" / "results")
+    told = {result.command.rpartition("/")[2] for result in results}
+    files = {path.name for path in FILES if path.stem not in ELSEWHERE}
+    assert told <= files
+    assert files - told <= {"gpu.py"}
+
+
+def example(**changes):
+    path = next((ROOT / "benchmarks" / "results").glob("*.json"))
+    row = Row(name="a row", what="A / B", values=(1.0, 2.0), bound=Bound("at_most", 1.2))
+    return replace(read_result(path), theme="theme", rows=(row,), **changes)
+
+
+def test_tables_are_made_anew_between_their_marks():
+    page = with_tables(MARKS, [example()])
+    assert "| a row | A / B | 1.500 | 1 to 2 | 2 | at most 1.2 | **missed** |" in page
+    assert page.count("not measured yet") > 5
+    assert with_tables(page, [example()]) == page
+    gpu = example(hardware={"gpu": "NVIDIA H200", "precision": "bf16"})
+    both = with_tables(page, [example(), replace(gpu, theme="gpu")])
+    assert "not measured yet" not in both
+    assert "On NVIDIA H200, bf16" in both
+    with pytest.raises(LayerShuffleError, match="begin: cpu"):
+        with_tables("no marks", [])

@@ -1,0 +1,158 @@
+"""Paired comparisons against closed forms, and result files that come back as they were."""
+
+import gc
+import json
+import math
+import statistics
+
+import pytest
+
+from layershuffle.bench.claims import Claim, read_result, run_claim
+from layershuffle.bench.pairs import (
+    SMOKE,
+    Bound,
+    Effort,
+    Row,
+    cpu_timed,
+    interval_of_median,
+    paired,
+)
+from layershuffle.errors import LayerShuffleError
+
+
+def sides(log, a=2.0, b=1.0):
+    """Two sides that take the same time always, and note their turns."""
+
+    def side(name, seconds):
+        def run():
+            log.append((name, gc.isenabled()))
+            return seconds
+
+        return run
+
+    return side("a", a), side("b", b)
+
+
+def test_a_pair_is_the_mean_of_turns_in_which_both_go_first():
+    log = []
+    a, b = sides(log, a=0.2, b=0.1)
+    row = paired("name", "A / B", a=a, b=b, effort=Effort(pairs=5, seconds=0.75))
+    turns = 3  # 0.75 s of turns that take 0.3 s
+    assert row.settings["turns_per_pair"] == turns
+    assert row.values == pytest.approx((2.0,) * 5)
+    assert row.pairs == tuple(pytest.approx((0.2, 0.1)) for _ in range(5))
+    names = [name for name, _ in log]
+    warm_up, rest = names[:4], names[4:]
+    assert warm_up == ["a", "a", "b", "b"]
+    assert len(rest) == 5 * turns * 2
+    first = rest[::2]
+    assert set(first) == {"a", "b"}
+    assert abs(first.count("a") - first.count("b")) <= 1
+    assert all(first[i] != first[i + 1] for i in range(turns - 1))
+    assert not any(collecting for _, collecting in log)
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize("count", [5, 6, 9, 15, 21])
+def test_the_interval_of_the_median_is_the_binomial_one(count):
+    """Narrowest pair of order statistics that misses the median in at most 5 % of all samples."""
+    low, high = interval_of_median([float(value) for value in range(count)])
+    assert low + high == count - 1
+
+    def misses(below):
+        return 2 * sum(math.comb(count, k) for k in range(below + 1)) / 2**count
+
+    if count == 5:
+        assert (low, misses(0)) == (0, 0.0625)  # even the whole range misses more often
+    else:
+        assert misses(int(low)) <= 0.05 < misses(int(low) + 1)
+
+
+BOUNDS = [
+    (Bound("at_most", 1.05), [1.0, 1.05, 9.0], True),
+    (Bound("at_most", 1.05), [1.0, 1.06, 1.07], False),
+    (Bound("at_least", 4.5), [4.0, 4.5, 5.0], True),
+    (Bound("at_least", 4.5), [4.0, 4.4, 9.0], False),
+    (Bound("equal", 12), [12, 12], True),
+    (Bound("equal", 12), [12, 12, 13], False),
+    (Bound("not_above", 1.0), [0.99, 0.99, 1.02, 1.02, 1.03, 1.04, 1.04, 1.05, 1.2], True),
+    (Bound("not_above", 1.0), [0.99, 1.01, 1.02, 1.02, 1.03, 1.04, 1.04, 1.05, 1.2], False),
+    (Bound("not_above", 1.0), [0.5, 0.5, 1.2, 1.2, 1.2, 1.2, 1.2, 1.2, 1.2], False),
+]
+
+
+@pytest.mark.parametrize(("bound", "values", "holds"), BOUNDS)
+def test_bounds(bound, values, holds):
+    assert bound.holds(values) is holds
+    assert Row(name="n", what="w", values=tuple(values), bound=bound).holds is holds
+
+
+def test_the_clock_of_a_cpu_does_not_count_waiting():
+    import time
+
+    assert cpu_timed(lambda: time.sleep(0.05))() < 0.02
+    assert cpu_timed(lambda: sum(range(1_000_000)))() > 0.001
+
+
+def claim_of(*values, bound):
+    row = Row(name="a row", what="A / B", values=values, bound=bound, pairs=((2.0, 1.0),))
+    return Claim(theme="theme", text="It is so.", rows=lambda effort: [row])
+
+
+def test_a_result_file_says_everything_and_comes_back(tmp_path):
+    told = []
+    claim = claim_of(1.0, 1.5, 3.0, bound=Bound("at_most", 2.0))
+    assert run_claim(claim, str(tmp_path / "x.py"), tell=told.append, argv=[]) == 0
+    (path,) = (tmp_path / "results").iterdir()
+    fields = json.loads(path.read_text())
+    theme, machine, date = path.stem.split("_")
+    assert (theme, date) == ("theme", fields["date"])
+    assert machine == machine.lower()
+    assert {"schema", "claim", "command", "hardware", "versions", "rows"} <= set(fields)
+    assert fields["command"] == "python benchmarks/x.py"
+    assert fields["hardware"]["threads"] == 1
+    assert fields["rows"][0]["median"] == 1.5
+    result = read_result(path)
+    assert result.rows == claim.rows(SMOKE).__class__(result.rows) or result.rows
+    assert result.rows[0].values == (1.0, 1.5, 3.0)
+    assert result.rows[0].bound == Bound("at_most", 2.0)
+    assert result.rows[0].pairs == ((2.0, 1.0),)
+    assert "a row: A / B 1.5 (1 to 3, 3 pairs); at most 2: holds" in told
+
+
+def test_a_missed_bound_is_exit_code_1_but_not_in_a_smoke(tmp_path):
+    claim = claim_of(3.0, bound=Bound("at_most", 2.0))
+    told = []
+    assert run_claim(claim, str(tmp_path / "x.py"), tell=told.append, argv=[]) == 1
+    assert "MISSED" in told[0]
+    assert run_claim(claim, str(tmp_path / "y" / "x.py"), tell=told.append, argv=["--smoke"]) == 0
+    assert not (tmp_path / "y").exists()
+    assert "at most" not in told[-1]
+    out = ["--smoke", "--out", str(tmp_path / "o")]
+    assert run_claim(claim, str(tmp_path / "x.py"), tell=told.append, argv=out) == 0
+    assert len(list((tmp_path / "o").iterdir())) == 1
+
+
+def test_what_was_measured_before_a_failure_is_kept(tmp_path):
+    def rows(effort):
+        yield Row(name="first", what="w", values=(1.0,))
+        raise LayerShuffleError("the second one failed")
+
+    claim = Claim(theme="theme", text="It is so.", rows=rows)
+    with pytest.raises(LayerShuffleError, match="second"):
+        run_claim(claim, str(tmp_path / "x.py"), tell=lambda _: None, argv=[])
+    (path,) = (tmp_path / "results").iterdir()
+    assert [row.name for row in read_result(path).rows] == ["first"]
+
+
+def test_other_files_are_no_results(tmp_path):
+    path = tmp_path / "x.json"
+    for text in ("{", "{}", '{"rows": [1]}', '{"rows": []}'):
+        path.write_text(text)
+        with pytest.raises(LayerShuffleError, match="no result of a benchmark"):
+            read_result(path)
+
+
+def test_the_median_is_what_statistics_says():
+    values = (3.0, 1.0, 2.0, 10.0)
+    assert Row(name="n", what="w", values=values).median == statistics.median(values)
