@@ -42,8 +42,8 @@ FULL = Chosen(
     orders_per_batch=1, workers=min(16, len(os.sched_getaffinity(0))),
 )  # fmt: skip
 TRIAL = replace(
-    FULL, model=PICO.replace("depth=12", "depth=3"), batch=8, steps=2, device="cpu", precision="fp32", workers=0,
-    backend="eager",
+    FULL, model=PICO.replace("depth=12", "depth=3"), batch=8, steps=2, device="cpu",
+    precision="fp32", workers=0, backend="eager",
 )  # fmt: skip
 AGAINST_PLAIN_BATCH = 320  # unfused attention keeps three times as much for the backward pass
 
