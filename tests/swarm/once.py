@@ -1,4 +1,4 @@
-"""What is made once for all pytest workers, one at a time: clusters beside each other starve."""
+"""What is made once for all pytest workers, one thing at a time: clusters starve side by side."""
 
 from __future__ import annotations
 
