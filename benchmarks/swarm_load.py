@@ -5,7 +5,7 @@ python benchmarks/swarm_load.py [--requests 1000] [--memory-requests 5000] [--ou
 1. order-free: requests of labelled digits through the gateway, a third of the hosts SIGKILLed at
    seeded moments. None may fail or be late, and the accuracy must be what the calibration lets
    expect.
-2. sequential and replicated-sequential: the same requests and kills; the share that fails.
+2. sequential: the same requests and kills; the share that fails.
 3. one host ten times slower: what it adds to the 99th percentile.
 4. memory of gateway and hosts over many requests.
 
@@ -19,29 +19,22 @@ import asyncio
 import json
 import os
 import sys
-from contextlib import AsyncExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from layershuffle.machine import hardware, versions
 from layershuffle.models import load
-from layershuffle.swarm.asking import asker, labelled_images
+from layershuffle.swarm.asking import asker, client_inside, labelled_images
 from layershuffle.swarm.client import AsyncSwarmClient
 from layershuffle.swarm.drill import Drill, foreseen, judged, run_drill
 from layershuffle.swarm.faults import Fault, crashes
-from layershuffle.swarm.gateway.app import create_app
-from layershuffle.swarm.gateway.limits import GatewayLimits
 from layershuffle.swarm.plan import DEFAULT_MODEL, SwarmPlan, even_plan
-from layershuffle.swarm.ray_engine import RayHosts
 from layershuffle.swarm.ray_session import local_ray
-from layershuffle.swarm.service import Service, load_cargo, running_service
+from layershuffle.swarm.service import Service, swarm_on
 
 HOSTS, DEPTH, CONCURRENCY, DEADLINE_MS, SEED = 6, 12, 4, 2000.0, 0
 SLOW_ADDS, MEMORY_GROWS = 0.5, 0.02
-_PLENTY = GatewayLimits(rate=100_000.0, burst=100_000.0)
 
 
 class Load:
@@ -91,10 +84,10 @@ class Load:
         """The 99th percentile with one host ten times slower, against before and after."""
         name = next(iter(self.service.plan.hosts))
         faults = (Fault(0, name, "slow"),)
-        before = await self.drill(requests)
+        before = await self.drill(requests // 2)
         during = await self.drill(requests, faults)
         await self.mend(faults)
-        after = await self.drill(requests)
+        after = await self.drill(requests // 2)
         usual = (before.quantile(0.99) + after.quantile(0.99)) / 2
         return {
             "requests": requests,
@@ -131,23 +124,14 @@ class Load:
 async def measured(plan: SwarmPlan, options: argparse.Namespace) -> dict[str, Any]:
     """Everything, on one running swarm."""
     images = labelled_images(load(DEFAULT_MODEL), "digit-pairs", count=1000)
-    cargo = load_cargo(plan)
     found: dict[str, Any] = {}
     with local_ray(list(plan.hosts)) as ray:
-        places = RayHosts(ray, limits=plan.limits)
-        async with AsyncExitStack() as stack:
-            service = await stack.enter_async_context(
-                running_service(plan, cargo, places=places, transport=places.transport)
-            )
-            app = create_app(service.front, calibration=service.calibration, limits=_PLENTY)
-            client = await stack.enter_async_context(
-                AsyncSwarmClient("http://127.0.0.1", transport=httpx.ASGITransport(app))
-            )
+        async with swarm_on(ray, plan) as service, client_inside(service) as client:
             load_ = Load(service, client, images)
             await load_.drill(40)
             found["order-free"] = await load_.killed("order-free", options.requests)
             found["sequential"] = await load_.killed("sequential", options.requests)
-            found["slow"] = await load_.slow(max(100, options.requests // 4))
+            found["slow"] = await load_.slow(options.requests)
             found["memory"] = await load_.memory(options.memory_requests)
     return found
 

@@ -1,6 +1,10 @@
 """Shared fixtures. Tests never touch the network: the hub libraries are told so."""
 
+import fcntl
+import gc
 import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,3 +17,37 @@ os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 def repository() -> Path:
     """The root of the repository."""
     return Path(__file__).resolve().parent.parent
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: accelerate collects all garbage before every `fit`, which looks
+    through it, half a second each time."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Libraries count at the end what nobody collected."""
+    gc.unfreeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Tests marked `alone` run while no other worker's test does: they measure time."""
+    if not hasattr(item.config, "workerinput"):
+        return (yield)
+    place = Path(item.config.option.basetemp).parent  # that of all workers
+    alone = item.get_closest_marker("alone") is not None
+    with ExitStack() as stack:
+        # Who waits to be alone holds the gate meanwhile; else others would go on entering before.
+        with _locked(place / "gate", fcntl.LOCK_EX):
+            kind = fcntl.LOCK_EX if alone else fcntl.LOCK_SH
+            stack.enter_context(_locked(place / "room", kind))
+        return (yield)
+
+
+@contextmanager
+def _locked(path: Path, kind: int) -> Iterator[None]:
+    with path.open("a") as file:
+        fcntl.flock(file, kind)
+        yield

@@ -89,10 +89,7 @@ FIVE = {
     "fit": {**RECIPE["fit"], "steps": 30, "eval_every": 5, "checkpoint_every": 3},
     "evaluate": {"modes": "sequential,arbitrary", "num_orders": 2},
     "merging": {"arms": ["layershuffle"], "options": {"merges": 2, "num_orders": 1}},
-    "analyses": [
-        {"name": "norms", "arm": "layershuffle", "options": {"images": 20}},
-        {"name": "leave-one-out", "arm": "layershuffle", "options": {"images": 20}},
-    ],
+    "analyses": [{"name": "norms", "arm": "layershuffle", "options": {"images": 20}}],
 }
 
 
@@ -113,7 +110,7 @@ def test_killed_at_five_random_moments(tmp_path):
         study = subprocess.Popen(
             [*command, "--out", str(tmp_path / "rough")], stdout=subprocess.DEVNULL
         )
-        time.sleep(moments.uniform(0.1, 0.6) * whole)
+        time.sleep(moments.uniform(0.05, 0.35) * whole)
         workers = children_of(study.pid) if study.poll() is None else []
         killed += study.poll() is None
         for pid in (*workers, study.pid):  # the writers first, as when the power goes
@@ -124,7 +121,7 @@ def test_killed_at_five_random_moments(tmp_path):
     assert killed >= 3
     assert main(["reproduce", str(path), "--out", str(tmp_path / "rough")]) == 0
     calm, rough = (numbers(tmp_path / name) for name in ("calm", "rough"))
-    assert len(calm) == 2 + 1 + 2
+    assert len(calm) == 2 + 1 + 1
     assert rough == calm
 
 

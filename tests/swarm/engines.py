@@ -23,7 +23,7 @@ from torch import nn
 import layershuffle as ls
 from common import FAMILIES, images, logits_of, redraw
 from layershuffle.swarm.bundle import Bundle, make_bundle
-from layershuffle.swarm.coordinator import Coordinator, Places
+from layershuffle.swarm.coordinator import Coordinator
 from layershuffle.swarm.faults import Fault
 from layershuffle.swarm.front import Front
 from layershuffle.swarm.health import agrees
@@ -35,8 +35,10 @@ from layershuffle.swarm.messages import (
     HostUnavailable,
     Transport,
     Visit,
+    VisitError,
     WorkExpired,
 )
+from layershuffle.swarm.placement import Places
 from layershuffle.swarm.plan import HostPlan, SwarmPlan
 from layershuffle.swarm.router import Router
 from layershuffle.swarm.wire import Packet, pack, unpack
@@ -188,11 +190,14 @@ async def answers_are_the_callers_own(rig: Rig) -> None:
 
 async def visits_meet_in_batches(rig: Rig) -> None:
     """What waits for the same block runs through it together."""
-    await rig.slow_down("a", 0.1)
-    first = asyncio.ensure_future(rig.visit("a", 0))
+    await rig.slow_down("a", 0.8)  # a busy machine has that long to send all of them
+    first = asyncio.ensure_future(rig.visit("a", 0, limit=30.0))
+    await asyncio.sleep(0.1)
+    rest = [asyncio.ensure_future(rig.visit("a", 0, limit=30.0)) for _ in range(8)]
     await asyncio.sleep(0.05)
-    answers = await asyncio.gather(first, *(rig.visit("a", 0) for _ in range(8)))
-    assert [answer.batch for answer in answers] == [1, *[8] * 8]
+    await rig.places.misbehave("a", "none", factor=1.0)  # from the next turn on
+    answers = await asyncio.gather(first, *rest)
+    assert [answer.batch for answer in answers] == pytest.approx([1, *[8] * 8])
     wanted = run_blocks(rig.model, rig.start, (0,))
     for answer in answers:
         assert agrees(unpack(answer.packet), wanted, tolerance=1e-5)
@@ -232,6 +237,8 @@ async def a_crash_is_told_at_once(rig: Rig) -> None:
     assert rig.measured["crash_to_error_s"] < 1.0
     with pytest.raises(HostGone):
         await rig.visit("a", 0)
+    with pytest.raises(VisitError):  # told by a name of ours
+        await rig.coordinator.happen(Fault(0, "a", "crash"))
     _, route = await rig.walk()
     assert set(route.skipped) == {0, 2}
     assert rig.router.swarm["a"].condition == "gone"
@@ -283,12 +290,41 @@ async def a_frozen_host_costs_one_hop_limit(rig: Rig) -> None:
     assert route.ending == "complete"
 
 
+async def a_cut_host_goes_on(rig: Rig) -> None:
+    """Its process lives and computes; nothing reaches it, and nothing comes from it."""
+    assert (await rig.walk())[1].ending == "complete"
+    await rig.slow_down("a", 1.0)
+    visit = asyncio.ensure_future(rig.visit("a", 0, limit=30.0))
+    await asyncio.sleep(0.2)
+    assert not visit.done()
+    await rig.coordinator.happen(Fault(0, "a", "cut"))
+    after, route = await rig.walk(seconds=2.0)
+    assert set(route.skipped) == {0, 2}
+    assert (after == run_blocks(rig.model, rig.start, route.order)).all()
+    asked = asyncio.ensure_future(rig.places.info("a"))
+    await asyncio.sleep(1.5)
+    assert not asked.done()
+    assert not visit.done()
+    begun = time.monotonic()
+    await rig.coordinator.happen(Fault(0, "a", "rejoin"))
+    await asyncio.gather(asked, visit)
+    rig.measured["mended_to_answer_s"] = time.monotonic() - begun
+    assert rig.measured["mended_to_answer_s"] < 0.5, "it was computed meanwhile"
+    async with rig.health():
+        await until(lambda: rig.router.swarm["a"].usable)
+    assert (await rig.walk())[1].ending == "complete"
+    await rig.coordinator.happen(Fault(0, "a", "cut"))
+    await rig.coordinator.start("a", BLOCKS["a"], node=rig.node)
+    await rig.visit("a", 0)  # a new process is not cut off
+
+
 async def a_slow_host_is_a_last_resort(rig: Rig) -> None:
-    for host in "bc":  # the swarm's pace is that of the others
-        rig.router.update(host, lambda view: replace(view, compute=0.001, link=0.001))
-    await rig.slow_down("a", 0.025)
+    """It answers, late but in time for its visits; requests that need nobody else leave it out."""
+    await rig.slow_down("a", 0.06)
     for _ in range(3):  # until its average says so
         await rig.walk(min_blocks=DEPTH)
+    for host in "bc":  # whatever else this machine does, the swarm's pace is theirs
+        rig.router.update(host, lambda view: replace(view, compute=0.001, link=0.001))
     _, route = await rig.walk(min_blocks=1)
     assert route.skipped == dict.fromkeys((0, 2), "host a is slow")
     after, whole = await rig.walk(min_blocks=DEPTH)
@@ -391,6 +427,7 @@ CHECKS: dict[str, Callable[[Rig], Awaitable[None]]] = {
         visits_fail_each_in_its_own_way,
         cancelled_work_is_dropped,
         a_frozen_host_costs_one_hop_limit,
+        a_cut_host_goes_on,
         a_slow_host_is_a_last_resort,
         a_swap_loses_no_request,
         a_wrong_host_is_shut_out_by_its_canary,

@@ -2,9 +2,12 @@
 
 import asyncio
 import io
+import ssl
+import subprocess
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,7 +18,9 @@ from PIL import Image
 from common import DEPTH, FAMILIES, SIZE
 from layershuffle.stack import blocks_of
 from layershuffle.swarm.front import Front
+from layershuffle.swarm.gateway import serving
 from layershuffle.swarm.gateway.app import create_app
+from layershuffle.swarm.gateway.limits import GatewayLimits
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Answer
 from layershuffle.swarm.router import Router
@@ -65,9 +70,19 @@ class Site:
 
     async def classify(self, *files: bytes, **fields: Any) -> httpx.Response:
         """POST the files as a form."""
-        parts = [("image", (f"{i}.png", one)) for i, one in enumerate(files)]
-        data = {name: str(value) for name, value in fields.items()}
-        return await self.client.post("/v1/classify", files=parts, data=data)
+        return await classify(self.client, *files, **fields)
+
+    def client_at(self, address: str) -> httpx.AsyncClient:
+        """A client whose requests come from that address."""
+        transport = httpx.ASGITransport(app=self.app, client=(address, 1))
+        return httpx.AsyncClient(transport=transport, base_url="http://gateway")
+
+
+async def classify(client: httpx.AsyncClient, *files: bytes, **fields: Any) -> httpx.Response:
+    """POST the files as a form."""
+    parts = [("image", (f"{i}.png", one)) for i, one in enumerate(files)]
+    data = {name: str(value) for name, value in fields.items()}
+    return await client.post("/v1/classify", files=parts, data=data)
 
 
 @asynccontextmanager
@@ -90,6 +105,36 @@ async def site(
             yield Site(app, front, router, blocks, client)
         finally:
             front.close()
+
+
+@asynccontextmanager
+async def listening(
+    app: Any, limits: GatewayLimits, *, tls: ssl.SSLContext | None = None
+) -> AsyncIterator[tuple[Any, int]]:
+    """(server, port) of `app` on a socket of this machine."""
+    with serving._listening("127.0.0.1", 0, limits) as listener:
+        server = serving._Server(serving.server_config(app), limits=limits, tls=tls)
+        running = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            yield server, listener.getsockname()[1]
+        finally:
+            server.should_exit = True
+            await running
+
+
+def certify(place: Path) -> None:
+    """An authority in "ca.pem", and of it "cert.pem" with "key.pem" for 127.0.0.1."""
+    elliptic = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2")
+    names = ("-subj", "/CN=gateway", "-addext", "subjectAltName=IP:127.0.0.1")
+    usage = ("-addext", "keyUsage=critical,keyCertSign,digitalSignature")
+    authority = ("-CA", place / "ca.pem", "-CAkey", place / "ca.key")
+    for name, key, more in (
+        ("ca.pem", "ca.key", ("-subj", "/CN=authority", *usage)),
+        ("cert.pem", "key.pem", (*names, *authority, "-addext", "basicConstraints=CA:FALSE")),
+    ):
+        words = ("req", "-x509", *elliptic, *more, "-keyout", place / key, "-out", place / name)
+        subprocess.run(["openssl", *map(str, words)], capture_output=True, check=True, timeout=20)
+    (place / "key.pem").chmod(0o600)
 
 
 def picture(seed: int = 0, *, size: tuple[int, int] = (SIZE, SIZE)) -> Image.Image:

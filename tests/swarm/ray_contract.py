@@ -26,7 +26,8 @@ from layershuffle.swarm.ray_engine import RayHosts
 from layershuffle.swarm.ray_session import local_ray
 from layershuffle.swarm.router import Router
 
-CHECK_SECONDS = 60.0
+CHECK_SECONDS = 120.0
+END_SECONDS = 30.0
 # As Ray itself asks at a head: with whatever token the environment names.
 CLIENT = """
 import sys
@@ -170,6 +171,8 @@ def main(out: Path) -> None:
         tell(out, "up", seconds=time.monotonic() - begun)
         asyncio.run(run_all(ray, out))
         begun = time.monotonic()
+    while processes_with(word) and time.monotonic() < begun + END_SECONDS:
+        time.sleep(0.1)
     tell(out, "down", seconds=time.monotonic() - begun, left=len(processes_with(word)))
 
 

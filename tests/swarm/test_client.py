@@ -1,19 +1,34 @@
-"""The Python clients, blocking and not, against a gateway in this process."""
+"""The Python clients, blocking and not, against a gateway in this process; keys and https."""
 
 import asyncio
+import json
+import shutil
+import socket
 import subprocess
 import sys
 import threading
+import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
 import pytest
-from gateway_site import HOSTS, file_of, picture, site
+from gateway_site import HOSTS, certify, file_of, listening, picture, site
 
-from common import DEPTH
+from common import DEPTH, FAMILIES
+from layershuffle.cli import main
+from layershuffle.cli.swarm.serving import Https, context_of, read_keys, serve_service, told
+from layershuffle.cli.swarm.status import Gateway, client_options
 from layershuffle.errors import UsageError
+from layershuffle.swarm.bundle import make_bundle
 from layershuffle.swarm.client import AsyncSwarmClient, SwarmClient, SwarmError
+from layershuffle.swarm.gateway.https import client_context, server_context
+from layershuffle.swarm.gateway.limits import GatewayLimits
+from layershuffle.swarm.local import LocalHosts
 from layershuffle.swarm.messages import HostGone
+from layershuffle.swarm.operating import state_directory
+from layershuffle.swarm.plan import HostPlan, SwarmPlan
+from layershuffle.swarm.service import Cargo, running_service
 from layershuffle.swarm.state import Swarm
 
 KEY = "a-key-of-some-length"
@@ -167,3 +182,228 @@ def test_the_client_needs_no_torch():
         "sys.exit(bool({'torch', 'fastapi', 'scipy', 'timm'} & set(sys.modules)))"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_keys_that_no_header_carries():
+    for key in ("a\r\nHost: b", "schl\u00fcssel-der-lang-ist"):
+        with pytest.raises(UsageError, match="plain letters, digits and signs"):
+            SwarmClient(URL, api_key=key)
+
+
+# --- keys on the command line ---------------------------------------------------------------------
+
+
+def written(path, text, mode=0o600):
+    path.write_text(text)
+    path.chmod(mode)
+    return path
+
+
+def test_the_key_comes_from_a_file_or_the_environment(tmp_path, monkeypatch):
+    monkeypatch.delenv("LAYERSHUFFLE_API_KEY", raising=False)
+    file = written(tmp_path / "key", f"{KEY}\n")
+    assert client_options(Gateway()) == {"api_key": None, "authority": None}
+    assert client_options(Gateway(api_key_file=file))["api_key"] == KEY
+    monkeypatch.setenv("LAYERSHUFFLE_API_KEY", "of-the-environment")
+    assert client_options(Gateway())["api_key"] == "of-the-environment"
+    assert client_options(Gateway(api_key_file=file))["api_key"] == KEY
+    assert client_options(Gateway(api_key="on the line"))["api_key"] == "on the line"
+    for gateway, words in [
+        (Gateway(api_key_file=file, api_key="another"), "given twice"),
+        (Gateway(api_key_file=written(tmp_path / "two", "one\ntwo\n")), "holds 2 keys"),
+    ]:
+        with pytest.raises(UsageError, match=words):
+            client_options(gateway)
+
+
+def test_key_files_that_others_may_read_are_refused(tmp_path):
+    assert read_keys(None) == ()
+    assert read_keys(written(tmp_path / "own", "one\ntwo\n")) == ("one", "two")
+    for path, words in [
+        (written(tmp_path / "group", "one", 0o640), "Other users may read or change"),
+        (written(tmp_path / "empty", " \n"), "is empty"),
+        (tmp_path / "missing", "is not there"),
+    ]:
+        with pytest.raises(UsageError, match=words):
+            read_keys(path)
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    (tmp_path / "binary").chmod(0o600)
+    with pytest.raises(UsageError, match="cannot be read"):
+        read_keys(tmp_path / "binary")
+
+
+# --- https ----------------------------------------------------------------------------------------
+
+needs_openssl = pytest.mark.skipif(
+    shutil.which("openssl") is None, reason="needs the command openssl, to make certificates"
+)
+
+
+@pytest.fixture(scope="module")
+def papers(tmp_path_factory):
+    """A directory with ca.pem, cert.pem and key.pem for 127.0.0.1."""
+    place = tmp_path_factory.mktemp("papers")
+    certify(place)
+    return place
+
+
+@contextmanager
+def started(serving):
+    """What `serving(told)` tells from a thread of its own; it is cancelled at the end."""
+    found, ready, running = [], threading.Event(), []
+
+    def tell(what):
+        found.append(what)
+        ready.set()
+
+    async def go():
+        running.extend([asyncio.current_task(), asyncio.get_running_loop()])
+        try:
+            await serving(tell)
+        except asyncio.CancelledError:
+            pass
+        finally:
+            ready.set()
+
+    thread = threading.Thread(target=asyncio.run, args=[go()])
+    thread.start()
+    try:
+        assert ready.wait(60)
+        yield found[0]
+    finally:
+        task, loop = running
+        loop.call_soon_threadsafe(task.cancel)
+        thread.join(30)
+
+
+@needs_openssl
+def test_https_from_the_flags_to_the_answer(papers, tmp_path, capsys, monkeypatch):
+    """A swarm with certificate and key, asked by both clients and on the command line."""
+    plan = SwarmPlan(model="pico", hosts={"a": HostPlan(blocks=(0, 1, 2, 3))})
+    keys = written(tmp_path / "keys", KEY)
+    monkeypatch.delenv("LAYERSHUFFLE_API_KEY", raising=False)
+
+    async def serving(tell):
+        model = FAMILIES["timm-vit"].wrapped()
+        cargo = Cargo(model, {"pico": make_bundle(model)}, None)
+        places = LocalHosts(list(plan.hosts), limits=plan.limits)
+        async with running_service(
+            plan, cargo, places=places, transport=places.transport, within=20
+        ) as service:
+            await serve_service(
+                service,
+                state=state_directory(str(tmp_path / "s")),
+                host="127.0.0.1",
+                port=0,
+                keys=read_keys(keys),
+                public=False,
+                tls=context_of(Https(papers / "cert.pem", papers / "key.pem")),
+                ready=lambda url: tell((url, told(service, url, state=None, keyed=True))),
+            )
+
+    image = tmp_path / "image.png"
+    image.write_bytes(file_of(picture()))
+    with started(serving) as (url, said):
+        assert url.startswith("https://127.0.0.1:")
+        assert f"classify IMAGE --address {url} --authority FILE --api-key-file FILE\n" in said
+        with SwarmClient(url, api_key=KEY, authority=papers / "ca.pem") as client:
+            assert sorted(client.classify(image).blocks) == list(range(DEPTH))
+            assert client.health().watching is True
+            assert client.swarm().audits.disagreed == 0
+        assert asyncio.run(asked(url, papers)) == DEPTH
+        flags = ["--address", url, "--authority", str(papers / "ca.pem")]
+        assert main(["classify", str(image), *flags, "--api-key-file", str(keys), "--json"]) == 0
+        assert len(json.loads(capsys.readouterr().out)["blocks"]) == DEPTH
+        monkeypatch.setenv("LAYERSHUFFLE_API_KEY", KEY)
+        assert main(["swarm", "status", *flags]) == 0
+        assert "healthy" in capsys.readouterr().out
+        for address, authority, words in [
+            (url, None, "certificate is not trusted"),
+            (url.replace("127.0.0.1", "localhost"), papers / "ca.pem", "is not trusted"),
+            (url.replace("https", "http"), None, "cannot be reached"),
+        ]:
+            client = SwarmClient(address, api_key=KEY, authority=authority)
+            with client, pytest.raises(SwarmError, match=words):
+                client.swarm()
+
+
+async def asked(url, papers):
+    async with AsyncSwarmClient(url, api_key=KEY, authority=papers / "ca.pem") as client:
+        return (await client.health()).reachable_blocks
+
+
+@needs_openssl
+def test_handshakes_that_do_not_come_are_closed(papers):
+    """Silence before TLS counts and ends as silence before a request does."""
+    limits = GatewayLimits(head_ms=300, client_connections=1)
+    tls = server_context(papers / "cert.pem", papers / "key.pem")
+
+    async def serving(tell):
+        async with site() as place, listening(place.app, limits, tls=tls) as (_, port):
+            tell(port)
+            await asyncio.Event().wait()
+
+    def silent(port):
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+            begun = time.monotonic()
+            assert connection.recv(1) == b""
+            return time.monotonic() - begun
+
+    with started(serving) as port, socket.create_connection(("127.0.0.1", port)) as first:
+        assert silent(port) < 0.25
+        first.settimeout(10)
+        assert first.recv(1) == b""
+        assert 0.25 < silent(port) < 3
+        url = f"https://127.0.0.1:{port}"
+        with SwarmClient(url, authority=papers / "ca.pem") as client:
+            assert client.health().ok
+
+
+@needs_openssl
+def test_certificates_that_cannot_be_used(papers, tmp_path):
+    certificate, key = papers / "cert.pem", papers / "key.pem"
+    shown = written(tmp_path / "shown.pem", key.read_text(), 0o644)
+    locked = tmp_path / "locked.pem"
+    words = ["openssl", "pkey", "-in", key, "-aes256", "-passout", "pass:secret", "-out", locked]
+    subprocess.run(words, check=True, capture_output=True, timeout=20)
+    locked.chmod(0o600)
+    for chain, secret, said in [
+        (certificate, shown, "Other users may read"),
+        (certificate, locked, "The key is encrypted"),
+        (papers / "ca.pem", key, "cannot be used"),
+        (papers / "missing", key, "cannot be used .No such file"),
+        (certificate, papers / "missing", "is not there"),
+        (key, key, "cannot be used"),
+    ]:
+        with pytest.raises(UsageError, match=said):
+            server_context(chain, secret)
+    for authority in (papers / "missing", written(tmp_path / "no.pem", "no certificate")):
+        with pytest.raises(UsageError, match="authority's certificate cannot be read"):
+            client_context(authority)
+    with pytest.raises(UsageError, match="An authority says nothing about http:"):
+        SwarmClient(URL, authority=papers / "ca.pem")
+    assert context_of(Https()) is None
+    for half in (Https(https_key=key), Https(https_certificate=certificate)):
+        with pytest.raises(UsageError, match="a certificate and its key"):
+            context_of(half)
+
+
+@needs_openssl
+def test_deploy_warns_of_keys_in_clear(papers, tmp_path, capsys):
+    """Before anything is loaded; and it refuses an address without keys as early."""
+    plan = written(tmp_path / "plan.yaml", "model: dir:/nowhere\nhosts: {a: {blocks: [0]}}\n")
+    keys = written(tmp_path / "keys", KEY)
+    words = ["swarm", "deploy", str(plan), "--address", "10.0.0.1:6400", "--bind", "10.0.0.1"]
+    files = ["--https-certificate", papers / "cert.pem", "--https-key", papers / "key.pem"]
+
+    def said(*more):
+        assert main([*words, *map(str, more)]) != 0
+        return capsys.readouterr().err
+
+    clear = said("--keys", keys)
+    assert clear.startswith("warning: API keys, images and answers travel to and from 10.0.0.1 in")
+    assert "no such directory" in clear
+    assert "warning" not in said("--keys", keys, *files)
+    assert "without an API key" in said(*files)
+    Path(keys).chmod(0o604)
+    assert "Other users may read or change the swarm's API keys" in said("--keys", keys)

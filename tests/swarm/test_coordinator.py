@@ -1,6 +1,8 @@
 """Placement, coordinator and health over hosts in this process that compute by a formula."""
 
 import asyncio
+import time
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -10,10 +12,20 @@ import pytest
 from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.swarm import state
 from layershuffle.swarm.bundle import Bundle, Canary
-from layershuffle.swarm.coordinator import Coordinator, known_of
+from layershuffle.swarm.coordinator import Coordinator
 from layershuffle.swarm.donors import Lineage
 from layershuffle.swarm.faults import Fault
-from layershuffle.swarm.health import Check, Health, agrees, due, patience, replicas
+from layershuffle.swarm.health import (
+    Again,
+    Check,
+    Health,
+    agrees,
+    due,
+    known_of,
+    odd_one,
+    patience,
+    replicas,
+)
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Answer, HostGone, HostUnavailable, Visited
 from layershuffle.swarm.placement import (
@@ -29,8 +41,9 @@ from layershuffle.swarm.placement import (
 from layershuffle.swarm.plan import HostPlan, SwarmPlan
 from layershuffle.swarm.program import digest_of
 from layershuffle.swarm.router import Router
+from layershuffle.swarm.service import _watch
 from layershuffle.swarm.state import HostView, Swarm
-from layershuffle.swarm.wire import pack, unpack
+from layershuffle.swarm.wire import Packet, pack, unpack
 
 DEPTH = 4
 START = np.ones((1, 2, 3), np.float32)
@@ -149,38 +162,66 @@ def bundle_of(weight, *, base="one", depth=DEPTH):
 
 @dataclass
 class Fake:
-    """One process: weights by block, and what is wrong with it."""
+    """One process: weights by block, and what is wrong with it.
+
+    `lies`: answers are false, but to the canary's input.
+    """
 
     weights: dict = field(default_factory=dict)
     kind: str = "none"
+    lies: bool = False
     dead: asyncio.Event = field(default_factory=asyncio.Event)
     thawed: asyncio.Event = field(default_factory=asyncio.Event)
+    open: asyncio.Event = field(default_factory=asyncio.Event)
     draining: bool = False
 
 
 class FakePlaces:
-    """Processes as objects; also their transport."""
+    """Processes as objects; also their transport. What it is asked for one host must not overlap.
+
+    `raises`: by what it is asked, what comes of it.
+    """
 
     def __init__(self, *nodes):
         self.machines, self.processes, self.log = list(nodes), {}, []
-        self.broken = None
-        self.load_seconds = 0.0
+        self.raises, self.busy, self.overlaps = {}, set(), []
+        self.known = asyncio.Event()
+        self.known.set()
+        self.load_seconds = self.end_seconds = 0.0
 
     async def nodes(self):
-        if self.broken:
-            raise LayerShuffleError(self.broken)
+        self.log.append(("nodes",))
+        await self.known.wait()
+        if "nodes" in self.raises:
+            raise self.raises["nodes"]
         return tuple(self.machines)
+
+    @contextmanager
+    def alone(self, name, what):
+        if name in self.busy:
+            self.overlaps.append((name, what))
+        self.busy.add(name)
+        try:
+            yield
+        finally:
+            self.busy.discard(name)
 
     async def start(self, name, *, node):
         self.log.append(("start", name, node))
-        if name not in self.processes or self.processes[name].dead.is_set():
-            self.processes[name] = Fake()
-            self.processes[name].thawed.set()
-        return await self.info(name)
+        with self.alone(name, "start"):
+            await asyncio.sleep(0)
+            if name not in self.processes or self.processes[name].dead.is_set():
+                self.processes[name] = Fake()
+                self.processes[name].thawed.set()
+                self.processes[name].open.set()
+            return await self.info(name)
 
     async def load(self, name, program, *, tensors):
         self.log.append(("load", name, tuple(tensors)))
-        await asyncio.sleep(self.load_seconds)
+        if "load" in self.raises:
+            raise self.raises["load"]
+        with self.alone(name, "load"):
+            await asyncio.sleep(self.load_seconds)
         self.processes[name].weights.update({b: int(t) for b, t in tensors.items()})
 
     async def unload(self, name, blocks):
@@ -199,10 +240,12 @@ class FakePlaces:
         self.processes[name].draining = True
 
     async def end(self, name):
-        process = self.processes.pop(name, None)
-        if process is not None:
-            self.log.append(("end", name))
-            process.dead.set()
+        with self.alone(name, "end"):
+            await asyncio.sleep(self.end_seconds)
+            process = self.processes.pop(name, None)
+            if process is not None:
+                self.log.append(("end", name))
+                process.dead.set()
 
     async def misbehave(self, name, kind, *, factor):
         self.processes[name].kind = kind
@@ -216,11 +259,20 @@ class FakePlaces:
     def thaw(self, name):
         self.processes[name].thawed.set()
 
+    def cut(self, name):
+        self.processes[name].open.clear()
+
+    def mend(self, name):
+        self.processes[name].open.set()
+
     async def visit(self, visit, packet):
         process = self.processes.get(visit.host)
         if process is None:
             raise HostUnavailable("not known")
+        if isinstance(self.raises.get(visit.host), Exception):
+            raise self.raises[visit.host]
         await process.thawed.wait()
+        await process.open.wait()
         if process.dead.is_set():
             raise HostGone("its process is dead")
         if process.draining or not set(visit.blocks) <= set(process.weights):
@@ -228,7 +280,10 @@ class FakePlaces:
         await asyncio.sleep(0.05 if process.kind == "slow" else 0)
         weights = dict(process.weights)
         after = computed(unpack(packet), visit.blocks, weights)
-        return Answer(pack(after * (1.5 if process.kind == "wrong" else 1), "fp32"), 0.1, 0.0)
+        if visit.host in self.raises:
+            return self.raises[visit.host]
+        wrong = process.kind == "wrong" or (process.lies and (unpack(packet) != START).any())
+        return Answer(pack(after * (1.5 if wrong else 1), "fp32"), 0.1, 0.0)
 
 
 async def until(true, seconds=3.0):
@@ -236,6 +291,14 @@ async def until(true, seconds=3.0):
     async with asyncio.timeout(seconds):
         while not true():
             await asyncio.sleep(0.005)
+
+
+async def replaced(coordinator, places, name):
+    """Kill it, and wait until another process of its name is up."""
+    first = places.processes[name]
+    places.kill(name)
+    await until(lambda: places.processes.get(name) not in (None, first))
+    await until(lambda: condition(coordinator, name) == "healthy")
 
 
 def coordinated(check, plan=PLAN, nodes=(A, B), bundles=None, seconds=8.0, ready=True):
@@ -254,6 +317,8 @@ def coordinated(check, plan=PLAN, nodes=(A, B), bundles=None, seconds=8.0, ready
                     assert await coordinator.ready(within=3.0) == ()
                 await check(coordinator, places)
             assert not running.done(), running.result()
+            assert coordinator.watching
+            assert places.overlaps == []
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
@@ -326,6 +391,21 @@ def test_a_host_leaves_with_its_machine_and_comes_back_with_it():
     coordinated(check)
 
 
+@pytest.mark.parametrize("seconds", [0.0, 0.05])
+def test_a_machine_that_joins_anew_between_two_looks(seconds):
+    """One look ends the host on the old one, and starts it on the new."""
+
+    async def check(coordinator, places):
+        places.end_seconds = seconds
+        places.machines[0] = Node("n7", ("a",), "10.0.0.1")
+        await until(lambda: coordinator.hosts["a"].node == "n7")
+        await until(lambda: condition(coordinator, "a") == "healthy")
+        assert places.log.count(("end", "a")) == 1
+        assert places.log.count(("start", "a", "n7")) == 1
+
+    coordinated(check)
+
+
 def test_a_host_that_leaves_while_it_starts_is_forgotten():
     async def check(coordinator, places):
         places.load_seconds = 5.0
@@ -358,9 +438,9 @@ def test_a_host_that_fails_its_canaries_is_not_let_in(caplog):
 
 def test_machines_that_are_not_known_for_a_while_change_nothing(caplog):
     async def check(coordinator, places):
-        places.broken = "the head does not answer"
+        places.raises["nodes"] = LayerShuffleError("the head does not answer")
         await asyncio.sleep(0.05)
-        places.broken = None
+        del places.raises["nodes"]
         _, route = await walked(coordinator)
         assert route.ending == "complete"
         assert len([one for one in places.log if one[0] == "start"]) == 2
@@ -411,6 +491,236 @@ def test_drain_and_readmit():
     coordinated(check)
 
 
+def test_a_host_that_starts_can_be_drained():
+    """Its start ends there, and it stays away until somebody wishes otherwise."""
+
+    async def check(coordinator, places):
+        places.load_seconds = 0.4
+        places.log.clear()
+        await coordinator.readmit("a")
+        await until(lambda: ("load", "a", (0, 1)) in places.log)
+        assert coordinator.hosts["a"].phase == "starting"
+        places.load_seconds = 0.0
+        assert await coordinator.drain("a") is True
+        assert "a" not in places.processes
+        await asyncio.sleep(0.5)
+        assert (coordinator.hosts["a"].phase, condition(coordinator, "a")) == ("held", "gone")
+        assert "a" not in places.processes
+        await coordinator.readmit("a")
+        await until(lambda: condition(coordinator, "a") == "healthy")
+
+    coordinated(check)
+
+
+def test_a_dead_host_can_be_drained():
+    async def check(coordinator, places):
+        places.raises["load"] = LayerShuffleError("no room")
+        places.kill("a")
+        await until(lambda: coordinator.hosts["a"].tries >= 2)
+        assert await coordinator.drain("a") is True
+        del places.raises["load"]
+        await asyncio.sleep(0.1)
+        assert coordinator.hosts["a"].phase == "held"
+        assert "a" not in places.processes
+
+    coordinated(check)
+
+
+def test_a_host_that_is_given_blocks_finishes_before_it_leaves():
+    """Its router's visits go on meanwhile, so its process is not to end."""
+
+    async def check(coordinator, places):
+        places.load_seconds = 0.2
+        coordinator.plan = plan_of(a=(0, 1, 2), b=(3,))
+        await until(lambda: ("load", "a", (2,)) in places.log)
+        assert await coordinator.drain("a") is True
+        assert places.processes["a"].draining
+        await asyncio.sleep(0.4)
+        assert (coordinator.hosts["a"].phase, condition(coordinator, "a")) == ("held", "draining")
+
+    coordinated(check)
+
+
+def test_a_spare_that_starts_can_be_drained():
+    async def check(coordinator, places):
+        places.load_seconds = 5.0
+        places.machines.append(Node("n3", ("c",), ""))
+        await until(lambda: ("load", "c", (0, 1)) in places.log)
+        assert await coordinator.drain("c") is True
+        assert "c" not in places.processes
+
+    coordinated(check)
+
+
+def test_readmitting_a_host_that_is_being_replaced():
+    """Watch and operator at once: one process at a time, and one in the end."""
+
+    async def check(coordinator, places):
+        places.end_seconds = places.load_seconds = 0.05
+        places.kill("a")
+        await until(lambda: coordinator.hosts["a"].phase == "starting")
+        for _ in range(3):
+            await coordinator.readmit("a")
+            await asyncio.sleep(0.03)
+        await until(lambda: condition(coordinator, "a") == "healthy")
+        starts = places.log.count(("start", "a", "n1"))
+        await asyncio.sleep(0.2)
+        assert places.log.count(("start", "a", "n1")) == starts
+        assert coordinator.hosts["a"].phase == "up"
+
+    coordinated(check)
+
+
+def test_a_host_readmitted_while_it_leaves_stays():
+    async def check(coordinator, places):
+        places.end_seconds = 0.05
+        coordinator.router.update("a", lambda host: state.sent(host, 1))
+        leaving = asyncio.create_task(coordinator.leave("a"))
+        await until(lambda: places.processes["a"].draining)
+        await coordinator.readmit("a")
+        await leaving
+        await until(lambda: condition(coordinator, "a") == "healthy")
+        await asyncio.sleep(0.1)
+        assert coordinator.hosts["a"].phase == "up"
+        assert places.log.count(("end", "a")) == 1
+
+    coordinated(check)
+
+
+# --- what nobody foresaw --------------------------------------------------------------------------
+
+
+def test_a_canary_that_breaks_is_held_against_its_host_alone(caplog):
+    async def check(coordinator, places):
+        places.raises["a"] = ValueError("operands could not be broadcast")
+        await until(lambda: condition(coordinator, "a") == "suspect")
+        assert "operands could not be broadcast" in coordinator.router.swarm["a"].why
+        await replaced(coordinator, places, "b")  # the watch goes on
+        del places.raises["a"]
+        await until(lambda: condition(coordinator, "a") == "healthy")
+
+    coordinated(check)
+    (first, *_) = [one for one in caplog.records if "canary of host a broke" in one.message]
+    assert first.exc_info[0] is ValueError
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Answer(Packet("int8", np.ones((1, 2, 3), np.int8), np.ones((7, 7), np.float32)), 0.1, 0.0),
+        Answer(Packet("fp32", np.array([["?"]])), 0.1, 0.0),
+        "no answer at all",
+    ],
+)
+def test_an_answer_that_cannot_be_read_is_a_wrong_one(answer):
+    async def check(coordinator, places):
+        places.raises["a"] = answer
+        await until(lambda: condition(coordinator, "a") == "shut-out")
+        assert "cannot be read" in coordinator.router.swarm["a"].why
+        await replaced(coordinator, places, "b")
+
+    coordinated(check)
+
+
+def test_a_bring_up_that_breaks_is_told_and_tried_again(caplog):
+    async def check(coordinator, places):
+        places.raises["load"] = KeyError("blocks.0.weight")
+        places.kill("a")
+        await until(lambda: coordinator.hosts["a"].tries >= 2)
+        assert "KeyError" in coordinator.hosts["a"].why
+        del places.raises["load"]
+        await until(lambda: condition(coordinator, "a") == "healthy")
+
+    coordinated(check)
+    (first, *_) = [one for one in caplog.records if "Work with host a broke" in one.message]
+    assert first.exc_info[0] is KeyError
+
+
+def test_a_watch_that_breaks_begins_anew(caplog):
+    async def go():
+        places = FakePlaces(A, B)
+        router = Router(places, depth=DEPTH, limits=QUICK)
+        coordinator = Coordinator(
+            PLAN, router=router, places=places, bundles={"base": bundle_of(1)}
+        )
+        places.raises["nodes"] = RuntimeError("nobody foresaw this")
+        watch = asyncio.create_task(_watch(coordinator))
+        await until(lambda: coordinator.restarts >= 2)
+        await until(lambda: not coordinator.watching)
+        del places.raises["nodes"]
+        assert await coordinator.ready(within=3.0) == ()
+        assert coordinator.watching
+        watch.cancel()
+        await asyncio.gather(watch, return_exceptions=True)
+        assert not coordinator.watching
+        await coordinator.close()
+
+    asyncio.run(go())
+    (first, *_) = [one for one in caplog.records if "begins anew" in one.message]
+    assert "nobody foresaw this" in str(first.exc_info[1])
+
+
+def test_a_question_for_the_machines_that_hangs_is_asked_once(caplog):
+    async def check(coordinator, places):
+        places.known.clear()
+        before = len(places.log)
+        await until(lambda: caplog.text.count("no answer within 10 ms") >= 3)
+        assert places.log[before:].count(("nodes",)) <= 2  # one was under way
+        assert coordinator.watching
+        places.known.set()
+        await replaced(coordinator, places, "a")
+
+    coordinated(check)
+
+
+def test_hosts_end_side_by_side():
+    seconds = []
+
+    async def check(coordinator, places):
+        places.end_seconds = 0.3
+        begun = time.monotonic()
+        await coordinator.close()
+        seconds.append(time.monotonic() - begun)
+        assert places.processes == {}
+        places.end_seconds = 0.0
+
+    coordinated(check)
+    assert seconds[0] < 0.55
+
+
+def test_a_host_that_does_not_end_holds_nobody_up():
+    async def check(coordinator, places):
+        places.end_seconds = 5.0
+        places.kill("a")
+        await until(lambda: ("start", "b", "n2") in places.log)
+        await until(lambda: coordinator.hosts["a"].phase == "starting")
+        places.machines.append(Node("n3", ("c",), ""))
+        await until(lambda: coordinator.hosts.get("c") and coordinator.hosts["c"].phase == "up")
+        places.end_seconds = 0.0
+
+    coordinated(check)
+
+
+def test_nothing_is_kept_of_hosts_that_left():
+    async def check(coordinator, places):
+        health = coordinator.health
+        for number in range(5):
+            places.machines.append(Node(f"m{number}", (), ""))
+            name = f"host@m{number}"
+            await until(lambda name=name: name in health._asked)
+            places.machines.pop()
+            await until(lambda name=name: name not in coordinator.hosts)
+        await until(lambda: not coordinator._ending)
+        for kept in (health._known, health._asked, health._since, coordinator._locks):
+            assert set(kept) <= {"a", "b"}
+        assert set(coordinator._starting) <= {"a", "b"}
+
+    coordinated(check)
+
+
+# --- swaps ----------------------------------------------------------------------------------------
+
+
 def test_a_swap_loses_no_request():
     """A sibling's block replaces another under load: every answer is that of one or the other."""
     donor = bundle_of(2)
@@ -425,14 +735,45 @@ def test_a_swap_loses_no_request():
             old, new = answer_of(route.order), answer_of(route.order, (1, 2, 1, 1))
             assert (after == old).all() or (after == new).all()
             seen.add(bool((after == new).all()))
+            assert coordinator.strangers >= {("a", 1)} or not (after == new).all()
         await swapping
+        assert coordinator.strangers == {("a", 1)}
         # It is held to the new answer from now on, also by the next process of its name.
         await asyncio.sleep(0.15)
         assert condition(coordinator, "a") == "healthy"
-        places.kill("a")
-        await until(lambda: condition(coordinator, "a") != "healthy")
-        await until(lambda: condition(coordinator, "a") == "healthy")
+        await replaced(coordinator, places, "a")
         assert places.processes["a"].weights == {0: 1, 1: 2}
+        assert coordinator.strangers == {("a", 1)}
+        await coordinator.swap("a", 1, donor=bundle_of(1))
+        assert coordinator.strangers == frozenset(), "the weights are those of the plan's model"
+
+    coordinated(check)
+
+
+def test_a_host_that_starts_takes_no_swap():
+    async def check(coordinator, places):
+        places.load_seconds = 0.1
+        await coordinator.readmit("a")
+        with pytest.raises(LayerShuffleError, match="is starting"):
+            await coordinator.swap("a", 1, donor=bundle_of(2))
+        await until(lambda: condition(coordinator, "a") == "healthy")
+        assert places.processes["a"].weights == {0: 1, 1: 1}
+
+    coordinated(check)
+
+
+def test_a_swap_whose_host_begins_anew_is_no_swap():
+    async def check(coordinator, places):
+        places.load_seconds = 0.1
+        swapping = asyncio.create_task(coordinator.swap("a", 1, donor=bundle_of(2)))
+        await until(lambda: ("load", "a", (1,)) in places.log)
+        places.load_seconds = 0.0
+        coordinator._hold("a", "somebody wished it")
+        with pytest.raises(LayerShuffleError, match="came or went"):
+            await swapping
+        await coordinator.readmit("a")
+        await until(lambda: condition(coordinator, "a") == "healthy")
+        assert places.processes["a"].weights == {0: 1, 1: 1}
 
     coordinated(check)
 
@@ -556,6 +897,9 @@ def test_replicas_hold_the_same_weights():
     hop = Visited("a", (1, 0), "answered", 1.0)
     assert replicas(hop, swarm, known={"a": one, "b": two, "c": one, "d": one}) == ("c", "c")
     assert replicas(hop, swarm, known={"a": one, "b": two, "c": {0: one[0]}}) is None
+    all_same = dict.fromkeys("abcd", one)
+    assert replicas(hop, swarm, known=all_same, apart=("b", "c")) == ("d", "d")
+    assert replicas(hop, swarm, known=all_same, apart="bcd") is None
     busy = swarm.with_host(state.sent(swarm["c"], 3))
     assert replicas(hop, busy, known={"a": one, "c": one, "d": one}) == ("d", "d")
 
@@ -581,7 +925,7 @@ def trusted(check, limits, blocks=(0, 1), hosts="ab"):
 
 
 def hopped(health, name, after, blocks=(0,)):
-    hop = Visited(name, blocks, "answered", 1.0)
+    hop = Visited(name, blocks, "answered", 0.0)
     for observe in health.router.observers:
         observe(hop, START, after)
 
@@ -608,13 +952,122 @@ def test_an_audit_finds_that_the_replica_lies():
     trusted(check, Limits(audit_share=1.0))
 
 
-def test_a_difference_that_no_canary_explains_is_told(caplog):
+def test_hosts_that_no_canary_and_no_third_tells_apart_are_suspects_in_the_end(caplog):
     async def check(health, places):
-        hopped(health, "a", answer_of([0]) + 5)
-        await until(lambda: "all pass their canaries" in caplog.text)
-        assert all(host.usable for host in health.router.swarm.values())
+        for strike in (1, 2, 3):
+            assert all(host.usable for host in health.router.swarm.values())
+            hopped(health, "a", answer_of([0]) + 5)
+            await until(lambda strike=strike: caplog.text.count("pass their canaries") == strike)
+            await until(lambda: not health._audits)
+        for host in health.router.swarm.values():
+            assert host.condition == "suspect"
+            assert host.why == "a and b differ over blocks 0, and no third host decides"
+        health.drop("b")
+        assert not health._doubts
 
     trusted(check, Limits(audit_share=1.0))
+
+
+OTHER = np.full_like(START, 3.0)
+
+
+def lied(health, name, blocks=(0, 1)):
+    """`name` answered a request wrongly, and passes its canaries."""
+    hop = Visited(name, blocks, "answered", 0.0)
+    after = computed(OTHER, blocks, dict.fromkeys(blocks, 1))
+    for observe in health.router.observers:
+        observe(hop, OTHER, after * 1.5)
+
+
+def test_two_others_tell_a_liar_that_passes_its_canaries():
+    async def check(health, places):
+        lied(health, "a")
+        await until(lambda: health.router.swarm["a"].condition == "shut-out")
+        assert health.router.swarm["a"].why == "it disagrees with two others over blocks 0, 1"
+        assert all(health.router.swarm[name].usable for name in "bc")
+        assert (health.audited, health.disagreed) == (1, 1)
+
+    trusted(check, Limits(audit_share=1.0), hosts="abc")
+
+
+def test_a_third_tells_that_the_replica_lies():
+    async def check(health, places):
+        places.processes["b"].lies = True  # asked first; in its second block too
+        hop = Visited("a", (0, 1), "answered", 0.0)
+        for observe in health.router.observers:
+            observe(hop, OTHER, computed(OTHER, (0, 1), {0: 1, 1: 1}))
+        await until(lambda: health.router.swarm["b"].condition == "shut-out")
+        assert all(health.router.swarm[name].usable for name in "ac")
+
+    trusted(check, Limits(audit_share=1.0), hosts="abc")
+
+
+def test_no_audit_judges_weights_that_were_swapped_meanwhile():
+    async def check(health, places):
+        health.expect("a", known_of(bundle_of(1), [0]))
+        hop = Visited("a", (0,), "answered", 50.0)  # sent before that
+        for observe in health.router.observers:
+            observe(hop, START, answer_of([0]) * 1.5)
+        assert not health._audits
+        lied(health, "a")
+        (audit,) = health._audits
+        await asyncio.sleep(0)
+        places.freeze("c")
+        await until(lambda: health.disagreed)
+        health.forget("a", [0])
+        health.expect("a", known_of(bundle_of(1), [0]))
+        places.thaw("c")
+        await asyncio.wait({audit})
+        assert all(host.usable for host in health.router.swarm.values())
+        assert not health._doubts
+
+    trusted(check, Limits(audit_share=1.0, hop_cap_ms=500), hosts="abc")
+
+
+def test_no_hosts_are_doubted_for_weights_that_were_swapped_meanwhile():
+    async def check(health, places):
+        places.freeze("b")
+        lied(health, "a")
+        (audit,) = health._audits
+        await asyncio.sleep(0.05)
+        health.expect("a", known_of(bundle_of(1), [0]))
+        places.thaw("b")
+        await asyncio.wait({audit})
+        assert health.disagreed == 1
+        assert not health._doubts
+
+    trusted(check, Limits(audit_share=1.0))
+
+
+def test_a_host_that_is_dropped_during_its_canary_is_not_remembered():
+    async def check(health, places):
+        places.freeze("a")
+        asking = asyncio.create_task(health._turn(Check("a", 0, 2.0)))
+        await asyncio.sleep(0)
+        health.drop("a")
+        places.thaw("a")
+        await asking
+        assert "a" not in health._asked
+
+    trusted(check, LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("after", "second", "third", "odd"),
+    [
+        (9, (1, 2), (1, 2), "x"),
+        (2, (1, 9), (1, 2), "q"),
+        (2, (9, 8), (1, 2), "p"),
+        (9, (1, 2), (1, 5), ""),
+    ],
+)
+def test_the_odd_one_of_three(after, second, third, odd):
+    def states(values):
+        return tuple(START * value for value in values)
+
+    hop = Visited("x", (0, 1), "answered", 1.0)
+    one, two = Again(("p", "q"), states(second)), Again(("r", "r"), states(third))
+    assert odd_one(hop, START * after, second=one, third=two, tolerance=1e-3) == odd
 
 
 def test_audits_of_equal_answers_change_nothing_and_are_counted():
@@ -638,7 +1091,7 @@ def test_audits_are_a_share_and_need_a_replica():
 
         count = await share(400)
         assert 60 <= count <= 100  # 0.2 of 400, 2.5 standard deviations
-        health.forget("b")
+        health.drop("b")
         assert await share(40) == count
 
     trusted(check, Limits(audit_share=0.2))

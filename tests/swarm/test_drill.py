@@ -2,11 +2,15 @@
 
 import asyncio
 import math
+import time
 from statistics import NormalDist
+from types import SimpleNamespace
 
 import pytest
 
-from layershuffle.errors import UsageError
+from common import FAMILIES
+from layershuffle.cli.swarm.drill import Options, _drill
+from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.swarm.calibration import Calibration, Row
 from layershuffle.swarm.drill import (
     Drill,
@@ -150,7 +154,8 @@ PLAN = SwarmPlan(
 @pytest.mark.parametrize(
     ("routing", "degraded", "failed"),
     [
-        ("order-free", 40.0, 10.0),  # block 0 is away from 2 to 6, everything at 9
+        # Block 0 is away from 2 to 6, block 2 from 7 on (c is a last resort), everything at 9.
+        ("order-free", 60.0, 10.0),
         ("sequential", 0.0, 70.0),  # as soon as a or b is away: 2 to 6, 7 to 9
         ("replicated-sequential", 0.0, 50.0),
     ],
@@ -193,3 +198,113 @@ def test_a_fault_that_cannot_happen_ends_the_drill():
 
     with pytest.raises(UsageError, match="no such switch"):
         asyncio.run(run_drill(ask, 9, faults=[Fault(3, "a", "slow")], engine=Refusing()))
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+class FakeOperator:
+    """Notes what it is told, and how the hosts are then. `refuses`: what fails."""
+
+    def __init__(self, *refuses):
+        self.told, self.refuses = [], refuses
+        self.conditions = dict.fromkeys("abc", "healthy")
+        self.seconds, self.asked = 0.0, False
+
+    def routing(self, routing):
+        self.told.append(("routing", routing))
+        return "sequential"
+
+    def fault(self, host, kind):
+        self.asked = True
+        time.sleep(self.seconds)
+        self.told.append((kind, host))
+        if (kind, host) in self.refuses:
+            raise LayerShuffleError(f"{host} cannot {kind}")
+        self.conditions[host] = "healthy" if kind == "rejoin" else "gone"
+
+
+def drilled(monkeypatch, operator, ask, plan=PLAN, **options):
+    """A drill whose requests are `ask`; of no data and no calibration."""
+    hosts = [SimpleNamespace(name=name) for name in operator.conditions]
+
+    class Client:
+        def __init__(self, *_, **__):
+            pass
+
+        async def __aenter__(self):
+            return self
+
+        async def __aexit__(self, *_):
+            pass
+
+        async def swarm(self):
+            for host in hosts:
+                host.condition = operator.conditions[host.name]
+            return SimpleNamespace(hosts=hosts)
+
+    monkeypatch.setattr("layershuffle.models.load", lambda spec: FAMILIES["timm-vit"].wrapped())
+    monkeypatch.setattr("layershuffle.swarm.asking.labelled_images", lambda *_, **__: ())
+    monkeypatch.setattr("layershuffle.swarm.asking.asker", lambda *_, **__: ask)
+    monkeypatch.setattr("layershuffle.swarm.client.AsyncSwarmClient", Client)
+    plan = plan.model_copy(update={"model": "timm:vit_tiny_patch16_224"})
+    return _drill(plan, operator, Options(kinds=("crash", "freeze"), **options))
+
+
+async def answered(number):
+    await asyncio.sleep(0)
+    return Reply("answered", True, 3, 1.0)
+
+
+def test_a_drill_of_a_model_that_was_never_calibrated(monkeypatch, capsys):
+    operator = FakeOperator()
+    assert asyncio.run(drilled(monkeypatch, operator, answered, requests=40)) == 0
+    assert "accuracy not judged: the model was never calibrated" in capsys.readouterr().out
+    assert set(operator.conditions.values()) == {"healthy"}
+    assert operator.told[-1] == ("routing", "sequential")
+
+
+def test_a_drill_that_breaks_mends_what_it_broke(monkeypatch):
+    async def ask(number):
+        if number == 15:  # one host crashed
+            raise RuntimeError("no gateway")
+        return await answered(number)
+
+    operator = FakeOperator()
+    with pytest.raises(RuntimeError, match="no gateway"):
+        asyncio.run(drilled(monkeypatch, operator, ask, requests=40, concurrency=1))
+    ((crash, host),) = [told for told in operator.told if told[0] in ("crash", "freeze")]
+    assert crash == "crash"
+    assert [told for told in operator.told if told[0] == "rejoin"] == [("rejoin", host)]
+    assert operator.told[-1] == ("routing", "sequential")
+
+
+def test_ctrl_c_mends_too_and_after_the_fault_under_way(monkeypatch):
+    """The order for the fault runs in a thread, which nothing stops."""
+    operator = FakeOperator()
+    operator.seconds = 0.3
+
+    async def go():
+        task = asyncio.create_task(drilled(monkeypatch, operator, answered, requests=40))
+        while not operator.asked:
+            await asyncio.sleep(0.01)
+        assert not operator.told[2:], "still under way"
+        task.cancel()
+        await task
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(go())
+    faults = [told for told in operator.told if told[0] != "routing"]
+    assert faults == [("crash", faults[0][1]), ("rejoin", faults[0][1])]
+    assert set(operator.conditions.values()) == {"healthy"}
+
+
+def test_a_host_that_cannot_be_mended_keeps_no_other_from_it(monkeypatch):
+    faults = rehearsal(["a", "b", "c"], requests=40, seed=1, kinds=("crash", "freeze"))
+    first, second = (fault.host for fault in faults)
+    assert first != second
+    operator = FakeOperator(("rejoin", min(first, second)))
+    with pytest.raises(LayerShuffleError, match="cannot rejoin"):
+        asyncio.run(drilled(monkeypatch, operator, answered, requests=40, seed=1))
+    assert operator.conditions[max(first, second)] == "healthy"
+    assert operator.told[-1] == ("routing", "sequential")

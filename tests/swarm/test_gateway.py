@@ -2,18 +2,35 @@
 
 import asyncio
 import base64
+import io
 import json
+import re
 import socket
 import struct
+import threading
+import time
 import zlib
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 
 import numpy as np
 import pytest
 import torch
-from gateway_site import HOSTS, LIMITS, VIT, Blocks, file_of, picture, site
+from gateway_site import (
+    HOSTS,
+    LIMITS,
+    VIT,
+    Blocks,
+    classify,
+    file_of,
+    listening,
+    picture,
+    site,
+)
+from PIL import PngImagePlugin
 
 import layershuffle as ls
-from common import CLASSES, DEPTH, FAMILIES, assert_close
+from common import CLASSES, DEPTH, FAMILIES, SIZE, assert_close
 from layershuffle.data.transforms import PlainTransform
 from layershuffle.data.view import Finish
 from layershuffle.errors import LayerShuffleError, StackError, UsageError
@@ -23,10 +40,15 @@ from layershuffle.position import add_position
 from layershuffle.position_forms import EncodingForm, PredictionForm
 from layershuffle.stack import running
 from layershuffle.swarm import front as front_module
+from layershuffle.swarm.calibration import Calibration, Row
 from layershuffle.swarm.front import Front, Unanswered, class_names, drop_blocks, resize_of
-from layershuffle.swarm.gateway import access, answers, serving
+from layershuffle.swarm.gateway import access, answers, bombs, serving
 from layershuffle.swarm.gateway.access import Bucket, Keys, Rates, take
+from layershuffle.swarm.gateway.clients import Clients
+from layershuffle.swarm.gateway.images import Decoder
 from layershuffle.swarm.gateway.limits import GatewayLimits
+from layershuffle.swarm.gateway.metrics import Metrics
+from layershuffle.swarm.gateway.refusals import Refused
 from layershuffle.swarm.gateway.serving import serve, server_config
 from layershuffle.swarm.messages import HostFailed, HostGone, Route
 from layershuffle.swarm.router import Router
@@ -289,6 +311,48 @@ def test_a_dead_host_degrades_the_answer():
     assert (swarm["depth"], swarm["classes"], swarm["wire"]) == (4, 5, "fp32")
 
 
+def calibrated(**options):
+    """A gateway with a made-up calibration of the pico model."""
+    rows = tuple(
+        Row(kept=kept, top1=20.0 * kept, low=1.0, high=90.0, sd_orders=1.0)
+        for kept in range(1, DEPTH + 1)
+    )
+    facts = {"schema": 1, "weights": "w", "data": "made-up", "split": "test", "seed": 0}
+    classes = tuple("abcde")
+    known = Calibration(**facts, orders=2, images=9, classes=classes, rows=rows)
+    return {"calibration": known, **options}
+
+
+def test_blocks_of_other_models_have_no_expected_accuracy():
+    """Neither with a donor from the start nor one that comes or goes while the request runs; an
+    answer without such a block is as calibrated."""
+    strange = set()
+
+    async def go(place):
+        async def ask(order):
+            return (await place.classify(file_of(picture()), order=order)).json()
+
+        calibrated = await ask("0,1,2,3")
+        strange.update({("a", 2), ("a", 0), ("c", 3), ("b", 0)})  # b does not hold block 0
+        several, one, without = [await ask(order) for order in ("0,1,2,3", "1,3", "1")]
+        walk = place.front.classify
+
+        async def swapped_back(images, **asked):
+            found = await walk(images, **asked)
+            strange.clear()
+            return found
+
+        place.front.classify = swapped_back
+        return calibrated, several, one, without, await ask("2")
+
+    found = run(go, **calibrated(strangers=lambda: frozenset(strange)))
+    why = "blocks of another model than the calibrated one took part"
+    assert [(one["expected"] or {}).get("top1") for one in found] == [80.0, None, None, 20.0, None]
+    assert [one["expected_why"] for one in found] == [
+        "", f"{why} (a: 0, 2; c: 3)", f"{why} (c: 3)", "", f"{why} (a: 2)",
+    ]  # fmt: skip
+
+
 def test_an_order_with_a_hole_is_degraded():
     """The policy calls such a route complete; the client asked for a block that did not run."""
 
@@ -345,8 +409,63 @@ def test_health():
     assert (fine.status_code, ill.status_code) == (200, 503)
     assert fine.json() == {
         "ok": True, "why": "", "usable_hosts": 3, "reachable_blocks": 4, "depth": 4,
+        "watching": None,
     }  # fmt: skip
     assert ill.json()["why"] == "no usable host holds a block"
+
+
+def test_health_says_whether_hosts_are_watched():
+    watched = [True]
+
+    async def go(place):
+        fine = await place.client.get("/healthz")
+        watched[0] = False
+        return fine, await place.client.get("/healthz"), (await place.client.get("/metrics")).text
+
+    fine, left, metrics = run(go, watching=lambda: watched[0])
+    assert (fine.status_code, fine.json()["watching"], fine.json()["why"]) == (200, True, "")
+    assert (left.status_code, left.json()["watching"]) == (200, False)  # requests are answered
+    assert left.json()["why"] == "nobody watches the hosts now: those that fail do not come back"
+    assert "layershuffle_watching 0.0" in metrics.splitlines()
+
+
+def test_audits_are_told():
+    async def go(place):
+        return [await place.client.get(path) for path in ("/metrics", "/v1/swarm")]
+
+    metrics, swarm = run(go, audits=lambda: (12, 3))
+    assert {
+        "layershuffle_audits_total 12.0", "layershuffle_audits_disagreed_total 3.0",
+    } <= set(metrics.text.splitlines())  # fmt: skip
+    assert swarm.json()["audits"] == {"audited": 12, "disagreed": 3}
+    metrics, swarm = run(go)
+    assert "audits" not in metrics.text
+    assert swarm.json()["audits"] is None
+
+
+def test_hosts_that_left_are_not_counted_any_more():
+    """Neither those told, nor those kept in memory when nobody asks."""
+
+    async def go(place):
+        for number in range(50):
+            name = f"spare-{number}"
+            place.router.swarm = Swarm([HostView(name, frozenset(range(DEPTH)))])
+            await place.classify(file_of(picture()))
+        kept = len(metrics_of(place.router)._labelled)
+        last = (await place.client.get("/metrics")).text
+        place.router.swarm = Swarm()
+        return kept, last, (await place.client.get("/metrics")).text
+
+    kept, last, empty = run(go)
+    hosts = {line.split('"')[1] for line in last.splitlines() if "hops_total{" in line}
+    assert kept <= 2
+    assert hosts == {"spare-49"}
+    assert "hops_total{" not in empty
+
+
+def metrics_of(router):
+    """The gateway's counters, by what they have the router tell them."""
+    return next(one.__self__ for one in router.observers if isinstance(one.__self__, Metrics))
 
 
 def test_metrics():
@@ -587,6 +706,215 @@ def test_too_many_at_once():
     assert third.headers["retry-after"] == "1"
 
 
+class SlowDecoding:
+    """Images as wide as `WIDTH` are decoded only when they may; `decoded` are those begun."""
+
+    WIDTH = 60
+
+    def __init__(self, monkeypatch):
+        self.free, self.decoded = threading.Event(), []
+        genuine = Decoder._decoded
+
+        def decoded(decoder, image, place):
+            self.decoded.append(image.width)
+            if image.width == self.WIDTH:
+                assert self.free.wait(5)
+            return genuine(decoder, image, place)
+
+        monkeypatch.setattr(Decoder, "_decoded", decoded)
+
+    async def begun(self, count=1):
+        while self.decoded.count(self.WIDTH) < count:
+            await asyncio.sleep(0.005)
+
+
+SLOW = file_of(picture(size=(SlowDecoding.WIDTH, 32)))
+
+
+def test_the_wait_for_a_decoder_ends_at_the_deadline(monkeypatch):
+    """A request behind one that decodes for long is told in time, and is never decoded."""
+    decoding = SlowDecoding(monkeypatch)
+
+    async def go(place):
+        first = asyncio.ensure_future(place.classify(SLOW, deadline_ms=8000))
+        await decoding.begun()
+        begun = time.monotonic()
+        late = await place.classify(file_of(picture()), deadline_ms=100)
+        waited = time.monotonic() - begun
+        decoding.free.set()
+        return (await first).status_code, late, waited
+
+    first, late, waited = run(go, limits=GatewayLimits(decoders=1))
+    assert first == 200
+    assert decoding.decoded == [SlowDecoding.WIDTH]
+    assert 0.1 <= waited < 2
+    assert late.status_code == 503
+    assert late.json()["error"]["cause"] == "The deadline passed before the images were decoded"
+    assert "fewer or smaller images" in late.json()["error"]["hint"]
+    assert late.headers["retry-after"]
+
+
+def test_decoding_ends_with_its_deadline(monkeypatch):
+    """The answer is out in time although a thread decodes, which then leaves the rest alone."""
+    decoding = SlowDecoding(monkeypatch)
+
+    async def go(place):
+        begun = time.monotonic()
+        late = await place.classify(SLOW, file_of(picture()), deadline_ms=100)
+        waited = time.monotonic() - begun
+        decoding.free.set()
+        fine = await place.classify(file_of(picture(size=(40, 40))))
+        return late.status_code, waited, fine.status_code
+
+    status, waited, fine = run(go, limits=GatewayLimits(decoders=1))
+    assert (status, fine) == (503, 200)
+    assert 0.1 <= waited < 2
+    assert decoding.decoded == [SlowDecoding.WIDTH, 40]  # not the second image of the first
+
+
+def test_one_client_leaves_decoders_for_others(monkeypatch):
+    """Also one that gives up at once and asks again."""
+    decoding = SlowDecoding(monkeypatch)
+
+    async def go(place):
+        async with place.client_at("10.0.0.1") as greedy, place.client_at("10.0.0.2") as other:
+            for _ in range(3):
+                assert (await classify(greedy, SLOW, deadline_ms=100)).status_code == 503
+            fine = await classify(other, file_of(picture()), deadline_ms=5000)
+            begun = list(decoding.decoded)
+            decoding.free.set()
+            again = await classify(greedy, file_of(picture()), deadline_ms=5000)
+        return begun, fine.status_code, again.status_code
+
+    found = run(go, limits=GatewayLimits(decoders=2))
+    assert found == ([SlowDecoding.WIDTH, SIZE], 200, 200)
+
+
+def test_clients_are_forgotten():
+    """When they have nothing under way any more, a thread that still decodes for them included."""
+    free = threading.Event()
+
+    async def go():
+        clients = Clients(GatewayLimits(client_requests=1))
+        with ThreadPoolExecutor(1) as pool, ExitStack() as stack:
+            stack.callback(free.set)
+            with pytest.raises(TimeoutError), clients.request_of("::ffff:10.0.0.1") as one:
+                async with asyncio.timeout(0.01):
+                    await one.decode(pool, free.wait)
+            assert len(clients) == 1
+            with clients.request_of("10.0.0.1") as again:
+                assert again is one
+                with pytest.raises(Refused) as told, clients.request_of("10.0.0.1"):
+                    pass
+                assert told.value.status == 429
+                with clients.request_of("10.0.0.2"):
+                    assert len(clients) == 2
+            free.set()
+            while len(clients):
+                await asyncio.sleep(0.005)
+
+    asyncio.run(go())
+
+
+def test_the_pixels_of_a_request_are_bounded():
+    """Each image may be that large, all together not; none is decoded: none could be."""
+    fits, wide = png_claiming(90, 100), png_claiming(1, 7)
+
+    async def go(place):
+        return [
+            await place.classify(fits, fits),
+            await place.classify(fits, fits, fits),
+            await place.classify(fits, wide, fits),  # 1 x 7 is made 36 x 252
+        ]
+
+    limits = SMALL.model_copy(update={"max_images": 4, "max_request_pixels": 20_000})
+    few, many, resized = [one.json()["error"]["cause"] for one in run(go, limits=limits)]
+    assert few == "The image cannot be read (image 1 of 2)"
+    assert many == (
+        "The images of the request have too many pixels together (27000 and more; at most 20000) "
+        "(image 3 of 3)"
+    )
+    assert "too many pixels together (27072 and more" in resized
+
+
+def png_with(*chunks):
+    """A small PNG with these chunks behind its head."""
+    file = file_of(picture())
+    made = b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in chunks
+    )
+    return file[:33] + made + file[33:]
+
+
+def test_texts_and_profiles_of_a_png_are_not_unpacked(monkeypatch):
+    packed = zlib.compress(bytes(1 << 20), 9)
+    dear = png_with(*[(b"zTXt", b"a\0\0" + packed)] * 60, *[(b"iCCP", b"a\0\0" + packed)] * 60)
+    unpacked = []
+    monkeypatch.setattr(PngImagePlugin, "_safe_zlib_decompress", unpacked.append)
+
+    async def go(place):
+        answers = [await place.classify(one, order="0,1") for one in (dear, file_of(picture()))]
+        return [one.json()["images"] for one in answers]
+
+    with_texts, without = run(go)
+    assert with_texts == without
+    assert unpacked == []
+    clear = png_with((b"tRNS", b"\0\1" * 3))
+    assert bombs.lean(clear) == clear
+    assert bombs.lean(clear[:60]) == clear[:60]
+
+
+def test_jpegs_of_many_scans_are_not_decoded():
+    """Each goes over the whole image, and takes 42 bytes of the file."""
+    buffer = io.BytesIO()
+    picture(size=(64, 64)).save(buffer, "JPEG", progressive=True, icc_profile=b"\xff\xda" * 500)
+    file = buffer.getvalue()
+    *_, last = [one.start() for one in re.finditer(rb"\xff\xda\0", file)]
+
+    def with_scans(count):
+        return file[:last] + file[last:-2] * (count - 9) + file[-2:]
+
+    assert [bombs.scans_of(with_scans(count)) for count in (10, 32, 33, 99)] == [10, 32, 33, 33]
+    assert bombs.scans_of(file_of(picture(), "JPEG")) == 1
+    assert bombs.scans_of(file_of(picture())) == bombs.scans_of(b"") == 0
+
+    async def go(place):
+        return [await place.classify(with_scans(count)) for count in (10, 32, 33)]
+
+    fine, most, many = run(go)
+    assert (fine.status_code, most.status_code) == (200, 200)
+    assert many.status_code == 422
+    assert many.json()["error"]["cause"] == "The image has more than 32 scans (image 1 of 1)"
+
+
+def test_bodies_that_trickle_take_no_places():
+    """One place, and a client whose bodies do not come: another is answered, the first is told."""
+
+    async def go(place):
+        sent = asyncio.Event()
+
+        async def trickle():
+            yield b"{"
+            sent.set()
+            await asyncio.sleep(1)
+
+        json_kind = {"content-type": "application/json"}
+        async with place.client_at("10.0.0.1") as slow, place.client_at("10.0.0.2") as other:
+            ask = slow.post("/v1/classify", content=trickle(), headers=json_kind)
+            trickling = asyncio.ensure_future(ask)
+            await sent.wait()
+            more = await classify(slow, file_of(picture()))
+            fine = await classify(other, file_of(picture()))
+            return more, fine.status_code, (await trickling).status_code
+
+    limits = GatewayLimits(running=1, waiting=0, client_requests=1, body_ms=800)
+    more, fine, trickled = run(go, limits=limits)
+    assert (more.status_code, fine, trickled) == (429, 200, 408)
+    assert "from your address are under way" in more.json()["error"]["cause"]
+    assert more.headers["retry-after"] == "1"
+
+
 def test_bodies_share_the_memory():
     async def go(place):
         file = file_of(picture())
@@ -779,6 +1107,12 @@ def test_other_machines_need_a_key():
             await serve(place.app, host="example.org", port=0)
 
     run(go)
+    for host, keyed, encrypted in [
+        ("10.0.0.1", False, False), ("10.0.0.1", True, True), ("127.0.0.1", True, False),
+    ]:  # fmt: skip
+        assert access.in_clear(host, keyed=keyed, encrypted=encrypted) == ""
+    warning = access.in_clear("10.0.0.1", keyed=True, encrypted=False)
+    assert warning.startswith("API keys, images and answers travel to and from 10.0.0.1 in clear")
     for host, keyed, public in [
         ("0.0.0.0", True, False), ("0.0.0.0", False, True), ("127.0.0.1", False, False),
         ("::1", False, False), ("localhost", False, False), ("127.8.8.8", False, False),
@@ -788,18 +1122,154 @@ def test_other_machines_need_a_key():
 
 def test_the_listener():
     """It names its protocol, or asyncio leaves Nagle's algorithm on: 40 ms per answer."""
-    with serving._listening("127.0.0.1", 0) as listener:
-        assert listener.proto == socket.IPPROTO_TCP
+    limits = GatewayLimits()
+    with serving._listening("127.0.0.1", 0, limits) as listener:
         taken = listener.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", taken)):
+            accepted, _ = listener.accept()
+        with accepted:
+            assert listener.proto == accepted.proto == socket.IPPROTO_TCP
         with pytest.raises(LayerShuffleError, match=f"cannot listen on 127.0.0.1:{taken}"):
-            serving._listening("127.0.0.1", taken)
+            serving._listening("127.0.0.1", taken, limits)
 
 
 def test_the_server_believes_no_forwarded_address():
-    config = server_config(lambda: None, limits=GatewayLimits(connections=7))
+    config = server_config(lambda: None)
     assert not config.proxy_headers
     assert not config.server_header
-    assert config.limit_concurrency == 7
+
+
+HEAD = b"GET /healthz HTTP/1.1\r\nHost: gateway\r\n\r\n"
+QUICK = GatewayLimits(head_ms=200)
+PATIENCE = 5  # seconds that a test waits for what takes a fraction of one
+
+
+async def plain(scope, receive, send):
+    """Answers "/wait" after half a second, "/large" with 20 MB, all else at once."""
+    if scope["type"] == "lifespan":
+        return
+    if scope["path"] == "/wait":
+        await asyncio.sleep(0.5)
+    body = bytes(20_000_000 if scope["path"] == "/large" else 2)
+    head = [(b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": head})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def closed_after(reader):
+    """Seconds until the other side closes."""
+    begun = time.monotonic()
+    async with asyncio.timeout(PATIENCE):
+        with suppress(ConnectionError):
+            while await reader.read(1 << 16):
+                pass
+    return time.monotonic() - begun
+
+
+async def answered(reader, writer, path="/"):
+    writer.write(HEAD.replace(b"/healthz", path.encode()))
+    async with asyncio.timeout(PATIENCE):
+        head = await reader.readuntil(b"\r\n\r\n")
+        await reader.readexactly(2)
+    return head.startswith(b"HTTP/1.1 200")
+
+
+@asynccontextmanager
+async def connected(port, **options):
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, **options)
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+
+
+def test_silent_connections_are_closed():
+    """Never a request, never a whole head, nothing after an answer, or the rest of a body."""
+
+    async def trickle(writer, text):
+        with suppress(ConnectionError):
+            for byte in text:
+                writer.write(bytes([byte]))
+                await writer.drain()
+                await asyncio.sleep(0.05)
+
+    async def after(port, first, rest=b""):
+        async with connected(port) as (reader, writer):
+            writer.write(first)
+            trickling = asyncio.ensure_future(trickle(writer, rest))
+            took = await closed_after(reader)
+            trickling.cancel()
+            return took
+
+    async def go():
+        async with listening(plain, QUICK) as (_, port):
+            unread = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9999\r\n\r\n"
+            return await asyncio.gather(
+                after(port, b""),
+                after(port, b"", HEAD * 9),
+                after(port, HEAD, b"GET /" + b"x" * 200),
+                after(port, unread, b"x" * 200),
+                after(port, unread + b"x"),
+            )
+
+    assert all(0.15 < took < 1.5 for took in asyncio.run(go()))
+
+
+def test_connections_in_use_stay():
+    """A request may take longer than its head, and the next may come at once or later."""
+
+    async def go():
+        async with listening(plain, QUICK) as (_, port), connected(port) as (reader, writer):
+            assert await answered(reader, writer, "/wait")
+            await asyncio.sleep(0.1)
+            assert await answered(reader, writer, "/wait")
+            writer.write(HEAD * 3)  # pipelined
+            for _ in range(3):
+                await reader.readuntil(b"\r\n\r\n\0\0")
+            return await answered(reader, writer)
+
+    assert asyncio.run(go())
+
+
+def test_answers_that_are_not_fetched_are_dropped():
+    async def go():
+        async with listening(plain, QUICK) as (server, port):
+            with socket.create_connection(("127.0.0.1", port)) as client:
+                client.setblocking(False)
+                client.send(HEAD.replace(b"/healthz", b"/large"))
+                async with asyncio.timeout(PATIENCE):
+                    while server.server_state.total_requests < 1:
+                        await asyncio.sleep(0.01)
+                    assert server.server_state.connections
+                    while server.server_state.connections:
+                        await asyncio.sleep(0.01)
+
+    asyncio.run(go())
+
+
+def test_one_address_leaves_connections_for_others():
+    """Those beyond are closed at once; one that closes makes room; others are let in, up to all."""
+    limits = GatewayLimits(head_ms=60_000, client_connections=2, connections=3)
+
+    async def go():
+        async with AsyncExitStack() as stack, listening(plain, limits) as (server, port):
+
+            async def connect(address):
+                return await stack.enter_async_context(connected(port, local_addr=(address, 0)))
+
+            first = await connect("127.0.0.1")
+            assert await answered(*await connect("127.0.0.1"))
+            assert await closed_after((await connect("127.0.0.1"))[0]) < 1
+            assert await answered(*await connect("127.0.0.2"))
+            assert await closed_after((await connect("127.0.0.3"))[0]) < 1
+            assert await answered(*first)
+            first[1].close()
+            async with asyncio.timeout(PATIENCE):
+                while len(server.server_state.connections) > 2:
+                    await asyncio.sleep(0.01)
+            return await answered(*await connect("127.0.0.1"))
+
+    assert asyncio.run(go())
 
 
 # --- pure -----------------------------------------------------------------------------------------

@@ -4,13 +4,17 @@ import asyncio
 import importlib.util
 import json
 import os
+import pickle
 import shutil
 import stat
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from engines import BLOCKS, CHECKS, LIMITS, rig_of
 from netns import processes_with
@@ -18,8 +22,15 @@ from once import once
 
 from layershuffle.errors import UsageError
 from layershuffle.swarm.local import LocalHosts, LocalTransport
-from layershuffle.swarm.messages import HostFailed, HostGone, HostUnavailable, WorkExpired
-from layershuffle.swarm.ray_engine import called
+from layershuffle.swarm.messages import (
+    Answer,
+    HostFailed,
+    HostGone,
+    HostUnavailable,
+    Visit,
+    WorkExpired,
+)
+from layershuffle.swarm.ray_engine import RayHosts, RayTransport, called
 from layershuffle.swarm.ray_session import check_answers, joined_ray
 from layershuffle.swarm.ray_settings import (
     SYSTEM_CONFIG,
@@ -33,6 +44,7 @@ from layershuffle.swarm.ray_settings import (
     host_resources,
     new_token,
 )
+from layershuffle.swarm.wire import Packet
 
 HERE = Path(__file__).parent
 RAY_CHECKS = (
@@ -41,7 +53,7 @@ RAY_CHECKS = (
     "a_frozen_process_is_ended_for_good",
     "hosts_outlive_their_coordinator",
 )
-PROGRAM_SECONDS = 420
+PROGRAM_SECONDS = 600
 
 
 # --- the contract ---------------------------------------------------------------------------------
@@ -131,7 +143,7 @@ def test_a_killed_program_leaves_no_process(tmp_path):
     finally:
         process.kill()
         process.communicate()
-    deadline = time.monotonic() + 30  # some of Ray's own look for their parent now and then
+    deadline = time.monotonic() + 120  # some of Ray's own look for their parent now and then
     while processes_with(token):
         assert time.monotonic() < deadline, processes_with(token)
         time.sleep(0.1)
@@ -157,13 +169,16 @@ class FakeRay:
         class TaskCancelledError(RayError): ...
 
     def __init__(self):
-        self.cancelled = []
+        self.cancelled, self.killed = [], []
 
     def is_initialized(self):
         return True
 
     def cancel(self, reference):
         self.cancelled.append(reference)
+
+    def kill(self, actor):
+        self.killed.append(actor)
 
 
 ERRORS = FakeRay.exceptions
@@ -201,6 +216,107 @@ def test_a_cancelled_call_is_dropped_at_the_host():
         assert ray.cancelled == [call]
 
     asyncio.run(go())
+
+
+STATE = Packet("fp32", np.ones((1, 2, 3), np.float32))
+SCALED = Packet("int8", np.ones((1, 2, 3), np.int8), np.ones((7, 7), np.float32))
+
+
+@pytest.mark.parametrize(
+    ("sent", "says"),
+    [
+        (b"", "EOFError"),
+        (b"no pickle", "cannot be read"),
+        (pickle.dumps(Answer(STATE, 1.0, 0.0))[:-9], "cannot be read"),
+        (b"cno_such_module\nThing\n.", "no_such_module"),
+        (pickle.dumps("hello"), "AttributeError"),
+        (None, "TypeError"),
+        (pickle.dumps(Answer(SCALED, 1.0, 0.0)), "ValueError"),
+        (pickle.dumps(Answer(STATE, float("nan"), 0.0)), "times that are none"),
+        (pickle.dumps(Answer(STATE, 1.0, -1.0)), "times that are none"),
+    ],
+)
+def test_an_answer_that_cannot_be_read_is_a_failure_of_its_host(sent, says):
+    async def go():
+        transport = RayTransport(FakeRay())
+        remote = asyncio.get_running_loop().create_future()
+        remote.set_result(sent)
+        visit = SimpleNamespace(remote=lambda order: remote)
+        transport.actors["a"] = SimpleNamespace(visit=visit)
+        await transport.visit(Visit("a", (0,), 1.0), STATE)
+
+    with pytest.raises(HostFailed, match=says):
+        asyncio.run(go())
+
+
+class Making(RayHosts):
+    """Hosts whose processes take until `made` to make; what was made is in `all`."""
+
+    def __init__(self, ray):
+        super().__init__(ray, limits=LIMITS)
+        self.made, self.all = threading.Event(), []
+
+    def _made(self, name, node):
+        self.made.wait(10)
+        self.all.append(f"{name}@{node}")
+        return self.all[-1]
+
+
+def test_a_start_that_was_given_up_leaves_no_process():
+    """The thread that makes the process goes on when its caller has gone."""
+
+    async def go():
+        hosts = Making(FakeRay())
+        starting = asyncio.create_task(hosts.start("a", node="n1"))
+        await asyncio.sleep(0.05)
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        assert starting.cancelled()
+        ending = asyncio.create_task(hosts.end("a"))
+        await asyncio.sleep(0.05)
+        assert not ending.done()
+        hosts.made.set()
+        await ending
+        assert hosts._ray.killed == hosts.all == ["a@n1"]
+        assert hosts.transport.actors == {}
+
+    asyncio.run(go())
+
+
+def test_what_could_not_be_ended_is_ended_another_time():
+    async def go():
+        ray = FakeRay()
+        hosts = Making(ray)
+        hosts.transport.actors["a"] = "a@n1"
+        kill, ray.kill = ray.kill, lambda actor: raises(ERRORS.RayError("no head"))
+        with pytest.raises(HostUnavailable, match="no head"):
+            await hosts.end("a")
+        ray.kill = kill
+        await hosts.end("a")
+        assert ray.killed == ["a@n1"]
+        await hosts.end("a")
+        assert ray.killed == ["a@n1"]
+
+    asyncio.run(go())
+
+
+def raises(error):
+    raise error
+
+
+def test_signals_to_a_process_that_is_dead():
+    ray = FakeRay()
+    ray.get_runtime_context = lambda: SimpleNamespace(get_node_id=lambda: "here")
+    hosts = RayHosts(ray, limits=LIMITS)
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    hosts._processes["a"] = ("here", child.pid)
+    hosts.kill("a")
+    assert child.wait(10) == -9
+    with pytest.raises(HostUnavailable, match="not known"):
+        hosts.kill("a")
+    hosts._processes["a"] = ("here", child.pid)  # it died by itself
+    with pytest.raises(HostUnavailable, match="is dead"):
+        hosts.kill("a")
 
 
 # --- settings -------------------------------------------------------------------------------------

@@ -95,7 +95,10 @@ def test_a_drill_kills_hosts_and_the_swarm_answers(swarm):
     shares = dict(re.findall(r"^(\w[\w ]+?) +([\d.]+) %", done.stdout, re.MULTILINE))
     assert shares["failed"] == "0.0"
     assert float(shares["degraded"]) > 0
-    assert "inside what the calibration" in done.stdout or "OUTSIDE" in done.stdout
+    judged = re.search(r"answers: ([\d.]+) %, (\w+) what .*\(([\d.]+) to ([\d.]+)\)", done.stdout)
+    top1, low, high = (float(judged[number]) for number in (1, 3, 4))
+    assert judged[2] == ("inside" if low <= top1 <= high else "OUTSIDE")
+    assert top1 > 75, "40 answers of 10 to 12 blocks, 94 % of which are right in the mean"
     assert layershuffle("swarm", "status", "--address", address).stdout.count("healthy") == 3
 
 
@@ -111,10 +114,11 @@ def test_ctrl_c_leaves_no_process_behind(swarm):
     assert layershuffle("swarm", "status", "--address", address).returncode == 1
 
 
+@pytest.mark.alone
 def test_a_thousand_requests_while_a_third_of_the_hosts_dies(repository, tmp_path):
     """0 failed, 0 late, accuracy as calibrated; a slow host; memory. benchmarks/swarm_load.py."""
     out = tmp_path / "load.json"
-    words = ["--requests", "1000", "--memory-requests", "1000", "--out", str(out)]
+    words = ["--requests", "1000", "--memory-requests", "500", "--out", str(out)]
     done = subprocess.run(
         [sys.executable, repository / "benchmarks" / "swarm_load.py", *words],
         capture_output=True, text=True, timeout=LOAD_SECONDS, check=False,

@@ -11,22 +11,18 @@ from typing import TYPE_CHECKING
 import tyro
 
 from layershuffle.cli.parsing import parse
-from layershuffle.cli.swarm.status import ADDRESS
+from layershuffle.cli.swarm.status import Gateway, client_options
 
 if TYPE_CHECKING:
     from layershuffle.swarm.gateway.answers import Classification
 
 
-@dataclass
-class Options:
+@dataclass(kw_only=True)
+class Options(Gateway):
     """Flags of `classify`."""
 
     images: tyro.conf.Positional[tuple[Path, ...]]
     """Image files."""
-    address: str = ADDRESS
-    """Address of the gateway."""
-    api_key: str | None = None
-    """Key of the gateway, if it takes one."""
     deadline_ms: float | None = None
     """Answer within this many milliseconds, with the blocks that can be run until then."""
     min_blocks: int | None = None
@@ -50,7 +46,7 @@ def run(argv: Sequence[str]) -> int:
 
     from layershuffle.swarm.client import SwarmClient
 
-    with SwarmClient(options.address, api_key=options.api_key) as client:
+    with SwarmClient(options.address, **client_options(options)) as client:
         answer = client.classify(
             options.images,
             deadline_ms=options.deadline_ms,

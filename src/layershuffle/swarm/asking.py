@@ -7,6 +7,7 @@ import io
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from PIL import Image
 from torch import Tensor, nn
@@ -17,7 +18,11 @@ from layershuffle.swarm.client import AsyncSwarmClient, SwarmError
 from layershuffle.swarm.drill import Ended, Reply
 from layershuffle.swarm.front import resize_of
 
+if TYPE_CHECKING:
+    from layershuffle.swarm.service import Service
+
 _TOO_MANY = 429
+_PLENTY = 100_000.0  # requests per second
 _PATIENCE = 20  # times that a busy gateway is asked again
 
 
@@ -83,3 +88,19 @@ def asker(
         return Reply("failed", False, 0, 0.0)
 
     return ask
+
+
+def client_inside(service: Service) -> AsyncSwarmClient:
+    """A client of the gateway of `service`, in this process and with no bound on its rate."""
+    import httpx  # of the extra `swarm`, as the gateway
+
+    from layershuffle.swarm.gateway.app import create_app
+    from layershuffle.swarm.gateway.limits import GatewayLimits
+
+    app = create_app(
+        service.front,
+        calibration=service.calibration,
+        limits=GatewayLimits(rate=_PLENTY, burst=_PLENTY),
+        model=service.plan.model,
+    )
+    return AsyncSwarmClient("http://127.0.0.1", transport=httpx.ASGITransport(app))

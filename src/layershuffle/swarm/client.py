@@ -19,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.swarm.gateway.access import is_loopback
 from layershuffle.swarm.gateway.answers import Classification, ErrorAnswer, Health, SwarmAnswer
+from layershuffle.swarm.gateway.https import client_context
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -54,7 +55,9 @@ class SwarmError(LayerShuffleError):
 class SwarmClient:
     """A gateway at `url`; every method raises `SwarmError`. Close it, or use it in a `with`.
 
-    `timeout` in seconds. `transport` is how requests travel, httpx's own by default.
+    `authority`: for https, the file of the certificates to trust, and no others (default: those
+    that httpx trusts). `timeout` in seconds. `transport` is how requests travel, httpx's own by
+    default.
     """
 
     def __init__(
@@ -62,10 +65,11 @@ class SwarmClient:
         url: str,
         *,
         api_key: str | None = None,
+        authority: str | Path | None = None,
         timeout: float = TIMEOUT,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        options = _options(url, api_key=api_key, timeout=timeout)
+        options = _options(url, api_key=api_key, authority=authority, timeout=timeout)
         self._http = httpx.Client(transport=transport, **options)
 
     def classify(
@@ -119,10 +123,11 @@ class AsyncSwarmClient:
         url: str,
         *,
         api_key: str | None = None,
+        authority: str | Path | None = None,
         timeout: float = TIMEOUT,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        options = _options(url, api_key=api_key, timeout=timeout)
+        options = _options(url, api_key=api_key, authority=authority, timeout=timeout)
         self._http = httpx.AsyncClient(transport=transport, **options)
 
     async def classify(
@@ -170,8 +175,11 @@ class AsyncSwarmClient:
         return _read(response, kind)
 
 
-def _options(url: str, *, api_key: str | None, timeout: float) -> dict[str, Any]:
-    """What both clients tell httpx. Raises `UsageError` for what is not an http address."""
+def _options(
+    url: str, *, api_key: str | None, authority: str | Path | None, timeout: float
+) -> dict[str, Any]:
+    """What both clients tell httpx. Raises `UsageError` for what is not an http address, for a key
+    that no header can carry, and for an authority that cannot be read or has nothing to say."""
     try:
         parts = urlsplit(url)
         host = parts.hostname
@@ -182,12 +190,22 @@ def _options(url: str, *, api_key: str | None, timeout: float) -> dict[str, Any]
             f"{url!r} is not the address of a gateway",
             hint="write for example http://127.0.0.1:8000",
         )
-    return {
+    if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+        raise UsageError("An API key has plain letters, digits and signs alone")
+    options: dict[str, Any] = {
         "base_url": url,
         "headers": {} if api_key is None else {"X-API-Key": api_key},
         "timeout": timeout,
         "trust_env": not is_loopback(host),  # no proxy knows the way to this machine
     }
+    if authority is not None:
+        if parts.scheme != "https":
+            raise UsageError(
+                f"An authority says nothing about {url}, which is not encrypted",
+                hint="write https://..., or leave the authority out",
+            )
+        options["verify"] = client_context(Path(authority).expanduser())
+    return options
 
 
 def _fields(
@@ -235,6 +253,13 @@ def _unreached(error: httpx.HTTPError, url: httpx.URL) -> SwarmError:
     if isinstance(error, httpx.TimeoutException):
         return SwarmError(
             "The gateway did not answer in time", place=str(url), hint="allow a longer timeout"
+        )
+    if "CERTIFICATE_VERIFY_FAILED" in str(error):
+        return SwarmError(
+            f"The gateway's certificate is not trusted ({error})",
+            place=str(url),
+            hint="name the certificate of its authority (--authority FILE), and the gateway by a "
+            "name or address that stands in its certificate",
         )
     return SwarmError(
         f"The gateway cannot be reached ({error or type(error).__name__})",

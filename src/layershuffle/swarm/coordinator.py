@@ -1,6 +1,6 @@
 """The coordinator: starts block hosts where machines are, watches them, and tells the router.
 
-A thin shell around `placement.reconcile`. What runs the processes is a `Places`: Ray
+A thin shell around `placement.reconcile`. What runs the processes is a `placement.Places`: Ray
 (`ray_engine.RayHosts`), or objects in this process. Used from the router's event loop only.
 """
 
@@ -8,23 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Awaitable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.swarm import state
+from layershuffle.swarm.bounded import bounded
 from layershuffle.swarm.faults import SLOW_FACTOR, Fault
-from layershuffle.swarm.health import Health, Known
-from layershuffle.swarm.placement import Action, Hosted, Node, Refill, Start, reconcile
+from layershuffle.swarm.health import Health, known_of
+from layershuffle.swarm.placement import Action, Hosted, Node, Places, Refill, Start, reconcile
 from layershuffle.swarm.plan import SwarmPlan
-from layershuffle.swarm.program import digest_of
 from layershuffle.swarm.router import Router
 from layershuffle.swarm.state import HostView
 
 if TYPE_CHECKING:
     from layershuffle.swarm.bundle import Bundle
-    from layershuffle.swarm.host import HostInfo, Misbehaviour
+    from layershuffle.swarm.host import Misbehaviour
 
 _Result = TypeVar("_Result")
 _MILLI = 1000.0
@@ -32,48 +33,16 @@ _POLL = 0.02  # seconds between looks at whether a draining host is empty
 _log = logging.getLogger(__name__)
 
 
-class Places(Protocol):
-    """Where hosts' processes run. Everything raises `LayerShuffleError` where it fails."""
-
-    async def nodes(self) -> Sequence[Node]:
-        """The living machines."""
-
-    async def start(self, name: str, *, node: str) -> HostInfo:
-        """A process for `name` on that machine; may be one that holds blocks already."""
-
-    async def load(self, name: str, program: bytes, *, tensors: Mapping[int, bytes]) -> None:
-        """Give it blocks."""
-
-    async def unload(self, name: str, blocks: Sequence[int]) -> None:
-        """Take blocks from it."""
-
-    async def info(self, name: str) -> HostInfo:
-        """What it holds and does."""
-
-    async def drain(self, name: str) -> None:
-        """It takes no new visits."""
-
-    async def end(self, name: str) -> None:
-        """End its process, if there is one."""
-
-    async def misbehave(self, name: str, kind: Misbehaviour, *, factor: float) -> None:
-        """For drills: "slow", "wrong" or "none"."""
-
-    def kill(self, name: str) -> None:
-        """For drills: its process dies."""
-
-    def freeze(self, name: str) -> None:
-        """For drills: it falls silent."""
-
-    def thaw(self, name: str) -> None:
-        """Undo `freeze`."""
-
-
 class Coordinator:
     """Brings the hosts of `plan` up and keeps them so; `run` does it, until cancelled.
 
-    `bundles`: by model, as `plan` names them: the plan's own and its donors'. Implements
-    `drill.Engine`.
+    `bundles`: by model, as `plan` names them: the plan's own and its donors'. `strangers`: (host,
+    block) where other weights than those of the plan's model may answer; `watching`: whether
+    `run` does its work now; `restarts`: how often it began anew (`service.running_service`).
+    Implements `drill.Engine`.
+
+    What is decided about a host stands in `hosts` at once, and ends what was begun before; what
+    that means for its process comes after, one thing at a time for each host.
     """
 
     def __init__(
@@ -89,24 +58,35 @@ class Coordinator:
         self.health = Health(router, seed=seed)
         self.base = bundles[plan.model]
         self.hosts: dict[str, Hosted] = {}
+        self.watching, self.restarts = False, 0
         self._donors = {
             (name, block): checked_donor(bundles[model], self.base, block=block)
             for name, host in plan.hosts.items()
             for block, model in host.donors.items()
         }
+        self.strangers = frozenset(place for place in self._donors if self._is_strange(place))
         self._starting: dict[str, asyncio.Task[None]] = {}
+        self._ending: set[asyncio.Task[None]] = set()
+        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._asking: asyncio.Future[Sequence[Node]] | None = None
         for name, host in plan.hosts.items():
-            self._show(HostView(name, frozenset(host.blocks), "gone", "it has not come yet"))
+            absent = self._fresh(name, frozenset(host.blocks))
+            self._show(replace(absent, condition="gone", why="it has not come yet"))
 
     async def run(self) -> None:
-        """Watch machines and hosts, ask canaries, start what is missing; until cancelled."""
+        """Watch machines and hosts, ask canaries, start what is missing; until cancelled.
+
+        Hosts that fail, in whatever way, do not end it.
+        """
         health = asyncio.create_task(self.health.run())
+        self.watching = True
         try:
             while not health.done():
                 await self._look()
                 await asyncio.sleep(self.router.limits.watch_ms / _MILLI)
             health.result()
         finally:
+            self.watching = False
             health.cancel()
             await asyncio.gather(health, return_exceptions=True)
 
@@ -126,145 +106,187 @@ class Coordinator:
     async def close(self) -> None:
         """End all hosts."""
         await self.health.close()
-        for name in [*self.hosts]:
-            await self._end(name)
+        if self._asking is not None:
+            self._asking.cancel()
+        await asyncio.gather(*map(self._end, self.hosts), *self._ending)
 
     # --- what operators do ------------------------------------------------------------------------
 
     async def drain(self, name: str) -> bool:
         """`name` takes no new visits; whether those it has are over when this returns.
 
-        Waits at most as long as a request may take.
+        Waits at most as long as a request may take. A host that is not up (it starts, or is dead)
+        has nothing to finish: its process ends, and it stays away until `readmit`.
         """
         self._known_host(name)
         self._hold(name, "it is leaving")
+        view = self.router.swarm.get(name)
+        if view is None or view.condition == "gone":
+            self._gone(name, "it has left")
+            await self._end(name)
+            return True
         self.router.update(name, state.draining)
         end = self.router.clock() + self.router.limits.max_deadline_ms / _MILLI
         await self._bounded(self.places.drain(name), name)
-        while self.router.swarm[name].waiting and self.router.clock() < end:
+        while (view := self.router.swarm.get(name)) and view.waiting and self.router.clock() < end:
             await asyncio.sleep(_POLL)
-        return not self.router.swarm[name].waiting
+        return view is None or not view.waiting
 
     async def leave(self, name: str) -> None:
         """Drain `name`, then end its process; it stays away until `readmit`."""
         await self.drain(name)
-        await self._end(name)
-        self._gone(name, "it has left")
+        host = self.hosts.get(name)
+        if host is not None and host.phase == "held":  # nobody readmitted it meanwhile
+            self._gone(name, "it has left")
+            await self._end(name)
 
     async def readmit(self, name: str) -> None:
         """End the process of `name` and start a new one, in the background: shut-out, drained,
         left and dead hosts come back that way.
         """
         host = self._known_host(name)
-        await self._end(name)
         self._gone(name, "it is starting")
-        self._begin(Start(name, host.node, host.blocks))
+        self._begin(Start(name, host.node, host.blocks), anew=True)
 
     async def swap(self, name: str, block: int, *, donor: Bundle) -> None:
         """`block` of the host `name` comes from `donor` from now on; no request is lost.
 
         Raises `UsageError` for a donor that is no sibling, or a block that is not held there;
-        `LayerShuffleError` if the host does not answer the donor's canary: then it is shut out.
+        `LayerShuffleError` if the host is not up, or does not answer the donor's canary: then it is
+        shut out.
         """
         if block not in self._known_host(name).blocks:
             raise UsageError(f"Host {name} does not hold block {block}")
         checked_donor(donor, self.base, block=block)
-        tensors = {block: donor.tensors[block]}
+        known = await asyncio.to_thread(known_of, donor, [block])
+        host = self._known_host(name)
+        if host.phase == "starting":
+            raise LayerShuffleError(f"Host {name} is starting", hint="swap once it is up")
         before = self.health.forget(name, [block])
+        tensors = {block: donor.tensors[block]}
+        self.strangers |= {(name, block)}  # from now on nobody knows which weights answer
         try:
             await self._bounded(self.places.load(name, donor.program, tensors=tensors), name)
         except LayerShuffleError:
-            self.health.expect(name, before)  # if it took the block all the same, this finds out
+            if self.hosts.get(name) is host:
+                self.health.expect(name, before)  # if it took it all the same, this finds out
             raise
+        if self.hosts.get(name) is not host:  # another process, or one that is to end
+            raise LayerShuffleError(f"Host {name} came or went while it took block {block}")
         self._donors[name, block] = donor
-        self.health.expect(name, known_of(donor, [block]))
+        self.health.expect(name, known)
         if why := await self.health.check(name, blocks=[block]):
             raise LayerShuffleError(f"Host {name} took block {block}, but {why}")
+        self._know_strangers(name, [block])
 
     async def happen(self, fault: Fault) -> None:
         """Make the fault happen; see `faults.Fault`. A crashed host stays dead until rejoin."""
         name = fault.host
         self._known_host(name)
         if fault.kind == "crash":
-            self._hold(name, "it crashed")
             self.places.kill(name)
-        elif fault.kind in ("freeze", "cut"):  # to the router both are silence
+            self._hold(name, "it crashed")
+        elif fault.kind == "freeze":
             self.places.freeze(name)
+        elif fault.kind == "cut":
+            self.places.cut(name)
         elif fault.kind == "leave":
             await self.leave(name)
         elif fault.kind in ("slow", "wrong"):
-            await self.places.misbehave(name, fault.kind, factor=SLOW_FACTOR)
-        elif self.hosts[name].phase == "up" and self.router.swarm[name].condition != "shut-out":
+            await self._misbehave(name, fault.kind, factor=SLOW_FACTOR)
+        elif self._is_up(name) and self.router.swarm[name].condition not in ("shut-out", "gone"):
+            self.places.mend(name)
             self.places.thaw(name)
-            await self.places.misbehave(name, "none", factor=1.0)
+            await self._misbehave(name, "none", factor=1.0)
         else:
             await self.readmit(name)
+
+    async def _misbehave(self, name: str, kind: Misbehaviour, *, factor: float) -> None:
+        await self._bounded(self.places.misbehave(name, kind, factor=factor), name)
 
     # --- how hosts come and go --------------------------------------------------------------------
 
     async def start(self, name: str, blocks: Sequence[int], *, node: str) -> None:
         """Start the host `name` now, and wait for it. Raises `LayerShuffleError` if it fails."""
-        await self._end(name)
-        self._begin(Start(name, node, frozenset(blocks)))
-        await self._starting[name]
+        self._begin(Start(name, node, frozenset(blocks)), anew=name in self.hosts)
+        await asyncio.wait({self._starting[name]})
         if not self._is_up(name):
-            raise LayerShuffleError(f"Host {name} does not come up: {self.hosts[name].why}")
+            why = self.hosts[name].why if name in self.hosts else "it was dropped"
+            raise LayerShuffleError(f"Host {name} does not come up: {why}")
 
     async def _look(self) -> None:
+        """Decide what is to be done, and have it done: nothing here waits for a host."""
         try:
-            nodes = await self.places.nodes()
+            nodes = await self._machines()
         except LayerShuffleError as error:
             _log.warning("The swarm's machines are not known now: %s", error.cause)
             return
-        for task in self._starting.values():
-            if task.done() and not task.cancelled():
-                task.result()  # raises what nobody expected
+        now = self.router.clock()
         for host in [*self.hosts.values()]:
             if host.phase == "up" and self.router.swarm[host.name].condition == "gone":
-                await self._end(host.name)
-                self.hosts[host.name] = replace(host, phase="dead", retry_at=self.router.clock())
+                self.hosts[host.name] = replace(host, phase="dead", retry_at=now)
         for action in reconcile(
-            self.plan,
-            nodes,
-            hosts=self.hosts,
-            now=self.router.clock(),
-            depth=self.router.depth,
+            self.plan, nodes, hosts=self.hosts, now=now, depth=self.router.depth
         ):
-            await self._do(action)
+            _log.info("%s", action)
+            self._do(action)
 
-    async def _do(self, action: Action) -> None:
+    async def _machines(self) -> Sequence[Node]:
+        """Ask for the machines, once at a time: a question that hangs may hold a thread."""
+        limit = self.router.limits.watch_ms
+        self._asking = self._asking or asyncio.ensure_future(self.places.nodes())
+        done, _ = await asyncio.wait({self._asking}, timeout=limit / _MILLI)
+        if not done:
+            raise LayerShuffleError(f"there was no answer within {limit:g} ms")
+        asked, self._asking = self._asking, None
+        return asked.result()
+
+    def _do(self, action: Action) -> None:
+        name = action.name
         if isinstance(action, Start):
-            self._begin(action)
+            self._begin(action, anew=name in self.hosts)
         elif isinstance(action, Refill):
-            self._begin(Start(action.name, self.hosts[action.name].node, action.blocks))
+            self._begin(Start(name, self.hosts[name].node, action.blocks), anew=False)
         else:
-            await self._end(action.name)
-            self._gone(action.name, action.why)
-            del self.hosts[action.name]
-            if action.name not in self.plan.hosts:
-                self.router.swarm = self.router.swarm.without(action.name)
-        _log.info("%s", action)
+            self._stop(name)
+            self._gone(name, action.why)
+            del self.hosts[name]
+            self.health.drop(name)
+            if name not in self.plan.hosts:
+                self.router.swarm = self.router.swarm.without(name)
+            ending = asyncio.create_task(self._ended(name))
+            self._ending.add(ending)
+            ending.add_done_callback(self._ending.discard)
 
-    def _begin(self, start: Start) -> None:
+    def _begin(self, start: Start, *, anew: bool) -> None:
+        """Start it in the background; `anew`: whatever process of it there is ends first."""
         before = self.hosts.get(start.name)
         tries = before.tries if before is not None and before.node == start.node else 0
+        self._stop(start.name)
         self.hosts[start.name] = Hosted(start.name, start.node, start.blocks, tries=tries)
-        self._starting[start.name] = asyncio.create_task(self._bring_up(start))
+        self._starting[start.name] = asyncio.create_task(self._bring_up(start, anew=anew))
+        self._starting[start.name].add_done_callback(_told)
 
-    async def _bring_up(self, start: Start) -> None:
+    async def _bring_up(self, start: Start, *, anew: bool) -> None:
         """Process, blocks, canaries; only then is the router told."""
-        name, limits = start.name, self.router.limits
-        try:
-            why = await self._bounded(self._filled(start), name)
-        except LayerShuffleError as error:
-            why = error.cause
-        host = self.hosts[name]
-        if not why:
-            self.hosts[name] = replace(host, phase="up", tries=0, why="")
-            self._show(HostView(name, start.blocks))
-            return await self._trim(start)
-        _log.warning("Host %s does not come up: %s", name, why)
-        await self._end_process(name)
+        name = start.name
+        async with self._locks[name]:
+            if anew:
+                await self._end_process(name)
+            try:
+                why = await self._bounded(self._filled(start), name)
+            except LayerShuffleError as error:
+                why = error.cause
+            if why:
+                _log.warning("Host %s does not come up: %s", name, why)
+                await self._end_process(name)
+                return self._failed(name, why)
+            self.hosts[name] = replace(self.hosts[name], phase="up", tries=0, why="")
+            self._show(self._fresh(name, start.blocks))
+            await self._trim(start)
+
+    def _failed(self, name: str, why: str) -> None:
+        host, limits = self.hosts[name], self.router.limits
         pause = min(limits.suspect_ms * 2**host.tries, limits.suspect_max_ms) / _MILLI
         retry_at = self.router.clock() + pause
         self.hosts[name] = replace(
@@ -277,7 +299,7 @@ class Coordinator:
         name = start.name
         info = await self.places.start(name, node=start.node)
         sources = {block: self._donors.get((name, block), self.base) for block in start.blocks}
-        self.health.forget(name)
+        self.health.drop(name)
         for bundle in {id(one): one for one in sources.values()}.values():
             mine = sorted(block for block, one in sources.items() if one is bundle)
             known = await asyncio.to_thread(known_of, bundle, mine)
@@ -286,7 +308,17 @@ class Coordinator:
                 tensors = {block: bundle.tensors[block] for block in missing}
                 await self.places.load(name, bundle.program, tensors=tensors)
             self.health.expect(name, known)
+        self._know_strangers(name, start.blocks)
         return await self.health.check(name, limit=self.router.limits.start_ms / _MILLI)
+
+    def _know_strangers(self, name: str, blocks: Iterable[int]) -> None:
+        """These blocks of the host are what `_donors` says."""
+        places = {(name, block) for block in blocks}
+        self.strangers = (self.strangers - places) | set(filter(self._is_strange, places))
+
+    def _is_strange(self, place: tuple[str, int]) -> bool:
+        block, donor = place[1], self._donors.get(place, self.base)
+        return donor is not self.base and donor.tensors[block] != self.base.tensors[block]
 
     async def _trim(self, start: Start) -> None:
         """Take from an adopted host what it holds beyond its blocks."""
@@ -297,12 +329,21 @@ class Coordinator:
         except LayerShuffleError as error:
             _log.warning("Host %s may hold more than its blocks: %s", start.name, error.cause)
 
-    async def _end(self, name: str) -> None:
-        task = self._starting.pop(name, None)
-        if task is not None:
+    def _stop(self, name: str) -> None:
+        """No start of it goes on from here."""
+        if task := self._starting.pop(name, None):
             task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-        await self._end_process(name)
+
+    async def _end(self, name: str) -> None:
+        self._stop(name)
+        await self._ended(name)
+
+    async def _ended(self, name: str) -> None:
+        """Its process is over, as far as it can be told; after whatever else is done to it."""
+        async with self._locks[name]:
+            await self._end_process(name)
+        if name not in self.hosts and not self._locks[name].locked():
+            del self._locks[name]
 
     async def _end_process(self, name: str) -> None:
         try:
@@ -310,19 +351,22 @@ class Coordinator:
         except LayerShuffleError as error:
             _log.warning("The process of host %s may still run: %s", name, error.cause)
 
-    async def _bounded(self, work: Awaitable[_Result], name: str) -> _Result:
-        limit = self.router.limits.start_ms
-        try:
-            async with asyncio.timeout(limit / _MILLI):
-                return await work
-        except TimeoutError as error:
-            raise LayerShuffleError(f"Host {name} did not answer within {limit:g} ms") from error
+    def _bounded(self, work: Awaitable[_Result], name: str) -> Coroutine[Any, Any, _Result]:
+        return bounded(work, host=name, limit_ms=self.router.limits.start_ms)
 
     def _hold(self, name: str, why: str) -> None:
+        self._stop(name)
         self.hosts[name] = replace(self.hosts[name], phase="held", why=why)
 
     def _gone(self, name: str, why: str) -> None:
         self.router.update(name, lambda host: replace(host, condition="gone", why=why))
+
+    def _fresh(self, name: str, blocks: frozenset[int]) -> HostView:
+        """A host that nothing is known of, but what it has served: its battery is the same."""
+        planned, before = self.plan.hosts.get(name), self.router.swarm.get(name)
+        share = None if planned is None else planned.share
+        served = 0 if before is None else before.served
+        return HostView(name, blocks, share=share, served=served)
 
     def _show(self, view: HostView) -> None:
         self.router.swarm = self.router.swarm.with_host(view)
@@ -338,6 +382,11 @@ class Coordinator:
         return self.hosts[name]
 
 
+def _told(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()):
+        _log.error("A host's start broke", exc_info=error)
+
+
 def checked_donor(donor: Bundle, base: Bundle, *, block: int) -> Bundle:
     """`donor`, if its `block` may stand in for that of `base`. Raises `UsageError` if not."""
     from layershuffle.swarm.bundle import check_sibling  # imports the model libraries
@@ -346,12 +395,3 @@ def checked_donor(donor: Bundle, base: Bundle, *, block: int) -> Bundle:
     if block not in donor.tensors:
         raise UsageError(f"The donor's bundle has no block {block}")
     return donor
-
-
-def known_of(bundle: Bundle, blocks: Sequence[int]) -> dict[int, Known]:
-    """What hosts of these blocks of `bundle` are held to."""
-    canary = bundle.canary
-    return {
-        block: Known(canary.state, canary.outputs[block], digest_of(bundle.tensors[block]))
-        for block in blocks
-    }

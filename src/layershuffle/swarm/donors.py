@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -79,10 +79,7 @@ def read_block(directory: str | Path, block: int) -> bytes:
     damaged, `UsageError` for a block that it lacks.
     """
     place, facts = _facts(directory)
-    if not 0 <= block < facts.depth:
-        raise UsageError(
-            f"The model has blocks 0 to {facts.depth - 1}, block {block} is asked for", place=place
-        )
+    check_blocks([block], depth=facts.depth, place=place)
     names, tensors = _names(place, facts, block=block), {}
     for path in weight_files(place):
         try:
@@ -94,9 +91,20 @@ def read_block(directory: str | Path, block: int) -> bytes:
     return pack_tensors(tensors)
 
 
+def check_blocks(blocks: Iterable[int], *, depth: int, place: str | Path) -> None:
+    """Raises `UsageError` for a block that the model at `place` lacks."""
+    for block in blocks:
+        if not 0 <= block < depth:
+            raise UsageError(
+                f"The model has blocks 0 to {depth - 1}, block {block} is asked for", place=place
+            )
+
+
 def _facts(directory: str | Path) -> tuple[Path, Facts]:
     """The model's own directory (that of a run holds it as "model"), and its facts."""
     place = Path(directory)
+    if not place.exists():
+        raise ModelFileError("There is no such directory", place=place, hint="check the path")
     if not (place / FACTS).is_file() and (place / "model" / FACTS).is_file():
         place = place / "model"
     return place, read_facts(read_json(place / FACTS), place / FACTS)

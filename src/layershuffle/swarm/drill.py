@@ -144,22 +144,27 @@ def foreseen(
 ) -> Foreseen:
     """What should become of the requests, if faults were felt and mended at once.
 
-    A host is out from its fault to its rejoin. In free order a request is degraded while no host
-    holds some block, and fails when no block is left; a pipeline fails as soon as one is missing.
+    A host is out from its fault to its rejoin. In free order a request is degraded while fewer
+    blocks can be reached than it wants, and fails when no block is left; a slow host is as good as
+    out, because it is a last resort. A pipeline fails as soon as a block is missing; slow hosts
+    answer it.
     """
     depth = 1 + max(block for host in plan.hosts.values() for block in host.blocks)
+    wanted = min(depth, plan.most_blocks or depth)
     degraded = failed = 0
     out: set[str] = set()
     pending = list(faults)
     for number in range(requests):
         while pending and pending[0].at <= number:
             fault = pending.pop(0)
-            if fault.kind != "slow":  # slow hosts answer
+            if fault.kind != "slow" or routing == "order-free":
                 (out.discard if fault.kind == "rejoin" else out.add)(fault.host)
         held = _reachable(plan, out, routing)
-        complete = len(held) == depth
-        failed += not held if routing == "order-free" else not complete
-        degraded += bool(held) and not complete and routing == "order-free"
+        if routing == "order-free":
+            failed += not held
+            degraded += 0 < len(held) < wanted
+        else:
+            failed += len(held) < depth
     return Foreseen(100 * degraded / requests, 100 * failed / requests)
 
 

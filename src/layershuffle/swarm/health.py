@@ -3,34 +3,42 @@
 canary  a stored input whose output is known, for each block; every host answers one now and then
 probe   a canary for a suspect host, in time or not at all: the way back
 audit   a share of the answered visits is computed again by replicas, off the request's path; where
-        they differ, all who took part run every canary
+        they differ, all who took part run every canary; where all pass, a third replica decides
 
-A host that fails a canary is shut out. It stays out until `Coordinator.readmit` loads it anew.
+A host that fails a canary, or that two others contradict, is shut out. It stays out until
+`Coordinator.readmit` loads it anew. Nothing that a host does or answers ends the watch.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from layershuffle.draws import Stream
 from layershuffle.swarm import policy, state
 from layershuffle.swarm.limits import Limits
-from layershuffle.swarm.messages import Visit, Visited, VisitError
+from layershuffle.swarm.messages import Visit, Visited, VisitError, WorkExpired
+from layershuffle.swarm.program import digest_of
 from layershuffle.swarm.router import Router, State, fault_of
 from layershuffle.swarm.state import HostView, Swarm
 from layershuffle.swarm.wire import Wire, pack, unpack
+
+if TYPE_CHECKING:
+    from layershuffle.swarm.bundle import Bundle
 
 _TICK = 0.05  # seconds between looks at who is due
 _AUDITS = 8  # under way at a time; what comes while there are more is not audited
 _MILLI = 1000.0
 # What rounding on the wire may add to a difference, relative to the largest value.
 _ROUNDING: Mapping[Wire, float] = {"fp32": 0.0, "fp16": 2.0**-10, "int8": 1 / 127}
+_UNREADABLE = (AttributeError, TypeError, ValueError)  # of an answer that is none
 _log = logging.getLogger(__name__)
 
 
@@ -44,6 +52,15 @@ class Known:
     start: State
     output: State
     digest: str
+
+
+def known_of(bundle: Bundle, blocks: Sequence[int]) -> dict[int, Known]:
+    """What hosts of these blocks of `bundle` are held to."""
+    canary = bundle.canary
+    return {
+        block: Known(canary.state, canary.outputs[block], digest_of(bundle.tensors[block]))
+        for block in blocks
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +121,13 @@ def agrees(answer: State, known: State, *, tolerance: float) -> bool:
     return bool(np.abs(answer - known).max() <= tolerance * np.abs(known).max())
 
 
-def replicas(hop: Visited, swarm: Swarm, *, known: Expectations) -> tuple[str, ...] | None:
+def replicas(
+    hop: Visited, swarm: Swarm, *, known: Expectations, apart: Collection[str] = ()
+) -> tuple[str, ...] | None:
     """For each block of an answered hop a usable host other than its own, with the same weights.
 
-    The one with the least waiting, then the first by name. `None` if a block has none.
+    The one with the least waiting, then the first by name; none of those in `apart`. `None` if a
+    block has none.
     """
     chosen = []
     for block in hop.blocks:
@@ -115,7 +135,9 @@ def replicas(hop: Visited, swarm: Swarm, *, known: Expectations) -> tuple[str, .
         others = [
             host
             for host in swarm.holders(block)
-            if host.name != hop.host and mine is not None and _same(known, host.name, block, mine)
+            if host.name not in (hop.host, *apart)
+            and mine is not None
+            and _same(known, host.name, block, mine)
         ]
         if not others:
             return None
@@ -128,16 +150,42 @@ def _same(known: Expectations, host: str, block: int, mine: Known) -> bool:
     return theirs is not None and theirs.digest == mine.digest
 
 
+@dataclass(frozen=True, eq=False)
+class Again:
+    """A hop computed again: the host of each of its blocks, and the states after them."""
+
+    hosts: tuple[str, ...]
+    states: tuple[State, ...]
+
+
+def odd_one(hop: Visited, after: State, *, second: Again, third: Again, tolerance: float) -> str:
+    """The host that two others contradict, where `second` differs from `after`, the hop's answer.
+
+    "" if all three differ. Where the hop's own answer holds, the first block after which `second`
+    and `third` differ tells who of the second is wrong.
+    """
+    same = partial(agrees, tolerance=tolerance)
+    if same(second.states[-1], third.states[-1]):
+        return hop.host
+    if not same(after, third.states[-1]):
+        return ""
+    steps = zip(second.hosts, second.states, third.states, strict=True)
+    return next(host for host, one, other in steps if not same(one, other))
+
+
 class Health:
     """Keeps asking the hosts of `router`; what it learns goes into `router.swarm`.
 
-    `seed` fixes which hops are audited, by their number. One event loop, that of the router.
+    `seed` fixes which hops are audited, by their number. `audited` hops were computed again,
+    `disagreed` of them came out otherwise. One event loop, that of the router.
     """
 
     def __init__(self, router: Router, *, seed: int = 0) -> None:
         self.router, self.seed = router, seed
         self.audited, self.disagreed = 0, 0
         self._known: dict[str, dict[int, Known]] = {}
+        self._since: dict[str, float] = {}
+        self._doubts: Counter[tuple[str, ...]] = Counter()
         self._asked: dict[str, tuple[float, int]] = {}
         self._busy: set[str] = set()
         self._audits: set[asyncio.Task[None]] = set()
@@ -147,13 +195,19 @@ class Health:
     def expect(self, host: str, known: Mapping[int, Known]) -> None:
         """From now on `host` is held to these answers, beside those of its other blocks."""
         self._known[host] = {**self._known.get(host, {}), **known}
+        self._since[host] = self.router.clock()
 
-    def forget(self, host: str, blocks: Iterable[int] | None = None) -> dict[int, Known]:
-        """Ask `host` no more about `blocks` (default: about any); what it was held to."""
-        known = self._known.pop(host, {})
-        gone = set(known if blocks is None else blocks)
-        self._known[host] = {block: one for block, one in known.items() if block not in gone}
-        return {block: one for block, one in known.items() if block in gone}
+    def forget(self, host: str, blocks: Iterable[int]) -> dict[int, Known]:
+        """Ask `host` no more about `blocks`; what it was held to."""
+        known = self._known.get(host, {})
+        return {block: known.pop(block) for block in blocks if block in known}
+
+    def drop(self, host: str) -> None:
+        """Know nothing of `host` any more: it has left, or begins anew."""
+        for kept in (self._known, self._since, self._asked):
+            kept.pop(host, None)
+        for names in [names for names in self._doubts if host in names]:
+            del self._doubts[names]
 
     async def run(self) -> None:
         """Ask whoever is due, until cancelled."""
@@ -200,8 +254,9 @@ class Health:
             await self._canary(check)
         finally:
             self._busy.discard(check.host)
-            times = self._asked.get(check.host, (0.0, 0))[1]
-            self._asked[check.host] = (self.router.clock(), times + 1)
+            if check.host in self._known:
+                times = self._asked.get(check.host, (0.0, 0))[1]
+                self._asked[check.host] = (self.router.clock(), times + 1)
 
     async def _canary(self, check: Check) -> str:
         known = self._known.get(check.host, {}).get(check.block)
@@ -223,58 +278,106 @@ class Health:
         """One visit off every request's path, and its answer if that is fit to be compared."""
         clock, visit = self.router.clock, Visit(check.host, (check.block,), check.limit)
         hop, begun = Visited(check.host, visit.blocks, "answered", 0.0), clock()
-        answer = None
+        asked = self.router.transport.visit(visit, pack(start, "fp32"))
         try:
             async with asyncio.timeout(check.limit):
-                answer = await self.router.transport.visit(visit, pack(start, "fp32"))
+                (answer,) = await asyncio.gather(asked, return_exceptions=True)
         except TimeoutError:
-            hop = replace(hop, outcome="late", why="it did not answer a canary in time")
-        except VisitError as error:
-            hop = replace(hop, outcome=error.outcome, why=error.cause)
+            answer = WorkExpired("it did not answer a canary in time")
         hop = replace(hop, ms=(clock() - begun) * _MILLI)
-        if answer is None:
-            return hop, None
-        after = unpack(answer.packet)
-        fault = fault_of(after, like=start)
+        if isinstance(answer, VisitError):
+            return replace(hop, outcome=answer.outcome, why=answer.cause), None
+        if isinstance(answer, BaseException):  # nobody foresaw it, so all of it is told
+            _log.error("A canary of host %s broke", check.host, exc_info=answer)
+            why = f"its canary broke ({type(answer).__name__}: {answer})"
+            return replace(hop, outcome="failed", why=why), None
+        try:
+            after = unpack(answer.packet)
+            fault = fault_of(after, like=start)
+        except _UNREADABLE as error:
+            fault = f"its answer cannot be read ({error})"
         if fault:
             return _wrong(hop, fault), None
-        return replace(hop, compute_ms=answer.compute_ms, queue_ms=answer.queue_ms), after
+        return replace(
+            hop, compute_ms=answer.compute_ms, queue_ms=answer.queue_ms, batch=answer.batch
+        ), after
 
     def _observe(self, hop: Visited, before: State, after: State | None) -> None:
         if hop.outcome != "answered" or after is None:
             return
         self._hops += 1
         chance = Stream(self.seed, self._hops).chance(self.router.limits.audit_share)
-        if not chance or len(self._audits) >= _AUDITS:
+        begun = self.router.clock() - hop.ms / _MILLI
+        swapped = begun < self._since.get(hop.host, np.inf)  # it may have run on other weights
+        if not chance or swapped or len(self._audits) >= _AUDITS:
             return
         chosen = replicas(hop, self.router.swarm, known=self._known)
         if chosen is not None:
             task = asyncio.ensure_future(self._audit(hop, chosen, before[:1], after[:1]))
             self._audits.add(task)
-            task.add_done_callback(self._audits.discard)
+            task.add_done_callback(self._audited)
+
+    def _audited(self, task: asyncio.Task[None]) -> None:
+        self._audits.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            _log.error("An audit broke", exc_info=error)
 
     async def _audit(
         self, hop: Visited, chosen: tuple[str, ...], before: State, after: State
     ) -> None:
         """Compute the hop's first image again, block by block on the replicas, and compare."""
-        wire, limits = self.router.wire, self.router.limits
-        now = unpack(pack(before, wire))
-        for host, block in zip(chosen, hop.blocks, strict=True):
-            again, answer = await self._ask(Check(host, block, limits.hop_cap_ms / _MILLI), now)
-            if answer is None:
-                self.router.report(again)
-                return
-            now = answer
+        wire = self.router.wire
+        start, mine = unpack(pack(before, wire)), self._held([hop.host] * len(hop.blocks), hop)
+        tolerance = self.router.limits.tolerance + _ROUNDING[wire]
+        second = await self._again(hop, chosen, start)
+        if second is None:
+            return
         self.audited += 1
-        if agrees(after, now, tolerance=limits.tolerance + _ROUNDING[wire]):
+        if agrees(after, second.states[-1], tolerance=tolerance):
             return
         self.disagreed += 1
         names = sorted({hop.host, *chosen})
-        if not any(await asyncio.gather(*(self.check(name) for name in names))):
+        failed = any(await asyncio.gather(*map(self.check, names)))
+        if failed or self._held([hop.host] * len(hop.blocks), hop) != mine:
+            return
+        others = replicas(hop, self.router.swarm, known=self._known, apart=chosen)
+        third = None if others is None else await self._again(hop, others, start)
+        odd = ""
+        if third is not None:
+            odd = odd_one(hop, after, second=second, third=third, tolerance=tolerance)
+        if not odd:
+            self._doubt(names, hop)
+        elif self._held([hop.host] * len(hop.blocks), hop) == mine:
             blocks = ", ".join(map(str, hop.blocks))
-            _log.warning(
-                "Hosts %s differ over blocks %s, and all pass their canaries", names, blocks
-            )
+            why = f"it disagrees with two others over blocks {blocks}"
+            self.router.report(_wrong(replace(hop, host=odd), why))
+
+    async def _again(self, hop: Visited, hosts: tuple[str, ...], start: State) -> Again | None:
+        """The hop's blocks on `hosts`; `None` if one does not answer, or came to hold others."""
+        held, limit, states = self._held(hosts, hop), self.router.limits.hop_cap_ms, list[State]()
+        for host, block in zip(hosts, hop.blocks, strict=True):
+            before = states[-1] if states else start
+            again, after = await self._ask(Check(host, block, limit / _MILLI), before)
+            if after is None:
+                self.router.report(again)
+                return None
+            states.append(after)
+        return Again(hosts, tuple(states)) if self._held(hosts, hop) == held else None
+
+    def _held(self, hosts: Sequence[str], hop: Visited) -> list[Known | None]:
+        """What the host of each block of the hop is held to; another value after every change."""
+        pairs = zip(hosts, hop.blocks, strict=True)
+        return [self._known.get(host, {}).get(block) for host, block in pairs]
+
+    def _doubt(self, names: list[str], hop: Visited) -> None:
+        """One of these answers wrongly, and nobody can tell which: in the end all are suspects."""
+        blocks = ", ".join(map(str, hop.blocks))
+        _log.warning("Hosts %s differ over blocks %s, and all pass their canaries", names, blocks)
+        self._doubts[tuple(names)] += 1
+        if self._doubts[tuple(names)] >= self.router.limits.audit_strikes:
+            why = f"{' and '.join(names)} differ over blocks {blocks}, and no third host decides"
+            for name in names:
+                self.router.report(replace(hop, host=name, outcome="failed", why=why))
 
 
 def _wrong(hop: Visited, why: str) -> Visited:

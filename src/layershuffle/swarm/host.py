@@ -212,7 +212,7 @@ class BlockHost:
         # Nothing can fail from here on: a turn changes all of its visits, or none.
         for job, part, packet in zip(jobs, parts, packets, strict=True):
             job.state, job.packet, job.done = part, packet, job.done + 1
-            job.batch, job.compute = job.batch or len(after), job.compute + took
+            job.compute, job.each = job.compute + took, job.each + took / len(after)
 
     def _computed(self, block: Block, state: Tensor) -> Tensor:
         kind, factor = self._misbehaviour
@@ -256,7 +256,7 @@ def _answer(job: Job) -> Answer:
         packet=job.packet,
         compute_ms=job.compute * _MILLI,
         queue_ms=max(0.0, spent - job.compute) * _MILLI,
-        batch=job.batch,
+        batch=round(job.compute / job.each, 6) if job.each else float(job.images),
     )
 
 

@@ -49,6 +49,8 @@ class Limits(Settings):
     """Every host answers a stored input with a known output this often."""
     audit_share: Annotated[float, Field(ge=0, le=1)] = 0.01
     """Share of visits that are repeated on a replica, off the request's path, and compared."""
+    audit_strikes: Positive = 3
+    """Hosts are suspects once they differed so often and no third replica could tell who errs."""
 
     watch_ms: Milliseconds = 500.0
     """Time between two looks at which machines are there."""

@@ -9,7 +9,6 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from layershuffle.errors import LayerShuffleError
 from layershuffle.swarm.host import BlockHost, HostInfo, Misbehaviour
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Answer, HostGone, HostUnavailable, Visit
@@ -19,15 +18,22 @@ from layershuffle.swarm.wire import Packet
 
 @dataclass
 class _Place:
-    """A host, and what is wrong with the way to it."""
+    """A host, and what is wrong with it: `awake` unless frozen, `open` unless cut off."""
 
     host: BlockHost
     dead: asyncio.Event = field(default_factory=asyncio.Event)
+    awake: asyncio.Event = field(default_factory=asyncio.Event)
     open: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def reached(self) -> None:
+        """Wait until it can be reached, and hears."""
+        while not (self.open.is_set() and self.awake.is_set()):
+            await self.open.wait()
+            await self.awake.wait()
 
 
 class LocalHosts:
-    """All hosts of a swarm on one machine, this process (`coordinator.Places`).
+    """All hosts of a swarm on one machine, this process (`placement.Places`).
 
     `names`: the hosts that it is to run.
     """
@@ -46,54 +52,74 @@ class LocalHosts:
         """A new host without blocks, in the place of an earlier one of its name."""
         del node
         place = _Place(BlockHost(name, limits=self._limits))
+        place.awake.set()
         place.open.set()
         self._places[name] = place
         return place.host.info()
 
     async def load(self, name: str, program: bytes, *, tensors: Mapping[int, bytes]) -> None:
         """Give it blocks."""
-        self._living(name).host.load(program, tensors)
+        host = (await self._reached(name)).host
+        await asyncio.to_thread(host.load, program, tensors)
 
     async def unload(self, name: str, blocks: Sequence[int]) -> None:
         """Take blocks from it."""
-        self._living(name).host.unload(blocks)
+        (await self._reached(name)).host.unload(blocks)
 
     async def info(self, name: str) -> HostInfo:
         """What it holds and does."""
-        return self._living(name).host.info()
+        return (await self._reached(name)).host.info()
 
     async def drain(self, name: str) -> None:
         """It takes no new visits."""
-        self._living(name).host.drain()
+        (await self._reached(name)).host.drain()
 
     async def end(self, name: str) -> None:
         """End it, if there is one."""
-        if name in self._places:
-            self.kill(name)
-            del self._places[name]
+        place = self._places.pop(name, None)
+        if place is not None:
+            _die(place)
 
     async def misbehave(self, name: str, kind: Misbehaviour, *, factor: float) -> None:
         """For drills: "slow", "wrong" or "none"."""
-        self._living(name).host.misbehave(kind, factor)
+        (await self._reached(name)).host.misbehave(kind, factor)
 
     def kill(self, name: str) -> None:
         """For drills: it is dead at once; visits under way fail."""
-        self._places[name].dead.set()
-        self._places[name].host.close()
+        _die(self._living(name))
 
     def freeze(self, name: str) -> None:
-        """For drills: nothing goes to it or comes from it, and nobody is told."""
-        self._living(name).open.clear()
+        """For drills: it stops without a word. What it computes at that moment it still does."""
+        self._living(name).awake.clear()
 
     def thaw(self, name: str) -> None:
         """Undo `freeze`."""
+        self._living(name).awake.set()
+
+    def cut(self, name: str) -> None:
+        """For drills: nothing goes to it or comes from it, and nobody is told."""
+        self._living(name).open.clear()
+
+    def mend(self, name: str) -> None:
+        """Undo `cut`."""
         self._living(name).open.set()
+
+    async def _reached(self, name: str) -> _Place:
+        await self._living(name).reached()
+        return self._living(name)
 
     def _living(self, name: str) -> _Place:
         place = self._places.get(name)
         if place is None or place.dead.is_set():
-            raise LayerShuffleError(f"The process of host {name} is dead")
+            raise HostGone(f"The process of host {name} is dead")
         return place
+
+
+def _die(place: _Place) -> None:
+    place.dead.set()
+    place.host.close()
+    place.awake.set()  # whoever waits for it is told
+    place.open.set()
 
 
 class LocalTransport:
@@ -120,7 +146,7 @@ class LocalTransport:
 
 
 async def _through(place: _Place, visit: Visit, packet: Packet) -> Answer:
-    await place.open.wait()
-    answer = await place.host.visit(visit.blocks, packet, budget_ms=visit.limit * 1000)
-    await place.open.wait()
+    await place.reached()
+    answer = await place.host.visit(visit.blocks, packet, budget_ms=visit.budget_ms)
+    await place.reached()
     return answer

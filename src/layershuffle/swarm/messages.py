@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from layershuffle.errors import LayerShuffleError
@@ -15,25 +15,38 @@ Outcome = Literal["answered", "late", "lost", "unavailable", "wrong", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """One call to one host: run `blocks`, in this order; given up after `limit` seconds."""
+    """One call to one host: run `blocks`, in this order; given up after `limit` seconds.
+
+    `budget`: seconds that are left to the whole request, which the host is told: while a visit that
+    was given up is repeated elsewhere it may still answer first. By default `limit`. `fair`: the
+    limit gave the host time enough for its lateness to count against it.
+    """
 
     host: str
     blocks: tuple[int, ...]
     limit: float
+    budget: float | None = field(default=None, compare=False)
+    fair: bool = field(default=True, compare=False)
+
+    @property
+    def budget_ms(self) -> float:
+        """What the host is told, in milliseconds."""
+        return 1000 * (self.limit if self.budget is None else self.budget)
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
     """A host's answer to a visit: the state after its blocks, and where the time went (ms).
 
-    `queue_ms` is the wait at the host before its compute, `batch` the number of images that ran
-    through the first block together with this visit's.
+    `compute_ms` counts the whole time of the batches that it was part of, `queue_ms` the wait at
+    the host beside that. `batch`: images of a batch, those of other visits too; a mean over its
+    blocks such that `compute_ms / batch` is the time of one image.
     """
 
     packet: Packet
     compute_ms: float
     queue_ms: float
-    batch: int = 1
+    batch: float = 1.0
 
 
 class VisitError(LayerShuffleError):
@@ -68,7 +81,10 @@ class HostFailed(VisitError):
 
 @dataclass(frozen=True, slots=True)
 class Visited:
-    """One hop of a route as it went: times in milliseconds, `why` for everything but "answered"."""
+    """One hop of a route as it went: times in milliseconds, `why` for everything but "answered".
+
+    `images`: of the request; `batch`: as in `Answer`.
+    """
 
     host: str
     blocks: tuple[int, ...]
@@ -77,9 +93,11 @@ class Visited:
     compute_ms: float = 0.0
     queue_ms: float = 0.0
     why: str = ""
+    images: int = 1
+    batch: float = 1.0
 
 
-Ending = Literal["complete", "deadline", "unreachable", "lost"]
+Ending = Literal["complete", "enough", "deadline", "unreachable", "lost"]
 
 
 @dataclass(frozen=True)
@@ -87,8 +105,9 @@ class Route:
     """How a request went through the swarm.
 
     `order` holds the blocks that ran, in execution order; `skipped` the others, each with the
-    reason. `ending`: complete, deadline (the time was up), unreachable (no healthy host held what
-    was missing) or lost (fixed-order routing could not go on; such a request has failed).
+    reason. `ending`: complete, enough (as many blocks as the plan wants), deadline (the time was
+    up), unreachable (no healthy host held what was missing) or lost (fixed-order routing could not
+    go on; such a request has failed).
     """
 
     depth: int
@@ -100,8 +119,8 @@ class Route:
 
     @property
     def degraded(self) -> bool:
-        """Whether the answer misses blocks."""
-        return self.ending != "complete"
+        """Whether the answer misses blocks that it should have."""
+        return self.ending not in ("complete", "enough")
 
 
 class Transport(Protocol):
@@ -110,5 +129,5 @@ class Transport(Protocol):
     async def visit(self, visit: Visit, packet: Packet) -> Answer:
         """The host's answer. Raises a `VisitError`; being cancelled drops the visit.
 
-        The host is told `visit.limit` as its remaining budget, never a time of day.
+        The host is told `visit.budget_ms` as its remaining budget, never a time of day.
         """

@@ -7,6 +7,7 @@ change of routing, and the faults of drills.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import tempfile
@@ -22,11 +23,9 @@ from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request
 
 from layershuffle.errors import LayerShuffleError, UsageError
-from layershuffle.swarm.bundle import check_sibling, make_bundle
 from layershuffle.swarm.faults import Fault, Kind
-from layershuffle.swarm.front import served_host
 from layershuffle.swarm.policy import Routing
-from layershuffle.swarm.service import Service
+from layershuffle.swarm.service import Service, donor_bundle
 
 SOCKET = "operator.sock"
 _TIMEOUT = 120.0
@@ -80,10 +79,10 @@ def operator_app(service: Service) -> FastAPI:
 
     @app.post("/swap")
     async def swap(order: SwapOrder) -> dict[str, Any]:
-        from layershuffle.models import load
-
-        donor = make_bundle(served_host(load(order.donor)), blocks=[order.block])
-        check_sibling(coordinator.base, donor)
+        # In a thread: requests go on while files are read, or a model is loaded.
+        donor = await asyncio.to_thread(
+            donor_bundle, order.donor, coordinator.base, blocks=[order.block]
+        )
         await coordinator.swap(order.host, order.block, donor=donor)
         return {}
 

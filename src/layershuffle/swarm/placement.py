@@ -1,4 +1,6 @@
-"""Which block host runs on which machine: the coordinator's decisions. Pure, time is an argument.
+"""Which block host runs on which machine: the coordinator's decisions, and what carries them out.
+
+Decisions (`reconcile`) are pure, time is an argument. `Places` is what every engine offers.
 
 Hosts of the plan run where a machine bears their name. Machines that the plan does not name get the
 blocks that the fewest hosts hold.
@@ -10,9 +12,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median_low
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
+    from layershuffle.swarm.host import HostInfo, Misbehaviour
     from layershuffle.swarm.plan import SwarmPlan  # reads YAML, which hosts do not need
 
 Phase = Literal["starting", "up", "dead", "held"]
@@ -26,6 +29,49 @@ class Node:
     id: str
     names: tuple[str, ...]
     address: str
+
+
+class Places(Protocol):
+    """Where hosts' processes run. Everything raises `LayerShuffleError` where it fails."""
+
+    async def nodes(self) -> Sequence[Node]:
+        """The living machines."""
+
+    async def start(self, name: str, *, node: str) -> HostInfo:
+        """A process for `name` on that machine; may be one that holds blocks already."""
+
+    async def load(self, name: str, program: bytes, *, tensors: Mapping[int, bytes]) -> None:
+        """Give it blocks."""
+
+    async def unload(self, name: str, blocks: Sequence[int]) -> None:
+        """Take blocks from it."""
+
+    async def info(self, name: str) -> HostInfo:
+        """What it holds and does."""
+
+    async def drain(self, name: str) -> None:
+        """It takes no new visits."""
+
+    async def end(self, name: str) -> None:
+        """End its process, if there is one."""
+
+    async def misbehave(self, name: str, kind: Misbehaviour, *, factor: float) -> None:
+        """For drills: "slow", "wrong" or "none"."""
+
+    def kill(self, name: str) -> None:
+        """For drills: its process dies."""
+
+    def freeze(self, name: str) -> None:
+        """For drills: it falls silent."""
+
+    def thaw(self, name: str) -> None:
+        """Undo `freeze`."""
+
+    def cut(self, name: str) -> None:
+        """For drills: nothing reaches it and nothing comes from it, while it goes on."""
+
+    def mend(self, name: str) -> None:
+        """Undo `cut`. Ending its process does so too."""
 
 
 @dataclass(frozen=True, slots=True)

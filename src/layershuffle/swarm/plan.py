@@ -5,6 +5,7 @@ hosts:
   pi-1: {blocks: [0, 5, 7]}
   pi-2: {blocks: [1, 2], donors: {2: runs/sibling/model}}
 routing: order-free
+most_blocks: 9                 # spare the batteries: requests do without the rest
 wire: fp32
 limits: {deadline_ms: 1000}
 """
@@ -19,7 +20,7 @@ from pydantic import Field, model_validator
 
 from layershuffle.errors import SettingsError, UsageError
 from layershuffle.recipes import read_recipe
-from layershuffle.settings import Name, Settings
+from layershuffle.settings import Name, Positive, Settings
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.policy import Routing
 from layershuffle.swarm.wire import Wire
@@ -35,6 +36,9 @@ class HostPlan(Settings):
     """Ids of its blocks, each once."""
     donors: dict[BlockId, str] = Field(default_factory=dict)
     """Models that single blocks come from, siblings of the plan's model; default: that model."""
+    share: Annotated[float, Field(ge=0)] | None = None
+    """Blocks that it is to run per request, in the mean; `swarm plan` works it out for batteries.
+    Without it the router asks whoever answers first."""
 
     @model_validator(mode="after")
     def _consistent(self) -> HostPlan:
@@ -56,6 +60,8 @@ class SwarmPlan(Settings):
     """Blocks of every host, by its name."""
     routing: Routing = "order-free"
     """order-free, sequential or replicated-sequential."""
+    most_blocks: Positive | None = None
+    """Blocks that are enough for a request in free order; default: all."""
     wire: Wire = "fp32"
     """Type of states on the wire: fp32, fp16 or int8."""
     limits: Limits = Limits()
@@ -63,6 +69,8 @@ class SwarmPlan(Settings):
 
     def check(self, depth: int) -> None:
         """Raises `UsageError` for blocks that the model lacks, or that no host holds."""
+        if self.most_blocks is not None and self.most_blocks > depth:
+            raise UsageError(f"most_blocks is {self.most_blocks}, the model has {depth} blocks")
         for name, host in self.hosts.items():
             over = [block for block in host.blocks if block >= depth]
             if over:

@@ -17,6 +17,7 @@ The real router and the simulation drive this same code.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -32,6 +33,8 @@ ROUTINGS: tuple[Routing, ...] = ("order-free", "sequential", "replicated-sequent
 
 _FEWEST = 2
 """Holders of every block that are compared at least."""
+_FAIR = 2.0
+"""A host had its chance if a visit was given up after so many times what it was to take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,9 @@ class Progress:
     `done`: blocks that ran, in order. `deadline`: when the answer must be out, in seconds of the
     clock that `decide` is given. `order`: the blocks to run, in this order, if the client asked for
     one; blocks that nobody holds are then skipped. `seed`: of the draws among many holders; of no
-    effect where there are `Limits.compared` or fewer.
+    effect where there are `Limits.compared` or fewer. `images`: in its state. `most`: blocks that
+    are enough in free order, if not all are wanted. `pending`: a visit that was given up still
+    runs, and its answer could be taken.
     """
 
     depth: int
@@ -50,6 +55,16 @@ class Progress:
     order: tuple[int, ...] | None = None
     done: tuple[int, ...] = ()
     seed: int = 0
+    images: int = 1
+    most: int | None = None
+    pending: bool = False
+
+    @property
+    def room(self) -> int:
+        """How many more blocks are to run, in free order."""
+        if self.most is None or self.order is not None:
+            return self.depth - len(self.done)
+        return max(self.most, self.min_blocks) - len(self.done)
 
     @property
     def wanted(self) -> tuple[int, ...]:
@@ -76,7 +91,8 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Too few blocks ran and a suspect host holds more: ask again when the swarm has changed.
+    """Too few blocks ran, and a suspect host holds more: ask again when the swarm has changed or a
+    visit that was given up has ended.
 
     At `until` the time is up.
     """
@@ -103,27 +119,35 @@ def decide(
     if not progress.wanted:
         whole = progress.order is None or len(progress.done) == len(progress.order)
         return Finish("complete" if whole else "unreachable")
+    free = routing == "order-free"
+    if free and progress.room <= 0:
+        return Finish("enough")
     left = progress.deadline - limits.reserve_ms / 1000 - now
     if left <= 0:
-        return Finish("deadline")
+        return Finish("deadline" if free else "lost")
     pace = swarm.pace(limits)
-    if routing == "order-free":
+    if free:
         visit = _free_visit(progress, swarm, left=left, limits=limits)
     else:
         visit = _pipeline_visit(progress, swarm, limits=limits, routing=routing)
     if visit is None:
         return _nowhere(progress, swarm, now=now, left=left, routing=routing)
     host, blocks = visit
-    wanted_time = expected(host, len(blocks), pace=pace)
-    if routing == "order-free" and wanted_time > left:
+    wanted_time = expected(host, len(blocks), pace=pace, images=progress.images)
+    if free and wanted_time > left:
         return Finish("deadline")
-    return Visit(host.name, blocks, hop_limit(wanted_time, left=left, limits=limits))
+    limit = hop_limit(wanted_time, left=left, limits=limits)
+    fair = limit < left or limit >= _FAIR * wanted_time
+    return Visit(host.name, blocks, limit, budget=left, fair=fair)
 
 
 def hop_limit(wanted: float, *, left: float, limits: Limits) -> float:
-    """Seconds after which a visit expected to take `wanted` is given up; never beyond `left`."""
+    """Seconds after which a visit expected to take `wanted` is given up; never beyond `left`.
+
+    The cap is for hosts that fell silent; what is known to take longer (many images) is given time.
+    """
     patience = max(limits.hop_factor * wanted, limits.hop_floor_ms / 1000)
-    return min(patience, limits.hop_cap_ms / 1000, left)
+    return min(patience, max(limits.hop_cap_ms / 1000, _FAIR * wanted), left)
 
 
 def compared(
@@ -149,13 +173,14 @@ def _free_visit(
 ) -> tuple[HostView, tuple[int, ...]] | None:
     """The host that is expected to answer first, with what it is to run; fits `left` if any does.
 
-    Slow hosts are asked only while the request has fewer blocks than it needs.
+    Where the plan shares the work out, the host that is furthest behind its share goes before. Slow
+    hosts are asked only while the request has fewer blocks than it needs.
     """
     pace, wanted = swarm.pace(limits), progress.wanted
     bound = slow_above(pace, limits)
     inorder = progress.order is not None
     offers = [
-        (host, _offer(host, wanted, inorder=inorder, pace=pace, left=left))
+        (host, _offer(host, progress, wanted, pace=pace, left=left))
         for host in compared(progress, swarm, blocks=wanted, limits=limits)
     ]
     quick = [offer for offer in offers if (offer[0].compute or 0.0) <= bound]
@@ -163,22 +188,36 @@ def _free_visit(
         return None
     if inorder:
         quick = _earliest(quick or offers, wanted)
-    return min(
-        quick or offers,
-        key=lambda offer: (expected(offer[0], len(offer[1]), pace=pace), offer[0].name),
-        default=None,
-    )
+
+    def rank(offer: tuple[HostView, tuple[int, ...]]) -> tuple[float, float, str]:
+        host, work = offer[0], len(offer[1])
+        time = expected(host, work, pace=pace, images=progress.images)
+        return _turn(host, work * progress.images), time, host.name
+
+    return min(quick or offers, key=rank, default=None)
+
+
+def _turn(host: HostView, work: int) -> float:
+    """When it is a host's turn: requests' worth of its share, this work included.
+
+    The least goes first (weighted fair queueing); hosts without a share come before all.
+    """
+    if host.share is None:
+        return 0.0
+    done = host.served + host.waiting + work
+    return done / host.share if host.share > 0 else math.inf
 
 
 def _offer(
-    host: HostView, wanted: tuple[int, ...], *, inorder: bool, pace: Pace, left: float
+    host: HostView, progress: Progress, wanted: tuple[int, ...], *, pace: Pace, left: float
 ) -> tuple[int, ...]:
-    """What `host` could run next: all it holds that is missing, cut to what fits the time left."""
-    if inorder:
+    """What `host` could run next: what it holds of `wanted`, cut to what fits and is needed."""
+    if progress.order is not None:
         blocks = _run_of(wanted, host)
     else:
-        blocks = tuple([block for block in wanted if block in host.blocks])
-    while len(blocks) > 1 and expected(host, len(blocks), pace=pace) > left:
+        blocks = tuple([block for block in wanted if block in host.blocks])[: progress.room]
+    images = progress.images
+    while len(blocks) > 1 and expected(host, len(blocks), pace=pace, images=images) > left:
         blocks = blocks[:-1]
     return blocks
 
@@ -217,14 +256,16 @@ def _pipeline_visit(
 def _nowhere(
     progress: Progress, swarm: Swarm, *, now: float, left: float, routing: Routing
 ) -> Finish | Wait:
-    """No usable host holds what is missing: end, or wait for a quarantined one to come back."""
+    """No usable host holds what is missing: end, or wait: for a quarantined host to come back, or
+    for the answer of one that was given up.
+    """
     enough = routing == "order-free" and len(progress.done) >= progress.min_blocks
     wanted = progress.wanted
     may_return = any(
         host.retry_at < now + left and not host.blocks.isdisjoint(wanted)
         for host in (swarm[name] for name in swarm.suspects)
     )
-    if may_return and not enough:
+    if (progress.pending or may_return) and not enough:
         return Wait(now + left)
     return Finish("unreachable" if routing == "order-free" else "lost")
 
@@ -245,6 +286,8 @@ def skipped(progress: Progress, swarm: Swarm, *, ending: Ending, limits: Limits)
 def _reason(block: int, progress: Progress, swarm: Swarm, *, ending: Ending, limits: Limits) -> str:
     if progress.order is not None and block not in progress.order:
         return "the order asked for leaves it out"
+    if ending == "enough":
+        return f"the plan lets requests do with {len(progress.done)} blocks"
     holders = [swarm[name] for name in swarm.held(block)]
     pace = swarm.pace(limits)
     usable = [host for host in holders if host.usable]
@@ -254,4 +297,4 @@ def _reason(block: int, progress: Progress, swarm: Swarm, *, ending: Ending, lim
         return "; ".join(f"host {one.name} is {one.condition}: {one.why}" for one in holders)
     if ending == "unreachable" and all(is_slow(one, pace=pace, limits=limits) for one in usable):
         return "; ".join(f"host {one.name} is slow" for one in usable)
-    return "the deadline was near" if ending == "deadline" else "its turn had passed"
+    return "the deadline was near" if ending in ("deadline", "lost") else "its turn had passed"

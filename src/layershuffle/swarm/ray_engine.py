@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import os
 import pickle
 import signal
@@ -28,15 +29,19 @@ from layershuffle.swarm.messages import (
 )
 from layershuffle.swarm.placement import Node
 from layershuffle.swarm.ray_settings import HOST_MARK, host_names
-from layershuffle.swarm.wire import Packet
+from layershuffle.swarm.wire import Packet, unpack
 
 if TYPE_CHECKING:
     from layershuffle.swarm.host import HostInfo, Misbehaviour
 
 _Result = TypeVar("_Result")
-_MILLI = 1000.0
 _TOLD = 200  # characters of what Ray says
 _SPARE = 64  # calls that an actor takes beyond its queue: canaries, questions
+# What reading a message raises that is none, or that another version of this package wrote.
+_UNREADABLE = (
+    pickle.UnpicklingError, AttributeError, EOFError, ImportError, LookupError, MemoryError,
+    OverflowError, TypeError, ValueError,
+)  # fmt: skip
 
 
 class BlockHostActor:
@@ -79,26 +84,54 @@ def _sealed(message: object) -> bytes:
     return pickle.dumps(message, protocol=5)
 
 
+def opened(sealed: Any, *, host: str) -> Answer:
+    """The answer that a host sent. Raises `HostFailed` for what is none."""
+    try:
+        answer: Answer = pickle.loads(sealed)
+        unpack(answer.packet)
+        sound = all(
+            math.isfinite(number) and number >= 0
+            for number in (answer.compute_ms, answer.queue_ms, answer.batch)
+        )
+    except _UNREADABLE as error:
+        raise HostFailed(
+            f"The answer of host {host} cannot be read ({type(error).__name__}: {_words(error)})"
+        ) from error
+    if not sound:
+        raise HostFailed(f"Host {host} answered with times that are none")
+    return answer
+
+
 class RayTransport:
-    """Visits to Ray actors (`messages.Transport`)."""
+    """Visits to Ray actors (`messages.Transport`).
+
+    `actors`: by host. `cuts`: hosts that nothing reaches and nothing comes from, for drills.
+    """
 
     def __init__(self, ray: Any) -> None:
         self._ray, self.actors = ray, dict[str, Any]()
+        self.cuts: dict[str, asyncio.Event] = {}
+
+    async def way(self, host: str) -> None:
+        """Wait until the way to `host` is open."""
+        while host in self.cuts:
+            await self.cuts[host].wait()
 
     async def visit(self, visit: Visit, packet: Packet) -> Answer:
         """The host's answer; see `messages.Transport`."""
+        await self.way(visit.host)
         actor = self.actors.get(visit.host)
         if actor is None:
             raise HostUnavailable(f"No host {visit.host} is known")
-        order = _sealed((visit.blocks, packet, visit.limit * _MILLI))
+        order = _sealed((visit.blocks, packet, visit.budget_ms))
         try:
             sealed = await called(self._ray, lambda: actor.visit.remote(order), host=visit.host)
         except VisitError:
             raise
         except LayerShuffleError as error:
             raise HostFailed(f"Host {visit.host} failed: {error.cause}") from error
-        answer: Answer = pickle.loads(sealed)
-        return answer
+        await self.way(visit.host)
+        return opened(sealed, host=visit.host)
 
 
 async def called(ray: Any, submit: Callable[[], Any], *, host: str) -> Any:
@@ -127,7 +160,7 @@ async def called(ray: Any, submit: Callable[[], Any], *, host: str) -> Any:
 
 
 class RayHosts:
-    """The processes of block hosts on the members of a cluster (`coordinator.Places`).
+    """The processes of block hosts on the members of a cluster (`placement.Places`).
 
     `ray`: the connected module. `threads`: of torch in each host. Every call raises
     `LayerShuffleError` where it fails; callers bound its time.
@@ -137,6 +170,7 @@ class RayHosts:
         self._ray, self._limits, self._threads = ray, limits, threads
         self.transport = RayTransport(ray)
         self._processes: dict[str, tuple[str, int]] = {}
+        self._making: dict[str, asyncio.Task[None]] = {}
         settings = f"{limits.model_dump_json()} {threads}".encode()
         self._kind = hashlib.sha256(settings).hexdigest()[:8]
 
@@ -157,7 +191,11 @@ class RayHosts:
         return info
 
     async def _started(self, name: str, node: str) -> HostInfo:
-        self.transport.actors[name] = await self._outside(lambda: self._made(name, node))
+        if earlier := self._making.get(name):
+            await asyncio.wait({earlier})
+        making = self._making[name] = asyncio.create_task(self._make(name, node))
+        # The thread goes on when this is cancelled: `end` waits for what it makes.
+        await asyncio.shield(making)
         try:
             info = await self.info(name)
         except HostGone as error:  # what it lacks stands at the end of what Ray says
@@ -165,6 +203,9 @@ class RayHosts:
             raise HostGone(f"The process of host {name} does not start: {why}") from error
         self._processes[name] = (node, info.pid)
         return info
+
+    async def _make(self, name: str, node: str) -> None:
+        self.transport.actors[name] = await self._outside(lambda: self._made(name, node))
 
     def _made(self, name: str, node: str) -> Any:
         """Handle of the actor of `name` on `node`; it may not have started yet."""
@@ -190,8 +231,10 @@ class RayHosts:
         actor = self._actor(name)
         submit = partial(actor.load.remote, program, tuple(tensors), *tensors.values())
         # Copies all weights before it returns: not on the event loop.
+        await self.transport.way(name)
         reference = await self._outside(submit)
         await called(self._ray, lambda: reference, host=name)
+        await self.transport.way(name)
 
     async def unload(self, name: str, blocks: Sequence[int]) -> None:
         """`BlockHost.unload`."""
@@ -207,11 +250,16 @@ class RayHosts:
         await self._ask(name, "drain")
 
     async def end(self, name: str) -> None:
-        """End the host's process, if there is one."""
-        actor = self.transport.actors.pop(name, None)
-        self._processes.pop(name, None)
+        """End the host's process, if there is one, or will be one of a start that was given up."""
+        if making := self._making.pop(name, None):
+            await asyncio.wait({making})
+        actor = self.transport.actors.get(name)
         if actor is not None:
             await self._outside(lambda: self._ray.kill(actor))
+        # Only now: what could not be ended is ended another time.
+        self.transport.actors.pop(name, None)
+        self._processes.pop(name, None)
+        self.mend(name)
 
     async def misbehave(self, name: str, kind: Misbehaviour, *, factor: float) -> None:
         """`BlockHost.misbehave`, for drills."""
@@ -220,6 +268,7 @@ class RayHosts:
     def kill(self, name: str) -> None:
         """The host's process dies at once, for drills."""
         self._signal(name, signal.SIGKILL)
+        del self._processes[name]  # its number may become another process's
 
     def freeze(self, name: str) -> None:
         """The host's process stops without a word, for drills."""
@@ -229,12 +278,25 @@ class RayHosts:
         """Undo `freeze`."""
         self._signal(name, signal.SIGCONT)
 
+    def cut(self, name: str) -> None:
+        """Drop all that goes to the host or comes from it, for drills; its process goes on."""
+        self._actor(name)
+        self.transport.cuts.setdefault(name, asyncio.Event())
+
+    def mend(self, name: str) -> None:
+        """Undo `cut`."""
+        if way := self.transport.cuts.pop(name, None):
+            way.set()
+
     def _signal(self, name: str, number: signal.Signals) -> None:
         if name not in self._processes:
             raise HostUnavailable(f"The process of host {name} is not known")
         node, pid = self._processes[name]
         if node == self._ray.get_runtime_context().get_node_id():
-            os.kill(pid, number)
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError as error:
+                raise HostUnavailable(f"The process of host {name} is dead") from error
             return
         strategy = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
         send = self._ray.remote(_send_signal).options(
@@ -250,7 +312,10 @@ class RayHosts:
 
     async def _ask(self, name: str, method: str, *args: Any) -> Any:
         actor = self._actor(name)
-        return await called(self._ray, lambda: getattr(actor, method).remote(*args), host=name)
+        await self.transport.way(name)
+        told = await called(self._ray, lambda: getattr(actor, method).remote(*args), host=name)
+        await self.transport.way(name)
+        return told
 
     async def _outside(self, call: Callable[[], _Result]) -> _Result:
         """A call that blocks, in a thread."""

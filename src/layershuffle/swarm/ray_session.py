@@ -18,10 +18,10 @@ from typing import Any
 
 from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.swarm.ray_settings import (
+    CALL_CONFIG,
     LOOPBACK,
     NAMESPACE,
     STORE_BYTES,
-    SYSTEM_CONFIG,
     Tls,
     check_tls,
     check_token,
@@ -70,7 +70,7 @@ def _start(ray: Any, directory: Path, names: Sequence[str]) -> None:
             namespace=NAMESPACE,
             _node_ip_address=LOOPBACK,
             _temp_dir=str(directory),
-            _system_config=dict(SYSTEM_CONFIG),
+            _system_config=dict(CALL_CONFIG),
         )
     address = ray.nodes()[0]["NodeManagerAddress"]
     if address != LOOPBACK:

@@ -19,17 +19,23 @@ from pathlib import Path
 from layershuffle.errors import UsageError
 from layershuffle.files import write_bytes
 
-SYSTEM_CONFIG: Mapping[str, int] = {
-    "health_check_initial_delay_ms": 1000,
-    "health_check_period_ms": 250,
-    "health_check_timeout_ms": 500,
-    "health_check_failure_threshold": 4,
+CALL_CONFIG: Mapping[str, int] = {
     "timeout_ms_task_wait_for_death_info": 200,
     "core_worker_internal_heartbeat_ms": 100,
     "max_direct_call_object_size": 4 << 20,
     "task_rpc_inlined_bytes_limit": 64 << 20,
 }
-"""Set on the head alone: it reaches every member."""
+"""For every cluster. On one machine nothing more: a process that dies is noticed anyhow, and quick
+health checks would only declare a busy machine, and with it the whole swarm, dead."""
+
+SYSTEM_CONFIG: Mapping[str, int] = {
+    **CALL_CONFIG,
+    "health_check_initial_delay_ms": 1000,
+    "health_check_period_ms": 250,
+    "health_check_timeout_ms": 500,
+    "health_check_failure_threshold": 4,
+}
+"""For clusters of several machines. Set on the head alone: it reaches every member."""
 
 LOOPBACK = "127.0.0.1"
 HEAD_PORT, HOST_PORT = 6400, 6500
@@ -74,17 +80,18 @@ def check_token(path: Path) -> None:
 
     Ray itself would try for 20 seconds before it says so.
     """
-    _check_secret(path, what="token", hint="copy it from the head (mode 0600), or name its place")
+    check_secret(path, what="token", hint="copy it from the head (mode 0600), or name its place")
 
 
 def check_tls(tls: Tls) -> None:
     """Raises `UsageError` if a file is missing or unreadable, or the key open to others."""
-    _check_secret(tls.key, what="key", hint="name the key that belongs to the certificate")
+    check_secret(tls.key, what="key", hint="name the key that belongs to the certificate")
     for path in (tls.certificate, tls.authority):
         _read(path, what="certificate", hint="give the certificate, the key and the authority")
 
 
-def _check_secret(path: Path, *, what: str, hint: str) -> None:
+def check_secret(path: Path, *, what: str, hint: str) -> None:
+    """Raises `UsageError` for a file that is missing, unreadable, empty or open to others."""
     content = _read(path, what=what, hint=hint)
     if not content.strip():
         raise UsageError(f"The swarm's {what} file is empty", place=path, hint=hint)

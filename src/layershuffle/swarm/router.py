@@ -7,9 +7,10 @@ does comes from `policy.decide`. Used from one event loop only.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 import numpy as np
@@ -32,16 +33,20 @@ from layershuffle.swarm.state import HostView, Swarm
 from layershuffle.swarm.wire import Wire, pack, unpack
 
 State = NDArray[np.float32]
+NOT_FINITE = "it answered with numbers that are not finite"
 _MILLI = 1000.0
+_GROWTH = 1e4
+"""A visit that makes the largest value grow so many times is false: blocks add to their state."""
 
 
 @dataclass
 class Call:
-    """A visit under way."""
+    """A visit under way. `reported`: its lateness was held against its host already."""
 
     visit: Visit
     task: asyncio.Task[Answer]
     started: float
+    reported: bool = False
 
 
 @dataclass
@@ -58,8 +63,9 @@ class Walk:
 class Router:
     """Sends states through the swarm. `swarm` is what it knows of the hosts, as a value.
 
-    `routing` and `wire` may be changed at any time; a request keeps those it began with.
-    `observe` is told every hop (for metrics and audits).
+    `routing`, `wire` and `most_blocks` (blocks that are enough in free order; default: all) may be
+    changed at any time; a request keeps the routing it began with. `observers` are told every hop
+    (for metrics and audits).
     """
 
     def __init__(
@@ -70,10 +76,12 @@ class Router:
         limits: Limits,
         routing: Routing = "order-free",
         wire: Wire = "fp32",
+        most_blocks: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.transport, self.depth, self.limits = transport, depth, limits
         self.routing, self.wire, self.clock = routing, wire, clock
+        self.most_blocks = most_blocks
         self.observers: list[Callable[[Visited, State, State | None], None]] = []
         self._swarm = Swarm()
         self._changed = asyncio.Event()
@@ -108,13 +116,21 @@ class Router:
         router's clock. Raises nothing for failing hosts: the route says what was skipped and why.
         """
         begun = self.clock()
-        seed = next(self._numbers)
-        walk = Walk(start, Progress(self.depth, deadline, min_blocks, order, seed=seed), begun)
+        progress = Progress(
+            self.depth,
+            deadline,
+            min_blocks,
+            order,
+            seed=next(self._numbers),
+            images=len(start),
+            most=self.most_blocks,
+        )
+        walk = Walk(start, progress, begun)
         routing = self.routing
         try:
             while True:
                 action = policy.decide(
-                    walk.progress,
+                    replace(walk.progress, pending=walk.late is not None),
                     self._swarm,
                     now=self.clock(),
                     limits=self.limits,
@@ -123,7 +139,7 @@ class Router:
                 if isinstance(action, Finish):
                     return walk.state, self._route(walk, action.ending)
                 if isinstance(action, Wait):
-                    await self._change(action.until)
+                    await self._wait(walk, action.until)
                 else:
                     await self._step(walk, action)
         finally:
@@ -139,14 +155,19 @@ class Router:
             ms=(self.clock() - walk.started) * _MILLI,
         )
 
-    async def _change(self, until: float) -> None:
-        """Wait until the swarm changes, or until that time."""
+    async def _wait(self, walk: Walk, until: float) -> None:
+        """Wait until the swarm changes, the late visit ends (then take it), or that time comes."""
         self._changed.clear()
+        changed = asyncio.ensure_future(self._changed.wait())
+        late, patience = walk.late, max(0.0, until - self.clock())
+        tasks = {changed} if late is None else {changed, late.task}
         try:
-            async with asyncio.timeout(max(0.0, until - self.clock())):
-                await self._changed.wait()
-        except TimeoutError:
-            return
+            await asyncio.wait(tasks, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            changed.cancel()
+        if late is not None and late.task.done():
+            walk.late = None
+            self._take(walk, late)
 
     async def _step(self, walk: Walk, visit: Visit) -> None:
         """Make one visit; a late one that it repeats keeps running beside it, first answer wins."""
@@ -180,13 +201,14 @@ class Router:
         walk.late = racing[0] if racing else None
 
     def _call(self, before: State, visit: Visit) -> Call:
-        self.update(visit.host, lambda host: state.sent(host, len(visit.blocks)))
+        work = len(visit.blocks) * len(before)
+        self.update(visit.host, lambda host: state.sent(host, work))
         task = asyncio.ensure_future(self.transport.visit(visit, pack(before, self.wire)))
 
         def over(task: asyncio.Task[Answer]) -> None:
             if not task.cancelled():
                 task.exception()  # else asyncio reports those of dropped calls as lost
-            self.update(visit.host, lambda host: state.settled(host, len(visit.blocks)))
+            self.update(visit.host, lambda host: state.settled(host, work))
 
         task.add_done_callback(over)
         return Call(visit, task, self.clock())
@@ -201,11 +223,14 @@ class Router:
         after = unpack(answer.packet)
         fault = fault_of(after, like=walk.state)
         if fault:
-            self._fail(walk, call, outcome="wrong", why=fault)
+            # A host that wrote the state before may be to blame: a probe tells who is honest.
+            doubtful = fault == NOT_FINITE and walk.progress.done
+            outcome: Outcome = "failed" if doubtful else "wrong"
+            self._fail(walk, call, outcome=outcome, why=fault)
             return False
         hop = Visited(
             call.visit.host, call.visit.blocks, "answered", (self.clock() - call.started) * _MILLI,
-            answer.compute_ms, answer.queue_ms,
+            answer.compute_ms, answer.queue_ms, images=len(after), batch=answer.batch,
         )  # fmt: skip
         self._note(walk, hop, after)
         self.update(hop.host, lambda host: state.answered(host, hop, limits=self.limits))
@@ -213,10 +238,18 @@ class Router:
         return True
 
     def _fail(self, walk: Walk, call: Call, *, outcome: Outcome, why: str) -> None:
-        elapsed = (self.clock() - call.started) * _MILLI
-        hop = Visited(call.visit.host, call.visit.blocks, outcome, elapsed, why=why)
-        self._note(walk, hop, None)
-        self.report(hop)
+        """One hop of the route, and one strike at most, however often the same visit fails."""
+        elapsed = self.clock() - call.started
+        hop = Visited(
+            call.visit.host, call.visit.blocks, outcome, elapsed * _MILLI, why=why,
+            images=len(walk.state),
+        )  # fmt: skip
+        if not call.reported:
+            self._note(walk, hop, None)
+        excused = outcome == "late" and not call.visit.fair and elapsed >= call.visit.limit
+        if (not call.reported and not excused) or outcome == "lost":
+            self.report(hop)
+        call.reported = True
 
     def report(self, hop: Visited) -> None:
         """Hold a failed visit or probe against its host."""
@@ -230,11 +263,17 @@ class Router:
 
 
 def fault_of(after: State, *, like: State) -> str:
-    """What is wrong with a host's answer, or "": another shape, or numbers that are not finite."""
+    """What is wrong with a host's answer to the state `like`, or "".
+
+    Another shape, numbers that are not finite (`NOT_FINITE`), or so large that no block made them.
+    """
     if after.shape != like.shape:
         return f"it answered with the shape {after.shape}, not {like.shape}"
-    if not np.isfinite(after).all():
-        return "it answered with numbers that are not finite"
+    most = float(np.abs(after).max(initial=0.0))
+    if not math.isfinite(most):
+        return NOT_FINITE
+    if most > _GROWTH * max(1.0, float(np.abs(like).max(initial=0.0))):
+        return f"it answered with numbers up to {most:.1g}"
     return ""
 
 

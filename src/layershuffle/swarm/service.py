@@ -6,33 +6,44 @@ The same for every engine: `places` runs the hosts' processes, `transport` carri
 from __future__ import annotations
 
 import asyncio
+import logging
 import statistics
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from layershuffle.models import load
 from layershuffle.models.digest import weights_digest
-from layershuffle.stack import depth_of
-from layershuffle.swarm.bundle import Bundle, check_sibling, make_bundle
+from layershuffle.models.spec import parse_spec
+from layershuffle.stack import blocks_of, depth_of
+from layershuffle.swarm.bundle import Bundle, Canary, check_sibling, make_bundle
 from layershuffle.swarm.calibration import Calibration, calibration_path, read_calibration
-from layershuffle.swarm.coordinator import Coordinator, Places
+from layershuffle.swarm.coordinator import Coordinator
+from layershuffle.swarm.donors import check_blocks, lineage_of, read_block, read_lineage
 from layershuffle.swarm.front import Front, served_host
 from layershuffle.swarm.messages import Transport
+from layershuffle.swarm.placement import Places
 from layershuffle.swarm.plan import SwarmPlan
 from layershuffle.swarm.planning.hosts import ModelFacts, facts_of
-from layershuffle.swarm.program import read_program
+from layershuffle.swarm.program import pack_tensors, read_program
 from layershuffle.swarm.router import Router
 from layershuffle.swarm.wire import Wire
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from layershuffle.swarm.local import LocalHosts
+    from layershuffle.swarm.ray_engine import RayHosts
+
 _TIMED = 30
+_MILLI = 1000.0
+_log = logging.getLogger(__name__)
 START_SECONDS = 120.0
 """How long a swarm waits for its first hosts before it goes on with those that are there."""
 
@@ -60,13 +71,52 @@ def load_cargo(plan: SwarmPlan) -> Cargo:
     host = served_host(model)
     plan.check(depth_of(host))
     bundles = {plan.model: make_bundle(host)}
-    for donor in sorted({one for place in plan.hosts.values() for one in place.donors.values()}):
-        bundles[donor] = make_bundle(served_host(load(donor)))
-        check_sibling(bundles[plan.model], bundles[donor])
-    return Cargo(model, bundles, _calibration(plan.model, host))
+    given: dict[str, set[int]] = {}
+    for place in plan.hosts.values():
+        for block, donor in place.donors.items():
+            given.setdefault(donor, set()).add(block)
+    given.pop(plan.model, None)
+    for donor, blocks in sorted(given.items()):
+        bundles[donor] = donor_bundle(donor, bundles[plan.model], blocks=sorted(blocks))
+    return Cargo(model, bundles, calibration_of(plan.model, host))
 
 
-def _calibration(model: str, host: nn.Module) -> Calibration | None:
+def donor_bundle(donor: str, base: Bundle, *, blocks: Sequence[int]) -> Bundle:
+    """These blocks of the model `donor`, to stand in for those of `base`.
+
+    Of a saved model whose record tells its base nothing else is read. Siblings compute the same
+    steps, so the program is that of `base`. Raises what loading raises, `UsageError` for a donor
+    that is no sibling or lacks a block, `ModelFileError` for weights that do not fit the program.
+    """
+    directory = _directory_of(donor)
+    if directory is not None and read_lineage(directory).base is not None:
+        check_sibling(base, directory)
+        tensors = {block: read_block(directory, block) for block in blocks}
+    else:  # its base is to be computed from all of its blocks
+        model = served_host(load(donor))
+        check_sibling(base, replace(base, lineage=lineage_of(model)))
+        check_blocks(blocks, depth=base.depth, place=donor)
+        modules = blocks_of(model)
+        tensors = {block: pack_tensors(modules[block].state_dict()) for block in blocks}
+    start, program = base.canary.state, read_program(base.program)
+    state = torch.from_numpy(start.copy())
+    outputs = {block: program.bind(one)(state).numpy() for block, one in tensors.items()}
+    return replace(base, tensors=tensors, canary=Canary(start, outputs))
+
+
+def _directory_of(model: str) -> Path | None:
+    """Where the model of this spec is saved; `None` if a library or a hub has it."""
+    spec = parse_spec(model)
+    if spec.scheme == "bundled":
+        return Path(str(resources.files("layershuffle").joinpath("assets", spec.place)))
+    return Path(spec.place).expanduser() if spec.scheme == "dir" else None
+
+
+def calibration_of(model: str, host: nn.Module) -> Calibration | None:
+    """The calibration of the model of this spec, loaded as `host`; `None` if it has none.
+
+    Raises `ModelFileError` if it is damaged, or was measured on other weights.
+    """
     scheme = model.partition(":")[0]
     if scheme in ("timm", "hf", "torchvision"):
         return None  # no directory of its own
@@ -79,7 +129,7 @@ def model_facts(model: str, *, wire: Wire) -> ModelFacts:
     Raises what loading raises.
     """
     host = served_host(load(model))
-    bundle, calibration = make_bundle(host), _calibration(model, host)
+    bundle, calibration = make_bundle(host), calibration_of(model, host)
     rows = calibration.rows if calibration is not None else ()
     accuracy = {row.kept: row.top1 for row in rows}
     return facts_of(
@@ -100,7 +150,10 @@ def _block_ms(bundle: Bundle) -> float:
 
 @dataclass(frozen=True)
 class Service:
-    """A running swarm. `missing`: hosts of the plan that were not there in time."""
+    """A running swarm. `missing`: hosts of the plan that were not there in time.
+
+    `coordinator.watching` says whether its hosts are watched.
+    """
 
     plan: SwarmPlan
     router: Router
@@ -125,10 +178,15 @@ async def running_service(
     """
     depth = cargo.bundles[plan.model].depth
     router = Router(
-        transport, depth=depth, limits=plan.limits, routing=plan.routing, wire=plan.wire
+        transport,
+        depth=depth,
+        limits=plan.limits,
+        routing=plan.routing,
+        wire=plan.wire,
+        most_blocks=plan.most_blocks,
     )
     coordinator = Coordinator(plan, router=router, places=places, bundles=cargo.bundles)
-    watch = asyncio.create_task(coordinator.run())
+    watch = asyncio.create_task(_watch(coordinator))
     front = Front(cargo.model, router, asyncio.get_running_loop())
     try:
         missing = await coordinator.ready(within=within)
@@ -138,3 +196,32 @@ async def running_service(
         await asyncio.gather(watch, return_exceptions=True)
         await coordinator.close()
         await asyncio.to_thread(front.close)
+
+
+async def _watch(coordinator: Coordinator) -> None:
+    """`coordinator.run`, anew whenever it ends by an error; until cancelled."""
+    while True:
+        (error,) = await asyncio.gather(coordinator.run(), return_exceptions=True)
+        coordinator.restarts += 1
+        _log.error("The watch over the hosts broke, and begins anew", exc_info=error)
+        await asyncio.sleep(coordinator.router.limits.watch_ms / _MILLI)
+
+
+@asynccontextmanager
+async def swarm_on(ray: Any | None, plan: SwarmPlan) -> AsyncIterator[Service]:
+    """The swarm of `plan` on the members of `ray`'s cluster; without one, within this process.
+
+    For demonstrations and measurements. Raises what `load_cargo` raises.
+    """
+    if ray is None:
+        from layershuffle.swarm.local import LocalHosts as Hosts
+
+        places: LocalHosts | RayHosts = Hosts(list(plan.hosts), limits=plan.limits)
+    else:
+        from layershuffle.swarm.ray_engine import RayHosts as Actors
+
+        places = Actors(ray, limits=plan.limits)
+    async with running_service(
+        plan, load_cargo(plan), places=places, transport=places.transport
+    ) as service:
+        yield service

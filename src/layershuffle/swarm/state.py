@@ -28,9 +28,11 @@ _ROW = 64  # about the square root of a large swarm
 class HostView:
     """One host as the router sees it.
 
-    `compute` and `link` are averages in seconds: per block, and per visit beyond compute and queue;
-    `None` until measured. `waiting` counts blocks sent there and not answered yet. `strikes` counts
-    failures since the last success. `why` explains every condition but "healthy".
+    `compute` and `link` are averages in seconds: per block and image, and per visit of one image
+    beyond compute and queue; `None` until measured. `waiting` counts blocks x images sent there and
+    not answered yet. `strikes` counts failures since the last success. `why` explains every
+    condition but "healthy". `share`: blocks that it is to run per request, if the plan says so, and
+    `served` those that it ran.
     """
 
     name: str
@@ -42,6 +44,8 @@ class HostView:
     compute: float | None = None
     link: float | None = None
     waiting: int = 0
+    share: float | None = None
+    served: int = 0
 
     @property
     def usable(self) -> bool:
@@ -150,11 +154,11 @@ def _times(host: HostView) -> tuple[float | None, float | None]:
     return (host.compute, host.link) if host.usable else (None, None)
 
 
-def expected(host: HostView, blocks: int, *, pace: Pace) -> float:
+def expected(host: HostView, blocks: int, *, pace: Pace, images: int = 1) -> float:
     """Seconds until `host` would answer a visit of `blocks` blocks: link, queue and compute."""
     compute = pace.compute if host.compute is None else host.compute
     link = pace.link if host.link is None else host.link
-    return link + compute * (host.waiting + blocks)
+    return link * images + compute * (host.waiting + blocks * images)
 
 
 def slow_above(pace: Pace, limits: Limits) -> float:
@@ -167,25 +171,37 @@ def is_slow(host: HostView, *, pace: Pace, limits: Limits) -> bool:
     return host.compute is not None and host.compute > slow_above(pace, limits)
 
 
-def sent(host: HostView, blocks: int) -> HostView:
-    """A visit of `blocks` blocks is under way."""
-    return replace(host, waiting=host.waiting + blocks)
+def sent(host: HostView, work: int) -> HostView:
+    """A visit of so many blocks x images is under way."""
+    return replace(host, waiting=host.waiting + work)
 
 
-def settled(host: HostView, blocks: int) -> HostView:
-    """A visit of `blocks` blocks is over, however it ended."""
-    return replace(host, waiting=max(0, host.waiting - blocks))
+def settled(host: HostView, work: int) -> HostView:
+    """A visit of so many blocks x images is over, however it ended."""
+    return replace(host, waiting=max(0, host.waiting - work))
 
 
 def answered(host: HostView, hop: Visited, *, limits: Limits) -> HostView:
-    """A visit was answered: its times join the averages, earlier failures are forgiven."""
-    link = max(0.0, hop.ms - hop.compute_ms - hop.queue_ms) / 1000
-    compute = hop.compute_ms / 1000 / len(hop.blocks)
+    """A request's visit was answered: it counts as served, and its times join the averages."""
+    seen = _timed(host, hop, limits=limits)
+    return replace(seen, served=seen.served + len(hop.blocks) * hop.images)
+
+
+def _timed(host: HostView, hop: Visited, *, limits: Limits) -> HostView:
+    """The hop's times join the averages, earlier failures are forgiven.
+
+    The link is told by visits of one image alone: canaries are such.
+    """
+    compute = hop.compute_ms / 1000 / len(hop.blocks) / hop.batch
+    link = host.link
+    if hop.images == 1:
+        beyond = max(0.0, hop.ms - hop.compute_ms - hop.queue_ms) / 1000
+        link = _averaged(host.link, beyond, weight=limits.average_weight)
     return replace(
         host,
         strikes=0 if host.usable else host.strikes,
         compute=_averaged(host.compute, compute, weight=limits.average_weight),
-        link=_averaged(host.link, link, weight=limits.average_weight),
+        link=link,
     )
 
 
@@ -222,9 +238,9 @@ def probed(host: HostView, hop: Visited, *, limits: Limits) -> HostView:
     Its averages begin anew from the probe: what was measured before it failed says little.
     """
     if host.condition != "suspect":
-        return answered(host, hop, limits=limits)
+        return _timed(host, hop, limits=limits)
     fresh = replace(host, condition="healthy", why="", strikes=0, compute=None, link=None)
-    return answered(fresh, hop, limits=limits)
+    return _timed(fresh, hop, limits=limits)
 
 
 def draining(host: HostView) -> HostView:

@@ -18,7 +18,10 @@ PATIENCE = 8
 
 @dataclass(eq=False)
 class Job:
-    """A visit at this host. `steps`: the blocks it is to run, as they were when it came."""
+    """A visit at this host. `steps`: the blocks it is to run, as they were when it came.
+
+    `compute`: seconds of the batches that it was in, `each`: their seconds per image.
+    """
 
     steps: tuple[Block, ...]
     packet: Packet
@@ -28,7 +31,7 @@ class Job:
     state: Tensor | None = None
     done: int = 0
     compute: float = 0.0
-    batch: int = 0
+    each: float = 0.0
     passed: int = 0
     alone: bool = False
 

@@ -53,8 +53,12 @@ def pack(state: NDArray[np.float32], wire: Wire) -> Packet:
         return Packet(wire, np.where(np.isfinite(state), small, state).astype(np.float16))
     largest = np.abs(state).max(axis=-1, keepdims=True)
     scales = np.where(largest == 0, 1, largest / _LEVELS).astype(np.float32)
-    scales[~np.isfinite(scales)] = np.nan  # so that its whole token comes out as not finite
-    levels = np.nan_to_num(np.rint(state / scales))
+    broken = ~np.isfinite(scales)
+    scales[broken] = np.nan  # so that its whole token comes out as not finite
+    levels = state / scales
+    np.rint(levels, out=levels)
+    if broken.any():
+        np.nan_to_num(levels, copy=False)
     return Packet(wire, levels.astype(np.int8), scales)
 
 

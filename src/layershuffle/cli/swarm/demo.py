@@ -51,49 +51,30 @@ async def _demo(options: Options) -> None:
     from layershuffle.models import load
     from layershuffle.stack import depth_of
     from layershuffle.swarm.asking import labelled_images
-    from layershuffle.swarm.ray_engine import RayHosts
     from layershuffle.swarm.ray_session import local_ray
-    from layershuffle.swarm.service import load_cargo, running_service
+    from layershuffle.swarm.service import swarm_on
 
-    model = load(DEFAULT_MODEL)
-    plan = even_plan(depth_of(model), options.hosts)
+    plan = even_plan(depth_of(model := load(DEFAULT_MODEL)), options.hosts)
     images = labelled_images(model, _DATA, count=options.requests)
-    cargo = load_cargo(plan)
     print(
         f"Starting {options.hosts} block hosts, each a process with its own blocks ...", flush=True
     )
     with local_ray(list(plan.hosts)) as ray:
-        places = RayHosts(ray, limits=plan.limits)
-        async with running_service(
-            plan, cargo, places=places, transport=places.transport
-        ) as service:
+        async with swarm_on(ray, plan) as service:
             await _show(service, images, options)
     print("The swarm has ended. To keep one running: layershuffle swarm up")
 
 
 async def _show(service: Service, images: Any, options: Options) -> None:
     """The phases, each a line of the table."""
-    import httpx
-
-    from layershuffle.swarm.asking import asker
-    from layershuffle.swarm.client import AsyncSwarmClient
+    from layershuffle.swarm.asking import asker, client_inside
     from layershuffle.swarm.drill import run_drill
     from layershuffle.swarm.faults import crashes
-    from layershuffle.swarm.gateway.app import create_app
-    from layershuffle.swarm.gateway.limits import GatewayLimits
 
-    app = create_app(
-        service.front,
-        calibration=service.calibration,
-        limits=GatewayLimits(rate=10_000.0, burst=10_000.0),
-        model=service.plan.model,
-    )
-    transport = httpx.ASGITransport(app)
-    client = AsyncSwarmClient("http://127.0.0.1", transport=transport)
     faults = crashes(
         list(service.plan.hosts), share=1 / 3, requests=options.requests, seed=options.seed
     )
-    async with client:
+    async with client_inside(service) as client:
         ask = asker(client, images, deadline_ms=options.deadline_ms)
 
         async def phase(name: str, **options_: Any) -> None:

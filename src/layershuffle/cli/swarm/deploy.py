@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,14 +15,18 @@ import tyro
 from layershuffle.cli.parsing import parse
 from layershuffle.cli.swarm.head import Security, tls_of
 from layershuffle.cli.swarm.serving import (
+    Https,
+    context_of,
     ended_by_signals,
+    read_keys,
     require_extra,
     serve_service,
     told,
 )
-from layershuffle.errors import UsageError
 
 if TYPE_CHECKING:
+    import ssl
+
     from layershuffle.swarm.plan import SwarmPlan
     from layershuffle.swarm.service import Cargo
 
@@ -32,7 +37,7 @@ _ABOUT = (
 
 
 @dataclass(kw_only=True)
-class Options(Security):
+class Options(Security, Https):
     """Flags of `swarm deploy`."""
 
     plan: tyro.conf.Positional[Path]
@@ -40,11 +45,12 @@ class Options(Security):
     address: str
     """Address of the head, as it printed it."""
     bind: str = "127.0.0.1"
-    """Address on which the gateway listens; others than this machine's own need --keys."""
+    """Address on which the gateway listens; others than this machine's own need --keys. Nothing is
+    encrypted on the way there without --https-certificate."""
     port: int = 8000
     """Port of the gateway; 0 takes a free one."""
     keys: Path | None = None
-    """File with the API keys that clients may use, one per line."""
+    """File with the API keys that clients may use, one per line; its owner's alone (mode 0600)."""
     public: bool = False
     """Let everybody ask who reaches --bind, without a key."""
     wait: float = 120.0
@@ -60,32 +66,30 @@ def run(argv: Sequence[str]) -> int:
     options = parse(Options, argv, command="swarm deploy PLAN", about=_ABOUT)
     require_extra()
 
+    from layershuffle.swarm.gateway.access import check_address, in_clear
     from layershuffle.swarm.plan import read_plan
     from layershuffle.swarm.service import load_cargo
 
     plan = read_plan(options.plan)
-    keys = read_keys(options.keys)
+    keys, tls = read_keys(options.keys), context_of(options)
+    check_address(options.bind, keyed=bool(keys), public=options.public)
+    if warning := in_clear(options.bind, keyed=bool(keys), encrypted=tls is not None):
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
     cargo = load_cargo(plan)
     with ended_by_signals(), suppress(KeyboardInterrupt):
-        asyncio.run(_serve(plan, cargo, options, keys=keys))
+        asyncio.run(_serve(plan, cargo, options, keys=keys, tls=tls))
     print("The gateway has ended, with the block hosts; the machines stay members of the head.")
     return 0
 
 
-def read_keys(path: Path | None) -> tuple[str, ...]:
-    """The lines of a key file. Raises `UsageError` if it cannot be read or holds none."""
-    if path is None:
-        return ()
-    try:
-        lines = path.read_text(encoding="utf-8").split()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"The API keys cannot be read ({error})", place=path) from error
-    if not lines:
-        raise UsageError("The file holds no API key", place=path, hint="one key per line")
-    return tuple(lines)
-
-
-async def _serve(plan: SwarmPlan, cargo: Cargo, options: Options, *, keys: tuple[str, ...]) -> None:
+async def _serve(
+    plan: SwarmPlan,
+    cargo: Cargo,
+    options: Options,
+    *,
+    keys: tuple[str, ...],
+    tls: ssl.SSLContext | None,
+) -> None:
     from layershuffle.swarm.operating import state_directory
     from layershuffle.swarm.ray_engine import RayHosts
     from layershuffle.swarm.ray_session import joined_ray
@@ -107,5 +111,8 @@ async def _serve(plan: SwarmPlan, cargo: Cargo, options: Options, *, keys: tuple
                 port=options.port,
                 keys=keys,
                 public=options.public,
-                ready=lambda url: print(told(service, url, state=options.state), flush=True),
+                tls=tls,
+                ready=lambda url: print(
+                    told(service, url, state=options.state, keyed=bool(keys)), flush=True
+                ),
             )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import tyro
 
 from layershuffle.cli.parsing import parse
-from layershuffle.cli.swarm.status import ADDRESS
+from layershuffle.cli.swarm.status import Gateway, client_options
 from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.swarm.faults import KINDS, Fault, Kind, crashes, rehearsal
 from layershuffle.swarm.policy import Routing
@@ -31,8 +31,8 @@ _ABOUT = (
 _BACK_SECONDS, _POLL_SECONDS = 60.0, 0.1
 
 
-@dataclass
-class Options:
+@dataclass(kw_only=True)
+class Options(Gateway):
     """Flags of `swarm drill`."""
 
     plan: tyro.conf.Positional[Path | None] = None
@@ -53,10 +53,6 @@ class Options:
     """Requests at a time."""
     seed: int = 0
     """Seed of the failures."""
-    address: str = ADDRESS
-    """Address of the gateway."""
-    api_key: str | None = None
-    """Key of the gateway, if it takes one."""
     state: str | None = None
     """Directory of the operator's socket (default: ~/.local/state/layershuffle/swarm)."""
 
@@ -84,41 +80,45 @@ def faults_of(hosts: Sequence[str], options: Options) -> tuple[Fault, ...]:
 
 async def _drill(plan: SwarmPlan, operator: Operator, options: Options) -> int:
     from layershuffle.models import load
-    from layershuffle.models.digest import weights_digest
     from layershuffle.swarm.asking import asker, labelled_images
-    from layershuffle.swarm.calibration import calibration_path, read_calibration
     from layershuffle.swarm.client import AsyncSwarmClient
     from layershuffle.swarm.drill import drill_report, foreseen, judged, run_drill
     from layershuffle.swarm.front import served_host
+    from layershuffle.swarm.service import calibration_of
 
     host = served_host(load(plan.model))
-    calibration = read_calibration(calibration_path(plan.model), weights=weights_digest(host))
+    calibration = calibration_of(plan.model, host)
+    if any(one.donors for one in plan.hosts.values()):
+        print("Blocks of other models take part: the accuracy is not judged.")
+        calibration = None
     images = labelled_images(host, options.data, count=min(options.requests, 1000))
     faults = faults_of(list(plan.hosts), options)
     print("\n".join(f"before request {one.at}: {one.kind} {one.host}" for one in faults))
     lost = 0.0
     before = operator.routing(options.routings[0])
-    async with AsyncSwarmClient(options.address, api_key=options.api_key) as client:
+    async with AsyncSwarmClient(options.address, **client_options(options)) as client:
         ask = asker(client, images, deadline_ms=options.deadline_ms)
         engine = _Remote(operator, client)
         try:
             for routing in options.routings:
                 operator.routing(routing)
-                drill = await run_drill(
-                    ask,
-                    options.requests,
-                    faults=faults,
-                    engine=engine,
-                    concurrency=options.concurrency,
-                )
-                seen = foreseen(plan, faults, requests=options.requests, routing=routing)
-                replies = list(drill.replies.values())
-                verdict = judged(replies, calibration) if calibration else None
-                report = drill_report(drill, seen, judgement=verdict, routing=routing)
-                print(f"\n{report}", flush=True)
-                if routing == "order-free":
-                    lost = drill.share("failed", "late")
-                await engine.mend(faults)
+                try:
+                    drill = await run_drill(
+                        ask,
+                        options.requests,
+                        faults=faults,
+                        engine=engine,
+                        concurrency=options.concurrency,
+                    )
+                    seen = foreseen(plan, faults, requests=options.requests, routing=routing)
+                    replies = list(drill.replies.values())
+                    verdict = judged(replies, calibration) if calibration else None
+                    report = drill_report(drill, seen, judgement=verdict, routing=routing)
+                    print(f"\n{report}", flush=True)
+                    if routing == "order-free":
+                        lost = drill.share("failed", "late")
+                finally:
+                    await engine.mend()
         finally:
             operator.routing(before)
     return 1 if lost else 0
@@ -129,29 +129,53 @@ class _Remote:
 
     def __init__(self, operator: Operator, client: AsyncSwarmClient) -> None:
         self._operator, self._client = operator, client
+        self._hit: set[str] = set()
+        self._order: asyncio.Future[None] | None = None
 
     async def happen(self, fault: Fault) -> None:
         """Make the fault happen; a rejoin is over when the host is healthy."""
-        await asyncio.to_thread(self._operator.fault, fault.host, fault.kind)
+        self._hit.add(fault.host)
+        self._order = asyncio.ensure_future(self._ordered(fault.host, fault.kind))
+        await asyncio.shield(self._order)  # its thread goes on: `mend` comes after it
         if fault.kind == "rejoin":
             await self.healthy({fault.host})
 
     async def healthy(self, hosts: set[str]) -> None:
         """Wait until these hosts are healthy. Raises `LayerShuffleError` if they stay away."""
-        for _ in range(round(_BACK_SECONDS / _POLL_SECONDS)):
-            swarm = await self._client.swarm()
-            away = hosts - {one.name for one in swarm.hosts if one.condition == "healthy"}
-            if not away:
-                return
-            await asyncio.sleep(_POLL_SECONDS)
-        raise LayerShuffleError(
-            f"{', '.join(sorted(away))} did not come back within {_BACK_SECONDS:g} s",
-            hint="layershuffle swarm status says why",
-        )
+        away = hosts
+        try:
+            async with asyncio.timeout(_BACK_SECONDS):
+                while away:
+                    swarm = await self._client.swarm()
+                    away = hosts - {one.name for one in swarm.hosts if one.condition == "healthy"}
+                    await asyncio.sleep(_POLL_SECONDS)
+        except TimeoutError as error:
+            raise _left(away) from error
 
-    async def mend(self, faults: Sequence[Fault]) -> None:
-        """Bring every host back that a fault hit."""
-        hit = {fault.host for fault in faults}
-        for name in sorted(hit):
-            await asyncio.to_thread(self._operator.fault, name, "rejoin")
-        await self.healthy(hit)
+    async def mend(self) -> None:
+        """Bring every host back that a fault hit. Raises `LayerShuffleError` for those that stay
+        away, after all others were seen to.
+        """
+        if self._order is not None:
+            await asyncio.wait({self._order}, timeout=_BACK_SECONDS)
+        hit, self._hit = sorted(self._hit), set()
+        if hit:
+            print(f"Bringing back {', '.join(hit)}.", flush=True)
+        orders = [asyncio.ensure_future(self._ordered(name, "rejoin")) for name in hit]
+        if orders:
+            await asyncio.wait(orders, timeout=_BACK_SECONDS)
+        if late := {name for name, order in zip(hit, orders, strict=True) if not order.done()}:
+            raise _left(late)
+        if errors := [error for order in orders if (error := order.exception())]:
+            raise errors[0]
+        await self.healthy(set(hit))
+
+    async def _ordered(self, host: str, kind: Kind) -> None:
+        await asyncio.to_thread(self._operator.fault, host, kind)
+
+
+def _left(hosts: set[str]) -> LayerShuffleError:
+    return LayerShuffleError(
+        f"{', '.join(sorted(hosts))} did not come back within {_BACK_SECONDS:g} s",
+        hint="layershuffle swarm status says why, layershuffle swarm readmit starts a host anew",
+    )

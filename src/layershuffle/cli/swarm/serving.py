@@ -6,13 +6,58 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from layershuffle.errors import Interrupted, UsageError
 
 if TYPE_CHECKING:
+    import ssl
+
     from layershuffle.swarm.service import Service
+
+
+@dataclass
+class Https:
+    """Flags about the encryption between clients and the gateway."""
+
+    https_certificate: Path | None = None
+    """Serve https: the gateway's certificate (PEM), with the names by which clients call it."""
+    https_key: Path | None = None
+    """Key of that certificate, its owner's alone (mode 0600)."""
+
+
+def context_of(options: Https) -> ssl.SSLContext | None:
+    """What the flags make the gateway speak; `None` for plain http. Raises `UsageError` for one
+    file without the other, and for files that cannot be used."""
+    from layershuffle.swarm.gateway.https import server_context
+
+    certificate, key = options.https_certificate, options.https_key
+    if certificate is None and key is None:
+        return None
+    if certificate is None or key is None:
+        raise UsageError(
+            "https needs a certificate and its key",
+            hint="give --https-certificate and --https-key, or neither",
+        )
+    return server_context(certificate, key)
+
+
+def read_keys(path: Path | None) -> tuple[str, ...]:
+    """The lines of a file of API keys, none without a file.
+
+    Raises `UsageError` if it cannot be read, holds none, or others may read it.
+    """
+    from layershuffle.swarm.ray_settings import check_secret
+
+    if path is None:
+        return ()
+    check_secret(path, what="API keys", hint="one key per line, mode 0600")
+    try:
+        return tuple(path.read_text(encoding="utf-8").split())
+    except UnicodeDecodeError as error:
+        raise UsageError(f"The API keys cannot be read ({error})", place=path) from error
 
 
 def require_extra() -> None:
@@ -86,35 +131,48 @@ async def serve_service(
     port: int,
     keys: tuple[str, ...],
     public: bool,
+    tls: ssl.SSLContext | None,
     ready: Callable[[str], None],
 ) -> None:
     """Gateway and operator's door, until SIGINT or SIGTERM."""
     from layershuffle.swarm.gateway.app import create_app
     from layershuffle.swarm.gateway.serving import serve
 
+    coordinator, health = service.coordinator, service.coordinator.health
     app = create_app(
-        service.front, calibration=service.calibration, keys=keys, model=service.plan.model
+        service.front,
+        calibration=service.calibration,
+        keys=keys,
+        model=service.plan.model,
+        strangers=lambda: coordinator.strangers,
+        watching=lambda: coordinator.watching,
+        audits=lambda: (health.audited, health.disagreed),
     )
     async with operator_door(service, state):
-        await serve(app, host=host, port=port, public=public, ready=ready)
+        await serve(app, host=host, port=port, public=public, tls=tls, ready=ready)
 
 
-def told(service: Service, url: str, *, state: str | None) -> str:
+def told(service: Service, url: str, *, state: str | None, keyed: bool = False) -> str:
     """What a user should know once a swarm answers, and what to type next."""
     plan = service.plan
     width = max(map(len, plan.hosts))
     lines = [f"  {name:<{width}}  blocks {', '.join(map(str, one.blocks))}"
              for name, one in plan.hosts.items()]  # fmt: skip
     option = f" --state {state}" if state else ""
+    asked = f" --address {url}"
+    if url.startswith("https:"):
+        asked += " --authority FILE"
+    if keyed:
+        asked += " --api-key-file FILE"
     missing = f"Not up yet: {', '.join(service.missing)}. " if service.missing else ""
     return "\n".join(
         [
             f"{plan.model}, {plan.routing}, {plan.wire} on the wire:",
             *lines,
             f"{missing}It answers at {url} (API: {url}/docs). In another shell:",
-            f"  layershuffle classify IMAGE --address {url}",
-            f"  layershuffle swarm status --address {url}",
-            f"  layershuffle swarm drill --address {url} --requests 300{option}",
+            f"  layershuffle classify IMAGE{asked}",
+            f"  layershuffle swarm status{asked}",
+            f"  layershuffle swarm drill{asked} --requests 300{option}",
             "Ctrl-C ends it, with all its hosts.",
         ]
     )

@@ -3,26 +3,42 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from layershuffle.cli.parsing import parse
+from layershuffle.cli.swarm.serving import read_keys
+from layershuffle.errors import UsageError
 
 if TYPE_CHECKING:
     from layershuffle.swarm.gateway.answers import SwarmAnswer
 
 ADDRESS = "http://127.0.0.1:8000"
+KEY_VARIABLE = "LAYERSHUFFLE_API_KEY"
 
 
 @dataclass
-class Options:
-    """Flags of `swarm status`."""
+class Gateway:
+    """Flags about the gateway that is asked."""
 
     address: str = ADDRESS
-    """Address of the gateway."""
+    """Address of the gateway, http:// or https://."""
+    api_key_file: Path | None = None
+    """File with the key of the gateway, if it takes one; its owner's alone (mode 0600). Default:
+    the environment variable LAYERSHUFFLE_API_KEY."""
     api_key: str | None = None
-    """Key of the gateway, if it takes one."""
+    """The key itself. Other users of this machine can see it while the command runs."""
+    authority: Path | None = None
+    """For https: file of the certificate to trust (default: the well-known authorities)."""
+
+
+@dataclass
+class Options(Gateway):
+    """Flags of `swarm status`."""
+
     json: bool = False
     """Print everything as JSON."""
 
@@ -34,10 +50,32 @@ def run(argv: Sequence[str]) -> int:
 
     from layershuffle.swarm.client import SwarmClient
 
-    with SwarmClient(options.address, api_key=options.api_key) as client:
+    with SwarmClient(options.address, **client_options(options)) as client:
         swarm = client.swarm()
     print(json.dumps(swarm.model_dump(), indent=2) if options.json else table(swarm))
     return 0
+
+
+def client_options(gateway: Gateway) -> dict[str, Any]:
+    """What the flags tell a client beside the address.
+
+    Raises `UsageError` for two keys, and for a key file that others may read or that holds not
+    exactly one.
+    """
+    return {"api_key": _key(gateway), "authority": gateway.authority}
+
+
+def _key(gateway: Gateway) -> str | None:
+    if gateway.api_key_file is None:
+        return gateway.api_key or os.environ.get(KEY_VARIABLE) or None
+    if gateway.api_key is not None:
+        raise UsageError("The key is given twice", hint="leave --api-key out")
+    keys = read_keys(gateway.api_key_file)
+    if len(keys) != 1:
+        raise UsageError(
+            f"The file holds {len(keys)} keys", place=gateway.api_key_file, hint="keep one"
+        )
+    return keys[0]
 
 
 def table(swarm: SwarmAnswer) -> str:

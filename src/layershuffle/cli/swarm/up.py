@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 from layershuffle.cli.parsing import parse
 from layershuffle.cli.swarm.serving import (
+    Https,
+    context_of,
     ended_by_signals,
     require_extra,
     serve_service,
@@ -21,6 +23,8 @@ from layershuffle.swarm.policy import Routing
 from layershuffle.swarm.wire import Wire
 
 if TYPE_CHECKING:
+    import ssl
+
     from layershuffle.swarm.service import Cargo
 
 _ABOUT = (
@@ -30,7 +34,7 @@ _ABOUT = (
 
 
 @dataclass
-class Options:
+class Options(Https):
     """Flags of `swarm up`."""
 
     model: str = DEFAULT_MODEL
@@ -60,10 +64,11 @@ def run(argv: Sequence[str]) -> int:
 
     from layershuffle.swarm.service import load_cargo
 
+    tls = context_of(options)
     plan = plan_of(options)
     cargo = load_cargo(plan)
     with ended_by_signals(), suppress(KeyboardInterrupt):
-        asyncio.run(_up(plan, cargo, options))
+        asyncio.run(_up(plan, cargo, options, tls=tls))
     print("The swarm has ended, with all its hosts.")
     return 0
 
@@ -83,7 +88,9 @@ def plan_of(options: Options) -> SwarmPlan:
     )
 
 
-async def _up(plan: SwarmPlan, cargo: Cargo, options: Options) -> None:
+async def _up(
+    plan: SwarmPlan, cargo: Cargo, options: Options, *, tls: ssl.SSLContext | None
+) -> None:
     from layershuffle.swarm.operating import state_directory
     from layershuffle.swarm.ray_engine import RayHosts
     from layershuffle.swarm.ray_session import local_ray
@@ -103,5 +110,6 @@ async def _up(plan: SwarmPlan, cargo: Cargo, options: Options) -> None:
                 port=options.port,
                 keys=(),
                 public=False,
+                tls=tls,
                 ready=lambda url: print(told(service, url, state=options.state), flush=True),
             )

@@ -1,5 +1,6 @@
 """The swarm's HTTP face: requests in, answers with their route out. Import the modules.
 
-`limits` and `access` say who may ask how much, `intake` reads requests, `images` decodes, `answers`
-is what comes back, `app` ties them to FastAPI, `serving` runs it. Only the last two know a server.
+`limits`, `access` and `clients` say who may ask how much, `bodies` and `intake` read requests,
+`images` decodes, `work` carries them out, `answers` is what comes back, `app` ties them to FastAPI,
+`door` and `https` let connections in, `serving` runs it. `app`, `door` and `serving` know a server.
 """

@@ -119,6 +119,17 @@ def check_address(host: str, *, keyed: bool, public: bool) -> None:
     )
 
 
+def in_clear(host: str, *, keyed: bool, encrypted: bool) -> str:
+    """A warning if keys would travel where others may read them, else ""."""
+    if encrypted or not keyed or is_loopback(host):
+        return ""
+    return (
+        f"API keys, images and answers travel to and from {host} in clear: whoever can listen on "
+        "the way can read them, and use the keys. Give the gateway a certificate "
+        "(--https-certificate, --https-key), or use a network that nobody else can listen to"
+    )
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches `host`, an address or "localhost"."""
     try:

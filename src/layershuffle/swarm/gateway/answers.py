@@ -119,6 +119,13 @@ class CalibrationFacts(BaseModel):
     images: int
 
 
+class Audits(BaseModel):
+    """Visits that were repeated on replicas and compared."""
+
+    audited: int
+    disagreed: int = Field(description="Those whose answers differed.")
+
+
 class SwarmAnswer(BaseModel):
     """The swarm now."""
 
@@ -130,6 +137,7 @@ class SwarmAnswer(BaseModel):
     unreachable_blocks: list[int] = Field(description="Blocks that no usable host holds.")
     hosts: list[Host]
     counters: dict[str, int] = Field(description="Requests by outcome since the start.")
+    audits: Audits | None = Field(None, description="Since the start; `null` if nobody counts.")
     calibration: CalibrationFacts | None
     limits: Limits
 
@@ -142,6 +150,9 @@ class Health(BaseModel):
     usable_hosts: int
     reachable_blocks: int
     depth: int
+    watching: bool | None = Field(
+        None, description="Whether hosts are watched and brought back; `null` if not known."
+    )
 
 
 class Problem(BaseModel):
@@ -243,17 +254,21 @@ def _host(view: HostView, now: float) -> Host:
     )
 
 
-def health(swarm: Swarm, *, depth: int) -> Health:
-    """Whether any block can be run at all."""
+def health(swarm: Swarm, *, depth: int, watching: bool | None = None) -> Health:
+    """Whether any block can be run at all, and whether the hosts are watched."""
     usable = [one for one in swarm.values() if one.usable]
     reachable = depth - len(unreachable(swarm, depth=depth))
-    ok = reachable > 0
+    why = "" if reachable > 0 else "no usable host holds a block"
+    if watching is False:
+        unwatched = "nobody watches the hosts now: those that fail do not come back"
+        why = f"{why}; {unwatched}" if why else unwatched
     return Health(
-        ok=ok,
-        why="" if ok else "no usable host holds a block",
+        ok=reachable > 0,
+        why=why,
         usable_hosts=len(usable),
         reachable_blocks=reachable,
         depth=depth,
+        watching=watching,
     )
 
 

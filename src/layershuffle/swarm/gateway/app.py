@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from typing import Annotated, Any
@@ -35,8 +35,8 @@ from layershuffle.swarm.gateway.answers import Classification, ErrorAnswer, Heal
 from layershuffle.swarm.gateway.intake import BODY_SCHEMA
 from layershuffle.swarm.gateway.limits import GatewayLimits
 from layershuffle.swarm.gateway.metrics import CONTENT_TYPE, Metrics
-from layershuffle.swarm.gateway.refusals import Refused, body_of, retry_seconds, status_of
-from layershuffle.swarm.gateway.work import Desk, busy
+from layershuffle.swarm.gateway.refusals import Refused, body_of, busy, retry_seconds, status_of
+from layershuffle.swarm.gateway.work import Desk, Strangers
 
 LOG = logging.getLogger("layershuffle")
 _CLASSIFY = "/v1/classify"
@@ -49,7 +49,8 @@ _REFUSALS = {
     415: "The body is neither JSON nor a form.",
     422: "A field or an image is wrong.",
     429: "Too many requests; see Retry-After.",
-    503: "Too few blocks could be run, or the pipeline broke; see Retry-After.",
+    503: "The deadline passed before there was an answer, too few blocks could be run, or the "
+    "pipeline broke; see Retry-After.",
 }
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorAnswer, "description": text} for status, text in _REFUSALS.items()
@@ -65,18 +66,24 @@ def create_app(
     calibration: Calibration | None = None,
     keys: Sequence[str] = (),
     model: str = "",
+    strangers: Callable[[], Strangers] = frozenset,
+    watching: Callable[[], bool] | None = None,
+    audits: Callable[[], tuple[int, int]] | None = None,
 ) -> FastAPI:
     """The gateway of the swarm that `front` walks; it closes `front` when the server ends.
 
-    `labels` are the names of the classes (default: those that `calibration` or the
-    model knows),
-    `keys` the API keys, none for an open gateway, `model` what /v1/swarm calls the model. Raises
-    `UsageError` for short keys, and for labels or a calibration of another model.
+    `labels` are the names of the classes (default: those that `calibration` or the model knows),
+    `keys` the API keys, none for an open gateway, `model` what /v1/swarm calls the model.
+    `strangers`: the blocks, with their hosts, of another model than the calibrated one; `watching`:
+    whether somebody watches over the hosts; `audits`: visits that were repeated, and those of them
+    that differed. Raises `UsageError` for short keys, and for labels or a calibration of another
+    model.
     """
     limits = limits or GatewayLimits()
     names = _labels(front, labels=labels, calibration=calibration)
-    desk = Desk(front, limits=limits, labels=names, calibration=calibration)
-    gateway = _Gateway(desk, Keys(keys), model)
+    desk = Desk(front, limits=limits, labels=names, calibration=calibration, strangers=strangers)
+    metrics = Metrics(front.router, watching=watching, audits=audits)
+    gateway = _Gateway(desk, Keys(keys), model, metrics)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -152,10 +159,9 @@ _Header = Annotated[str | None, Depends(APIKeyHeader(name="X-API-Key", auto_erro
 class _Gateway:
     """What the routes share."""
 
-    def __init__(self, desk: Desk, keys: Keys, model: str) -> None:
-        self.desk, self.keys, self.model = desk, keys, model
+    def __init__(self, desk: Desk, keys: Keys, model: str, metrics: Metrics) -> None:
+        self.desk, self.keys, self.model, self.metrics = desk, keys, model, metrics
         self.router = desk.front.router
-        self.metrics = Metrics(self.router)
         self._rates = Rates(desk.limits)
 
     async def admit(self, request: Request, bearer: _Bearer, header: _Header) -> None:
@@ -185,13 +191,15 @@ class _Gateway:
             unreachable_blocks=answers.unreachable(router.swarm, depth=router.depth),
             hosts=answers.hosts_of(router.swarm, now=router.clock()),
             counters=dict(self.metrics.counters),
+            audits=self.metrics.audits(),
             calibration=None if calibration is None else calibration.facts,
             limits=router.limits,
         )
 
     def health(self) -> Health:
         """What /healthz says."""
-        return answers.health(self.router.swarm, depth=self.router.depth)
+        watching = self.metrics.watching() if self.metrics.watching is not None else None
+        return answers.health(self.router.swarm, depth=self.router.depth, watching=watching)
 
     async def told(self, request: Request, error: Exception) -> Response:
         """The answer to a request that was refused or could not be answered."""

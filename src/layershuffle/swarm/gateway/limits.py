@@ -24,8 +24,11 @@ class GatewayLimits(Settings):
     max_pixels: Positive = 25_000_000
     """Most pixels of an image, checked before it is decoded, and again for what it is resized to.
     25 million are 75 MB once decoded."""
+    max_request_pixels: Positive = 50_000_000
+    """Most pixels of all images of a request together, each as it is or resized, whichever is more;
+    checked before any is decoded. A decoder takes 10 to 20 ms per million."""
     decoders: Positive = 2
-    """Requests whose images are decoded at one time."""
+    """Requests whose images are decoded at one time; half of them for one client at most."""
 
     min_deadline_ms: Milliseconds = 50.0
     """Shortest deadline that a request may ask for; the longest is the swarm's own limit."""
@@ -35,9 +38,18 @@ class GatewayLimits(Settings):
     running: Positive = 32
     """Requests that walk the swarm at one time."""
     waiting: Annotated[int, Field(ge=0)] = 64
-    """Further requests that may wait for their turn; beyond them clients are told to come later."""
+    """Further requests, their bodies in, that may wait for their turn; beyond them clients are told
+    to come later."""
     connections: Positive = 512
-    """Most open connections."""
+    """Most open connections; further ones are closed at once."""
+    head_ms: Milliseconds = 10_000.0
+    """Longest time from the opening of a connection, and from every answer, to the next request's
+    complete head; for the handshake of TLS as much."""
+
+    client_connections: Positive = 128
+    """Open connections of one client address ..."""
+    client_requests: Positive = 48
+    """... and its requests under way, counted from their heads on."""
 
     rate: Annotated[float, Field(gt=0)] = 100.0
     """Requests per second that one client address may make in the long run ..."""

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Literal
 
 import prometheus_client as prometheus
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
-from layershuffle.swarm.gateway.answers import Classification, health
-from layershuffle.swarm.messages import Visited
+from layershuffle.swarm.gateway.answers import Audits, Classification, health
+from layershuffle.swarm.messages import Outcome, Visited
 from layershuffle.swarm.router import Router, State
 
 CONTENT_TYPE = prometheus.CONTENT_TYPE_LATEST
@@ -28,9 +32,18 @@ _BY_STATUS: dict[HTTPStatus, RequestOutcome] = {
 class Metrics:
     """Counters of one gateway, in a registry of their own."""
 
-    def __init__(self, router: Router) -> None:
+    def __init__(
+        self,
+        router: Router,
+        *,
+        watching: Callable[[], bool] | None = None,
+        audits: Callable[[], tuple[int, int]] | None = None,
+    ) -> None:
         self.registry = prometheus.CollectorRegistry()
         self.counters: Counter[str] = Counter()
+        self.watching, self._audits = watching, audits
+        self._router = router
+        self._labelled: dict[str, set[Outcome]] = {}
         self._requests = prometheus.Counter(
             "layershuffle_requests", "Classifications asked for.", ["outcome"],
             registry=self.registry,
@@ -59,10 +72,34 @@ class Metrics:
             registry=self.registry,
         )  # fmt: skip
         reachable.set_function(lambda: health(router.swarm, depth=router.depth).reachable_blocks)
+        if self.watching is not None:
+            watched = prometheus.Gauge(
+                "layershuffle_watching", "1 while hosts are watched and brought back.",
+                registry=self.registry,
+            )  # fmt: skip
+            watched.set_function(self.watching)
+        if self._audits is not None:
+            self.registry.register(_AuditCounters(self._audits))
 
     def _hop(self, hop: Visited, before: State, after: State | None) -> None:
         del before, after
+        if hop.host not in self._labelled:
+            self._forget()
+        self._labelled.setdefault(hop.host, set()).add(hop.outcome)
         self._hops.labels(host=hop.host, outcome=hop.outcome).inc()
+
+    def _forget(self) -> None:
+        """Count no more for hosts that are not known any more: spares come and go for years."""
+        for host in self._labelled.keys() - {one.name for one in self._router.swarm.values()}:
+            for outcome in self._labelled.pop(host):
+                self._hops.remove(host, outcome)
+
+    def audits(self) -> Audits | None:
+        """How many visits were audited, if anybody counts."""
+        if self._audits is None:
+            return None
+        audited, disagreed = self._audits()
+        return Audits(audited=audited, disagreed=disagreed)
 
     def answered(self, answer: Classification) -> None:
         """Count an answer."""
@@ -80,4 +117,22 @@ class Metrics:
 
     def text(self) -> bytes:
         """All of it in Prometheus' format."""
+        self._forget()
         return prometheus.generate_latest(self.registry)
+
+
+@dataclass(frozen=True)
+class _AuditCounters(Collector):
+    """The counters that the coordinator's health keeps itself."""
+
+    audits: Callable[[], tuple[int, int]]
+
+    def collect(self) -> Iterator[Metric]:
+        """Both, as they are now."""
+        audited, disagreed = self.audits()
+        yield CounterMetricFamily(
+            "layershuffle_audits", "Visits repeated on replicas and compared.", value=audited
+        )
+        yield CounterMetricFamily(
+            "layershuffle_audits_disagreed", "Those whose answers differed.", value=disagreed
+        )

@@ -10,6 +10,7 @@ from layershuffle.errors import DataError, LayerShuffleError, UsageError
 from layershuffle.swarm.front import Unanswered
 from layershuffle.swarm.gateway.answers import ErrorAnswer, Problem
 
+_SOON = 1.0  # seconds after which a busy gateway is worth another try
 _LONGEST = 500  # characters of a cause: some of them repeat what the client sent
 
 
@@ -21,6 +22,16 @@ class Refused(LayerShuffleError):
     ) -> None:
         super().__init__(cause, hint=hint)
         self.status, self.retry_after = status, retry_after
+
+
+def busy(cause: str, *, wait: float = _SOON) -> Refused:
+    """The answer to a client that is to come later, after `wait` seconds."""
+    return Refused(
+        HTTPStatus.TOO_MANY_REQUESTS,
+        cause,
+        hint="wait as long as Retry-After says, and send less at one time",
+        retry_after=wait,
+    )
 
 
 def status_of(error: LayerShuffleError) -> HTTPStatus:

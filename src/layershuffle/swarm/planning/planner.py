@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from layershuffle.errors import UsageError
+from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.plan import DEFAULT_MODEL, HostPlan, SwarmPlan
 from layershuffle.swarm.planning.exact import Solution, solve
 from layershuffle.swarm.planning.greedy import place
@@ -14,6 +15,7 @@ from layershuffle.swarm.planning.hosts import HostsFile, ModelFacts, hosts_of
 from layershuffle.swarm.planning.prediction import Prediction, Solver, predict, small
 from layershuffle.swarm.planning.problem import (
     OBJECTIVES,
+    Numbers,
     Objective,
     Placement,
     Problem,
@@ -25,6 +27,8 @@ from layershuffle.swarm.wire import Wire
 LARGE = 60
 """With more hosts than this the placement is found greedily."""
 _PROVED = 1e-6
+_LEEWAY = 2.0
+"""A host may be so many times slower than planned before it is a last resort."""
 
 
 def plan(
@@ -57,7 +61,7 @@ def plan(
     best, solver = _best(problem, objective, time_limit=time_limit)
     best = replace(best, placement=_needed(problem, best))
     prediction = predict(problem, best, objective=objective, solver=solver, time_limit=time_limit)
-    return _swarm_plan(problem, best.placement, model=model, wire=wire), prediction
+    return _swarm_plan(problem, best, objective=objective, model=model, wire=wire), prediction
 
 
 def _check(
@@ -111,10 +115,32 @@ def _needed(problem: Problem, solution: Solution) -> Placement:
     return placement
 
 
-def _swarm_plan(problem: Problem, placement: Placement, *, model: str, wire: Wire) -> SwarmPlan:
+def _swarm_plan(
+    problem: Problem, best: Solution, *, objective: Objective, model: str, wire: Wire
+) -> SwarmPlan:
+    used = np.flatnonzero(best.placement.any(axis=1)).tolist()
+    work = best.shares.sum(axis=1) if objective == "lifetime" else None
     held = {
-        host.name: HostPlan(blocks=tuple(int(block) for block in np.flatnonzero(row)))
-        for host, row in zip(problem.hosts, placement, strict=True)
-        if row.any()
+        host.name: HostPlan(
+            blocks=tuple(int(block) for block in np.flatnonzero(best.placement[number])),
+            share=None if work is None else round(float(work[number]), 6),
+        )
+        for number, host in enumerate(problem.hosts)
+        if number in used
     }
-    return SwarmPlan(model=model, hosts=held, wire=wire)
+    return SwarmPlan(
+        model=model,
+        hosts=held,
+        wire=wire,
+        most_blocks=problem.demand if problem.demand < problem.depth else None,
+        limits=_limits(problem.column("block")[used]),
+    )
+
+
+def _limits(block: Numbers) -> Limits:
+    """Limits under which no host is left out for a slowness that the plan knows of."""
+    usual = Limits()
+    known = float(block.max() / np.median(block))
+    if known * _LEEWAY <= usual.slow_factor:
+        return usual
+    return Limits(slow_factor=round(known * _LEEWAY, 1))

@@ -103,7 +103,7 @@ class _World:
         self.gateway = Gateway(
             self.env,
             self.machines,
-            swarm=Swarm(HostView(name, blocks) for name, blocks in self.blocks.items()),
+            swarm=Swarm(self._new(name) for name in self.blocks),
             depth=self.depth,
             limits=self.limits,
             routing=self.routing,
@@ -116,6 +116,9 @@ class _World:
     def limits(self) -> Limits:
         """Those of the plan."""
         return self.plan.limits
+
+    def _new(self, name: str) -> HostView:
+        return HostView(name, self.blocks[name], share=self.plan.hosts[name].share)
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -146,7 +149,11 @@ class _World:
             self.happen(self.pending.pop(0))
         now, seconds = self.env.now, self.limits.deadline_ms / _MILLI
         progress = Progress(
-            self.depth, now + seconds, self.min_blocks, seed=self.seed * _REQUESTS + number
+            self.depth,
+            now + seconds,
+            self.min_blocks,
+            seed=self.seed * _REQUESTS + number,
+            most=self.plan.most_blocks,
         )
         walk = Walk(progress, now)
         yield from self.gateway.walk(walk)
@@ -154,7 +161,7 @@ class _World:
 
     def _reply(self, walk: Walk) -> _Reply:
         blocks = len(walk.progress.done)
-        ended: Ended = "answered" if walk.ending == "complete" else "degraded"
+        ended: Ended = "answered" if walk.ending in ("complete", "enough") else "degraded"
         if walk.ms > self.limits.deadline_ms:
             ended = "late"
         if walk.ending == "lost" or blocks < self.min_blocks:
@@ -187,7 +194,7 @@ class _World:
             machine.mend()
             return
         machine.start()
-        self.gateway.know(view, HostView(name, self.blocks[name]))
+        self.gateway.know(view, replace(self._new(name), served=view.served))
         self.gateway.watch(name, self.env.now + self.limits.canary_every_ms / _MILLI)
 
     def churn(self, churn: Churn) -> None:
@@ -232,6 +239,7 @@ def _outcome(world: _World, accuracy: Mapping[int, float] | None, *, events: int
         right=None if right is None else right / len(replies),
         false=sum(one.false for one in answers),
         hops=sum(one.hops for one in replies) / len(replies),
+        served={name: host.served for name, host in world.gateway.swarm.items()},
         seconds=world.env.now,
         events=events,
     )

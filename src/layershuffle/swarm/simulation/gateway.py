@@ -31,10 +31,11 @@ Steps = Generator[simpy.Event, Any, None]
 
 @dataclass(slots=True)
 class Call:
-    """A visit under way."""
+    """A visit under way. `reported`: its lateness was held against its host already."""
 
     job: Job
     started: float
+    reported: bool = False
 
     @property
     def visit(self) -> Visit:
@@ -109,7 +110,7 @@ class Gateway:
         """Run one request to its end."""
         while True:
             action = policy.decide(
-                walk.progress,
+                replace(walk.progress, pending=walk.late is not None),
                 self.swarm,
                 now=self.env.now,
                 limits=self.limits,
@@ -118,17 +119,22 @@ class Gateway:
             if isinstance(action, Finish):
                 break
             if isinstance(action, Wait):
-                yield self._change(action.until)
+                yield from self._wait(walk, action.until)
             else:
                 yield from self._step(walk, action)
         self._drop(walk.late)
         walk.ending, walk.ms = action.ending, (self.env.now - walk.started) * _MILLI
 
-    def _change(self, until: float) -> simpy.Event:
-        changed = self.env.event()
+    def _wait(self, walk: Walk, until: float) -> Steps:
+        """Wait until the swarm changes, the late visit ends (then take it), or that time comes."""
+        changed, late = self.env.event(), walk.late
         self._waiting.append(changed)
         # Simulated time stands still by itself: a rest lost to rounding would never pass.
-        return changed | self.env.timeout(max(_INSTANT, until - self.env.now))
+        timer = self.env.timeout(max(_INSTANT, until - self.env.now))
+        yield self.env.any_of([changed, timer, *([] if late is None else [late.job.ended])])
+        if late is not None and late.job.ended.triggered:
+            walk.late = None
+            self._take(walk, late)
 
     def _step(self, walk: Walk, visit: Visit) -> Steps:
         """Make one visit; a late one that it repeats keeps running beside it, first answer wins."""
@@ -185,16 +191,20 @@ class Gateway:
         return True
 
     def _fail(self, walk: Walk, call: Call, *, outcome: Outcome, why: str) -> None:
-        elapsed = (self.env.now - call.started) * _MILLI
-        hop = Visited(call.visit.host, call.visit.blocks, outcome, elapsed, why=why)
-        walk.hops.append(hop)
-        self.report(hop)
+        elapsed = self.env.now - call.started
+        hop = Visited(call.visit.host, call.visit.blocks, outcome, elapsed * _MILLI, why=why)
+        if not call.reported:
+            walk.hops.append(hop)
+        excused = outcome == "late" and not call.visit.fair and elapsed >= call.visit.limit
+        if (not call.reported and not excused) or outcome == "lost":
+            self.report(hop)
+        call.reported = True
 
     def _hop(self, call: Call, result: Result) -> Visited:
         elapsed = (self.env.now - call.started) * _MILLI
         return Visited(
             call.visit.host, call.visit.blocks, result.outcome, elapsed, result.compute_ms,
-            result.queue_ms,
+            result.queue_ms, batch=result.batch,
         )  # fmt: skip
 
     # --- canaries and probes ----------------------------------------------------------------------

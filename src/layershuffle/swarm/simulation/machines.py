@@ -23,12 +23,13 @@ _MILLI = 1000.0
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What came back from a visit: `outcome`, times in milliseconds, whether it is false."""
+    """What came back from a visit, as in `messages.Answer`, and whether it is false."""
 
     outcome: Outcome
     compute_ms: float = 0.0
     queue_ms: float = 0.0
     false: bool = False
+    batch: float = 1.0
 
 
 @dataclass(eq=False, slots=True)
@@ -45,6 +46,7 @@ class Job:
     expires: float = 0.0
     done: int = 0
     compute: float = 0.0
+    each: float = 0.0
     passed: int = 0
     dropped: bool = False
     replied: bool = False
@@ -100,7 +102,8 @@ class Machine:
         if self.silent:
             self._held.append(lambda: self._arrive(job))
             return
-        job.arrived, job.expires = self.env.now, self.env.now + job.visit.limit
+        job.arrived = self.env.now
+        job.expires = self.env.now + job.visit.budget_ms / _MILLI
         self._drop_the_dead()
         waiting = len(self._jobs) - len(self._turn)
         if self.draining or waiting >= self.limits.max_queue:
@@ -161,13 +164,17 @@ class Machine:
             return  # it died meanwhile
         turn, self._turn = self._turn, []
         for job in turn:
-            job.done, job.compute = job.done + 1, job.compute + took
+            job.done += 1
+            job.compute, job.each = job.compute + took, job.each + took / len(turn)
             if job.done == len(job.visit.blocks):
-                queue = self.env.now - job.arrived - job.compute
+                queue = max(0.0, self.env.now - job.arrived - job.compute)
                 self._reply(
                     job,
-                    Result("answered", job.compute * _MILLI, max(0.0, queue) * _MILLI, self.false),
-                )
+                    Result(
+                        "answered", job.compute * _MILLI, queue * _MILLI, self.false,
+                        job.compute / job.each if job.each else 1.0,
+                    ),
+                )  # fmt: skip
         self._jobs = [job for job in self._jobs if not (job.replied or job.dropped)]
         self._wake()
 

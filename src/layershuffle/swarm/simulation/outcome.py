@@ -21,7 +21,8 @@ class Outcome:
     the end of all requests, ascending. `accuracy`: percent to expect of the answers; `right`: of
     all requests, those without an answer counted as wrong; `None` without a calibration. `false`:
     answers in which a host that answers wrongly took part, counted as wrong. `hops`: visits per
-    request, failed ones too. `seconds`: simulated time; `events`: that the simulation took.
+    request, failed ones too. `served`: blocks that each host ran. `seconds`: simulated time;
+    `events`: that the simulation took.
     """
 
     routing: str
@@ -33,6 +34,7 @@ class Outcome:
     right: float | None
     false: int
     hops: float
+    served: Mapping[str, int] = field(repr=False)
     seconds: float
     events: int
 

@@ -1,0 +1,54 @@
+"""TLS between clients and the gateway: the server's and the client's side. No web framework."""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+from typing import NoReturn
+
+from layershuffle.errors import UsageError
+from layershuffle.swarm.ray_settings import check_secret
+
+
+def server_context(certificate: Path, key: Path) -> ssl.SSLContext:
+    """What a gateway with this certificate (its chain may follow in the file) speaks: TLS 1.2 or
+    later.
+
+    Raises `UsageError` for files that are missing, broken or no pair, and for a key that is
+    encrypted or that others may read.
+    """
+    check_secret(key, what="key", hint="name the key that belongs to the certificate")
+
+    def asked_for_password() -> NoReturn:
+        raise UsageError(
+            "The key is encrypted, and nobody is there to type the password",
+            place=key,
+            hint=f"openssl pkey -in {key} -out NEW.pem, mode 0600",
+        )
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_cert_chain(certificate, key, password=asked_for_password)
+    except OSError as error:  # ssl's own errors as well
+        raise UsageError(
+            f"The certificate and its key cannot be used ({error.strerror or error})",
+            place=certificate,
+            hint="give PEM files, and the key that belongs to the certificate",
+        ) from error
+    return context
+
+
+def client_context(authority: Path) -> ssl.SSLContext:
+    """What a client speaks that trusts the certificates in this file alone.
+
+    Raises `UsageError` if it cannot be read.
+    """
+    try:
+        return ssl.create_default_context(cafile=authority)
+    except OSError as error:
+        raise UsageError(
+            f"The authority's certificate cannot be read ({error.strerror or error})",
+            place=authority,
+            hint="give a PEM file",
+        ) from error

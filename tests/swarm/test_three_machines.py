@@ -1,0 +1,168 @@
+"""The walk through three machines of docs/swarm.md, word for word, on three network namespaces."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import netns
+import pytest
+from once import once
+
+from layershuffle.models import load
+from layershuffle.swarm.asking import labelled_images
+from layershuffle.swarm.plan import DEFAULT_MODEL, HostPlan, SwarmPlan, plan_text
+
+pytestmark = [
+    pytest.mark.netns,
+    pytest.mark.skipif(bool(netns.unavailable()), reason=netns.unavailable() or "available"),
+]
+PART_SECONDS = 120.0
+HEAD, GATEWAY = "10.90.0.1:6400", "http://10.90.0.1:8000"
+BLOCKS = {"pi-1": tuple(range(0, 12, 2)), "pi-2": tuple(range(1, 12, 2))}
+PROGRAM = (sys.executable, "-m", "layershuffle")
+# On the head: the cluster's head, and beside it the gateway as soon as that answers.
+BOTH = '"${@:2:$1}" & sleep 5; until "${@:$1+2}"; do sleep 1; done'
+
+
+@pytest.fixture(scope="session")
+def story(tmp_path_factory):
+    """What the commands said, once for all pytest workers."""
+    told = once(tmp_path_factory, "machines", tell)
+    return SimpleNamespace(**json.loads((told / "said.json").read_text()))
+
+
+def tell(told):
+    # Sockets lie in it, and their paths are to be short.
+    place = Path(tempfile.mkdtemp(prefix="ls-", dir="/tmp"))
+    try:
+        with netns.Network(place, hosts=3) as network:
+            network.certify()
+            said = Machines(network, place).play()
+        (place / "said.json").write_text(json.dumps(said))
+    finally:
+        for scratch in place.glob("ray*"):
+            shutil.rmtree(scratch)
+        shutil.move(place, told)
+
+
+class Machines:
+    def __init__(self, network, place):
+        self.network, self.place = network, place
+        self.environment = {
+            "TMPDIR": str(place / "ray"),  # another directory on every machine
+            "LAYERSHUFFLE_API_KEY": "a-key-of-some-length",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+        }
+        self.secure = ["--token", f"{place}/token"] + [
+            word
+            for flag, name in (("certificate", "cert"), ("key", "key"), ("authority", "ca"))
+            for word in (f"--tls-{flag}", f"{place}/{name}.pem")
+        ]
+
+    def play(self):
+        (self.place / "state").mkdir(mode=0o700)
+        keys = self.place / "keys"
+        keys.touch(mode=0o600)
+        keys.write_text("a-key-of-some-length\n")
+        hosts = {name: HostPlan(blocks=held) for name, held in BLOCKS.items()}
+        (self.place / "plan.yaml").write_text(plan_text(SwarmPlan(hosts=hosts)))
+        (one,) = labelled_images(load(DEFAULT_MODEL), "digit-pairs", count=1)
+        (self.place / "digit.png").write_bytes(one.image)
+        self.come_up()
+        said = {"label": one.label, "status": self.asked("swarm", "status")}
+        said["whole"] = self.classified()
+        said["no_key"] = self.refused()
+        self.network.kill("h1")
+        said["half"] = self.until(self.classified, lambda answer: answer["degraded"])
+        said["after"] = self.asked("swarm", "status")
+        state = ["--state", str(self.place / "state")]
+        said["drained"] = self.run(*PROGRAM, "swarm", "drain", "pi-2", *state).stdout
+        return said
+
+    def come_up(self):
+        head = [
+            *(*PROGRAM, "swarm", "head", "--ip", "10.90.0.1"),
+            *("--store", f"{self.place}/store", *self.secure),
+        ]
+        deploy = [
+            *(*PROGRAM, "swarm", "deploy", f"{self.place}/plan.yaml", "--address", HEAD),
+            *("--bind", "10.90.0.1", "--keys", f"{self.place}/keys"),
+            *("--state", f"{self.place}/state", *self.secure),
+        ]
+        words = ["bash", "-c", BOTH, "both", str(len(head)), *head, *deploy]
+        self.network.run("h0", words, environment=self.environment)
+        self.until(lambda: self.log("h0"), lambda log: "The head is at" in log)
+        for number, name in enumerate(BLOCKS, 1):
+            host = f"h{number}"
+            words = [
+                *(*PROGRAM, "swarm", "host", "--address", HEAD, "--name", name),
+                *("--ip", self.network.ip(host), *self.secure),
+            ]
+            self.network.run(host, words, environment=self.environment, supervised=True)
+        self.until(lambda: self.log("h0"), lambda log: "answers at" in log)
+
+    def log(self, name):
+        return (self.place / f"{name}.log").read_text()
+
+    def until(self, ask, true):
+        end = time.monotonic() + PART_SECONDS
+        while not true(found := ask()):
+            logs = "\n".join(f"{name}: {self.log(name)[-3000:]}" for name in self.network.processes)
+            assert time.monotonic() < end, f"{found}\n{logs}"
+            time.sleep(0.3)
+        return found
+
+    def run(self, *words, **environment):
+        return subprocess.run(
+            words, capture_output=True, text=True, timeout=60, check=False,
+            env={**os.environ, **self.environment, **environment},
+        )  # fmt: skip
+
+    def elsewhere(self, *words, **environment):
+        """A client on the third machine."""
+        network = ("ip", "netns", "exec", f"{self.network.tag}-h2")
+        return self.run(*network, *PROGRAM, *words, "--address", GATEWAY, **environment)
+
+    def asked(self, *words):
+        done = self.elsewhere(*words)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def classified(self):
+        return json.loads(self.asked("classify", f"{self.place}/digit.png", "--json"))
+
+    def refused(self):
+        done = self.elsewhere("classify", f"{self.place}/digit.png", LAYERSHUFFLE_API_KEY="wrong")
+        return done.returncode, done.stderr
+
+
+def test_all_machines_serve(story):
+    assert story.status.count("healthy") == 2
+    assert sorted(story.whole["blocks"]) == list(range(12))
+    assert not story.whole["degraded"]
+    assert story.whole["images"][0]["top"][0]["index"] == story.label
+    assert {hop["host"] for hop in story.whole["route"]} == set(BLOCKS)
+
+
+def test_a_client_without_the_key_gets_nothing(story):
+    code, said = story.no_key
+    assert code == 1
+    assert "key" in said
+
+
+def test_a_machine_dies_and_answers_go_on(story):
+    assert sorted(story.half["blocks"]) == list(BLOCKS["pi-2"])
+    assert story.half["expected"]["kept"] == 6
+    assert all("pi-1" in one["why"] for one in story.half["skipped"])
+    assert story.after.count("healthy") == 1
+
+
+def test_the_operator_commands_from_the_head(story):
+    assert "pi-2" in story.drained
