@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import datasets
@@ -233,7 +234,29 @@ def test_another_cache_in_the_same_place_is_refused(source: Path) -> None:
         build_cache(spec, source, settings=SMALL)
 
 
-def test_a_source_that_changed_in_between_is_refused(source: Path, monkeypatch) -> None:
+def renamed(folder: Path) -> None:
+    """As many images, of the same sizes: another one is now the first."""
+    (folder / "0.jpg").rename(folder / "x.jpg")
+
+
+def swapped(folder: Path) -> None:
+    """The same names."""
+    (folder / "0.jpg").rename(folder / "x")
+    (folder / "2.jpg").rename(folder / "0.jpg")
+    (folder / "x").rename(folder / "2.jpg")
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda folder: (folder / "0.jpg").unlink(), "20 train and 6 val then, 19 train and 6 val"),
+        (renamed, "as many images, but other classes, labels, file names or sizes"),
+        (swapped, "as many images, but other classes, labels, file names or sizes"),
+    ],
+)
+def test_a_source_that_changed_in_between_is_refused(
+    source: Path, monkeypatch, change: Callable[[Path], None], told: str
+) -> None:
     spec, out = f"folder:{source}", source.with_name("cached")
 
     def stop(path: Path, content: bytes) -> None:
@@ -243,10 +266,15 @@ def test_a_source_that_changed_in_between_is_refused(source: Path, monkeypatch) 
         patch.setattr(cache, "write_bytes", stop)
         with pytest.raises(KeyboardInterrupt):
             build_cache(spec, out, settings=SMALL)
-    (source / "train" / "ant" / "0.jpg").unlink()
-    with pytest.raises(UsageError, match=r"other settings \(source"):
+    change(source / "train" / "ant")
+    with pytest.raises(UsageError, match=told) as caught:
         build_cache(spec, out, settings=SMALL)
-    (partial_of(out) / "cache.json").unlink()
+    assert f"rm -r {partial_of(out)} and the same command again" in str(caught.value)
+
+
+def test_something_else_where_a_cache_is_made(source: Path) -> None:
+    spec, out = f"folder:{source}", source.with_name("cached")
+    partial_of(out).mkdir()
     (partial_of(out) / "thesis.tex").write_text("ten years")
     with pytest.raises(UsageError, match="holds no cache"):
         build_cache(spec, out, settings=SMALL)
@@ -276,6 +304,22 @@ def test_hugging_face_data_with_a_validation_split(tmp_path: Path) -> None:
     first = np.asarray(Image.open(out / "val" / "1-ant-s" / "00000001.jpg"), dtype=int)
     wanted = np.asarray(shrunk(picture(21), 24), dtype=int)
     assert np.abs(first - wanted).mean() < 4
+
+
+def test_hugging_face_data_that_changed_in_between(tmp_path: Path) -> None:
+    kinds = datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(names=["a", "b"]))
+
+    def found(seed: int) -> str:
+        columns = {"image": [picture(seed), picture(seed + 1)], "label": [0, 1]}
+        data = datasets.Dataset.from_dict(columns, features=kinds)
+        place = tmp_path / f"saved-{seed}"
+        datasets.DatasetDict({"train": data, "test": data}).save_to_disk(str(place))
+        return cache._source(cache._open(f"hf:{place}"))
+
+    assert found(0) != found(10)
+    assert cache._source(cache._open(f"hf:{tmp_path / 'saved-0'}")) == cache._source(
+        cache._open(f"hf:{tmp_path / 'saved-0'}")
+    )
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,11 @@ One pair of processes runs everything once; the tests look at what it left.
 """
 
 import functools
+import gc
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -22,6 +24,7 @@ from layershuffle.data import DataOptions, open_data
 from layershuffle.errors import Interrupted, SettingsError, TrainingError, UsageError
 from layershuffle.models import image_view
 from layershuffle.position import PositionedModel
+from layershuffle.settings import digest
 from layershuffle.training import fit
 from layershuffle.training.compiling import BlockCompiler
 from layershuffle.training.ranks import Ranks, joined
@@ -30,25 +33,30 @@ from layershuffle.training.trainer import EpochSampler, OrderTrainer
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["layershuffle.training", "layershuffle.data.digits"])
-RUN = {"model": NO_DROPOUT, "steps": 7, "eval_every": 4, "checkpoint_every": 3}
+RUN = {"model": NO_DROPOUT, "steps": 9, "eval_every": 9, "checkpoint_every": 9}
+HIDDEN = ("parallel", "compile", "activation_checkpointing")  # what must not show in the weights
+GROUPS = {"orders_per_batch": 4, "accumulate": 2, "method": "layershuffle-predict"}
+DROP = {"method": "layershuffle-predict", "drop": 0.6, "accumulate": 2}
+FAST = {"method": "layershuffle-position", "compile": True, "activation_checkpointing": True}
 ARMS = {
     "ddp": {},
-    "groups": {"orders_per_batch": 4, "accumulate": 2, "method": "layershuffle-predict"},
-    "drop": {"method": "layershuffle", "drop": 0.5},
-    "fsdp": {"parallel": "fsdp"},
-    "fsdp drop": {"parallel": "fsdp", "drop": 0.6, "accumulate": 2},
-    "fsdp groups": {
-        "parallel": "fsdp",
-        "orders_per_batch": 2,
-        "method": "layershuffle-position",
-        "activation_checkpointing": True,
-    },
+    "groups": GROUPS,
+    "drop": DROP,
+    "compiled": {**FAST, "ema": 0.9},
+    "idle": {"method": "layershuffle-predict", "model": "dinov2"},
+    "fsdp": {"parallel": "fsdp", **FAST},
+    "fsdp groups": {"parallel": "fsdp", **GROUPS},
+    "fsdp drop": {"parallel": "fsdp", **DROP},
 }
-STOPPED = ("ddp", "fsdp drop")  # the latter when some blocks have not run yet
+# After which step: in the second epoch, and when some blocks have not run yet.
+STOPPED = {"ddp": 7, "fsdp drop": 2}
 OWN = {"rank_orders": "own", "steps": 3, "eval_every": 3, "warmup": 0, "schedule": "constant"}
 
 
-def run(**changes):
+def run(models, **changes):
+    """The settings of a run; in `models` lies a host that has a parameter without a use."""
+    if changes.get("model") == "dinov2":
+        changes["model"] = f"hf:{models / 'dinov2'}"
     return settings(**{**RUN, **changes})
 
 
@@ -75,11 +83,14 @@ def stopping_at(step, process):
     return listen
 
 
-def work(rank, port, out, results):
+def work(rank, port, models, out, results):
     """What each of the two processes does."""
+    gc.freeze()  # see conftest.py
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     torch.set_num_threads(1)
+    module = sys.modules["layershuffle.training.job"]
+    module.BlockCompiler = functools.partial(BlockCompiler, backend="eager")
     found, steps = {}, []
     seen_steps(steps)
     with joined("cpu") as ranks:
@@ -87,29 +98,28 @@ def work(rank, port, out, results):
         torch.distributed.all_gather_object(pids, os.getpid())
         for name, arm in {**ARMS, "own": OWN}.items():
             steps.clear()
-            fit(run(**arm), out / name)
+            found[f"compiled {name}"] = fit(run(models, **arm), out / name).compile
             found[f"labels {name}"] = [labels for _, labels in steps]
             found[f"kind {name}"] = steps[0][0]
         # Stopped by a signal to the second process, and taken up.
-        for name in STOPPED:
-            stopped = out / f"stopped {name}"
+        for name, step in STOPPED.items():
+            stopped, again = out / f"stopped {name}", run(models, **ARMS[name])
+            steps.clear()
             try:
-                fit(run(**ARMS[name]), stopped, listeners=[stopping_at(1, pids[1])])
+                fit(again, stopped, listeners=[stopping_at(step - 1, pids[1])])
             except Interrupted as error:
                 found[f"stopped {name}"] = str(error)
+            if ranks.first:
+                shutil.copytree(stopped, out / f"for one {name}")
             ranks.wait()
-            fit(run(**ARMS[name]), stopped)
+            fit(again, stopped)
+            found[f"labels stopped {name}"] = [labels for _, labels in steps]
         # Different seeds would draw different orders.
         for name in ("ddp", "fsdp"):
             try:
-                fit(run(**ARMS[name], seed=5 + rank), out / "differing")
+                fit(run(models, **ARMS[name], seed=5 + rank), out / "differing")
             except TrainingError as error:
                 found[f"refused {name}"] = str(error)
-        module = sys.modules["layershuffle.training.job"]
-        module.BlockCompiler = functools.partial(BlockCompiler, backend="eager")
-        found["compiled"] = fit(
-            run(**ARMS["fsdp groups"], compile=True, steps=2), out / "compiled"
-        ).compile
     (results / f"{rank}.json").write_text(json.dumps(found))
 
 
@@ -120,11 +130,18 @@ def free_port():
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory):
+def models(tmp_path_factory):
+    place = tmp_path_factory.mktemp("models")
+    FAMILIES["hf-dinov2"].plain().save_pretrained(place / "dinov2")
+    return place
+
+
+@pytest.fixture(scope="module")
+def pair(models, tmp_path_factory):
     """The directory of the runs, and what each process found."""
     out, results = tmp_path_factory.mktemp("out"), tmp_path_factory.mktemp("results")
-    port = free_port()
-    both = [SERVER.Process(target=work, args=(rank, port, out, results)) for rank in (0, 1)]
+    given = (free_port(), models, out, results)
+    both = [SERVER.Process(target=work, args=(rank, *given)) for rank in (0, 1)]
     for one in both:
         one.start()
     for one in both:
@@ -134,19 +151,24 @@ def pair(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    """The same runs in one process."""
+def alone(models, tmp_path_factory):
+    """Where the same run lies, made by one process that neither compiles nor recomputes."""
     out = tmp_path_factory.mktemp("alone")
-    for name, arm in ARMS.items():
-        fit(run(**arm), out / name)
-    return out
+
+    def place(name):
+        arm = {key: value for key, value in ARMS[name].items() if key not in HIDDEN}
+        made = run(models, **arm)
+        fit(made, out / digest(made))  # once: a finished run is not repeated
+        return out / digest(made)
+
+    return place
 
 
 @pytest.mark.parametrize("name", ARMS)
 def test_two_processes_train_the_weights_of_one(pair, alone, name):
     """Over the border of an epoch (6 steps), to rounding: halves of a batch are averaged."""
-    assert_same_weights(weights(pair[0] / name), weights(alone / name), tolerance=2e-5)
-    one, two = (json.loads((d / name / "result.json").read_text()) for d in (pair[0], alone))
+    assert_same_weights(weights(pair[0] / name), weights(alone(name)), tolerance=2e-5)
+    one, two = (json.loads((d / "result.json").read_text()) for d in (pair[0] / name, alone(name)))
     assert (one["processes"], two["processes"]) == (2, 1)
     assert one["selected"]["step"] == two["selected"]["step"]
     assert one["selected"]["value"] == pytest.approx(two["selected"]["value"], rel=1e-5)
@@ -155,9 +177,11 @@ def test_two_processes_train_the_weights_of_one(pair, alone, name):
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        # Looking for unused parameters costs time: only where blocks are left out.
+        # Looking for unused parameters costs time: only where there are some.
         ("ddp", ["DistributedDataParallel", False, "Parameter"]),
+        ("groups", ["DistributedDataParallel", False, "Parameter"]),
         ("drop", ["DistributedDataParallel", True, "Parameter"]),
+        ("idle", ["DistributedDataParallel", True, "Parameter"]),
         ("fsdp", ["FSDPPositionedModel", None, "DTensor"]),
     ],
 )
@@ -179,8 +203,8 @@ def batches(run, ranks=1):
         yield data.finish(torch.stack([pixels for pixels, _ in items])), labels
 
 
-def test_each_process_sees_its_half_of_every_batch(pair):
-    whole = [sorted(labels.tolist()) for _, labels in batches(run())]
+def test_each_process_sees_its_half_of_every_batch(pair, models):
+    whole = [sorted(labels.tolist()) for _, labels in batches(run(models))]
     for name in ("ddp", "fsdp"):
         one, two = (found[f"labels {name}"] for found in pair[1])
         assert [sorted(a + b) for a, b in zip(one, two, strict=True)][:6] == whole
@@ -188,9 +212,9 @@ def test_each_process_sees_its_half_of_every_batch(pair):
         assert all(len(labels) == 8 for labels in one)
 
 
-def test_own_orders_train_the_mean_of_two_gradients(pair):
+def test_own_orders_train_the_mean_of_two_gradients(pair, models):
     """The slow path: one process, both halves one after the other, each in its own order."""
-    own = run(**OWN)
+    own = run(models, **OWN)
     model = ls.load(own.model, seed=own.seed).train()
     adam = torch.optim.Adam(model.parameters(), lr=own.lr, eps=1e-6)
     halves = list(batches(own, ranks=2))
@@ -211,8 +235,16 @@ def test_own_orders_train_the_mean_of_two_gradients(pair):
 def test_stopped_in_one_process_and_taken_up_in_both(pair, name):
     out, found = pair
     for one in found:
-        assert one[f"stopped {name}"].startswith("Stopped at step 2 of 7")
+        assert one[f"stopped {name}"].startswith(f"Stopped at step {STOPPED[name]} of 9")
+        assert one[f"labels stopped {name}"] == one[f"labels {name}"]
     assert_same_weights(weights(out / f"stopped {name}"), weights(out / name))
+
+
+@pytest.mark.parametrize("name", STOPPED)
+def test_stopped_in_two_processes_and_taken_up_by_one(pair, models, alone, name):
+    out = pair[0] / f"for one {name}"
+    fit(run(models, **ARMS[name]), out)
+    assert_same_weights(weights(out), weights(alone(name)), tolerance=2e-5)
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
@@ -222,24 +254,25 @@ def test_different_orders_are_refused_at_the_start(pair, name):
     assert not (pair[0] / "differing" / "model").exists()
 
 
-def test_own_orders_are_refused_under_fsdp():
+def test_own_orders_are_refused_under_fsdp(models):
     with pytest.raises(SettingsError, match="all processes must run the same order"):
-        run(parallel="fsdp", rank_orders="own")
+        run(models, parallel="fsdp", rank_orders="own")
     with pytest.raises(SettingsError, match="ema needs whole weights"):
-        run(parallel="fsdp", ema=0.9)
+        run(models, parallel="fsdp", ema=0.9)
 
 
-def test_shards_compile_without_recompiles(pair):
+@pytest.mark.parametrize("name", ["compiled", "fsdp"])
+def test_compiled_without_recompiles(pair, name):
     for one in pair[1]:
-        assert one["compiled"]["mode"] == "compiled"
-        assert one["compiled"]["recompiles"] == 0
+        found = one[f"compiled {name}"]
+        assert (found["mode"], found["recompiles"]) == ("compiled", 0), found["reason"]
 
 
 def test_a_batch_that_the_processes_cannot_share(tmp_path):
     from layershuffle.training.job import prepare
 
     with pytest.raises(UsageError, match="cannot be shared by 3 processes"):
-        prepare(run(), tmp_path, ranks=Ranks(0, 3))
+        prepare(settings(**RUN), tmp_path, ranks=Ranks(0, 3))
 
 
 @pytest.mark.parametrize(("name", "idle"), [("timm-vit", 0), ("hf-dinov2", 1)])

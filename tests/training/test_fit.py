@@ -3,6 +3,7 @@
 The oracle for the whole trainer is a plain PyTorch loop written out below.
 """
 
+import gc
 import json
 import multiprocessing
 import os
@@ -24,7 +25,7 @@ from layershuffle.errors import Interrupted, LayerShuffleError, TrainingError, U
 from layershuffle.machine import processor
 from layershuffle.models import image_view
 from layershuffle.training import fit
-from layershuffle.training.trainer import EpochSampler
+from layershuffle.training.trainer import EpochSampler, OrderTrainer
 
 ARMS = {
     "layershuffle": {"method": "layershuffle"},
@@ -60,6 +61,7 @@ def fit_until_killed(arm, out, *, kind, step):
         if event["kind"] == kind and event.get("step") == step:
             os.kill(os.getpid(), signal.SIGKILL)
 
+    gc.freeze()  # see conftest.py
     torch.set_num_threads(1)
     fit(settings(**arm), out, listeners=[listen])
 
@@ -101,6 +103,32 @@ def test_sigterm_saves_and_goes_on(undisturbed, tmp_path):
     assert sorted(p.name for p in (out / "checkpoints").iterdir()) == ["step-00000004"]
     fit(settings(), out)
     assert_same_weights(weights(out), weights(undisturbed["layershuffle"][0]))
+
+
+def test_no_copy_is_waited_for_after_a_resume_inside_an_epoch(tmp_path, monkeypatch):
+    """As on a GPU, where batches are sent without waiting; here it only shows on the loader."""
+    module, step, seen = sys.modules["layershuffle.training.fit"], OrderTrainer.training_step, []
+
+    def as_on_a_gpu(job, arguments=module.trainer_arguments):
+        found = arguments(job)
+        found.accelerator_config.non_blocking = True
+        return found
+
+    def recorded(self, *args):
+        loader = self.accelerator.gradient_state.active_dataloader
+        seen.append((self.state.global_step, loader._non_blocking))
+        return step(self, *args)
+
+    def ask_to_stop(event):
+        if event["kind"] == "log" and event["step"] == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(module, "trainer_arguments", as_on_a_gpu)
+    monkeypatch.setattr(OrderTrainer, "training_step", recorded)
+    with pytest.raises(Interrupted, match="Stopped at step 2 of 8"):
+        fit(settings(), tmp_path, listeners=[ask_to_stop])
+    fit(settings(), tmp_path)
+    assert seen == [(number, True) for number in range(8)]
 
 
 def test_a_finished_run_is_not_repeated(undisturbed):

@@ -26,6 +26,7 @@ from layershuffle.data.cache_files import (
     HEADER,
     MANIFEST,
     SCHEMA,
+    SOURCE,
     CacheReport,
     Header,
     Progress,
@@ -126,7 +127,7 @@ def _build(
 ) -> CacheReport:
     work, parts = partial_of(out), _open(made_by["data"])
     images = {part.folder: len(part.table.labels) for part in parts}
-    begun = {**made_by, "source": {"images": images, "labels": _source(parts)}}
+    begun = {**made_by, SOURCE: {"images": images, "checksum": _source(parts)}}
     _clear_stages(work)
     found = read_header(work)
     if found is not None or any(path.name != ".lock" for path in work.iterdir()):
@@ -164,8 +165,11 @@ def _open(spec: str) -> list[Part]:
 
 
 def _source(parts: Sequence[Part]) -> str:
-    """A checksum of classes and labels: what shows that a source has changed in between."""
-    facts = [(part.folder, part.classes, [int(one) for one in part.table.labels]) for part in parts]
+    """What shows that a source has changed in between: image 12 might be another one now."""
+    facts = [
+        (p.folder, p.classes, [int(label) for label in p.table.labels], p.table.fingerprint())
+        for p in parts
+    ]
     return hashlib.sha256(json.dumps(facts).encode("utf-8")).hexdigest()
 
 

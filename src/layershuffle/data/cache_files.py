@@ -23,6 +23,7 @@ from layershuffle.data.contract import shortened
 from layershuffle.errors import DataError, UsageError
 
 HEADER, MANIFEST = "cache.json", "manifest"
+SOURCE = "source"  # in the header: how many images there were, and what they are known by
 SCHEMA = 1
 
 Progress = Callable[[int, int], None]
@@ -68,7 +69,7 @@ def read_header(directory: Path) -> Header | None:
 
 
 def require_same(directory: Path, found: Header | None, *, wanted: Header) -> None:
-    """Raises UsageError if `directory` is no cache, or one that was made in another way."""
+    """Raises UsageError if `directory` is no cache, or one of something else."""
     if found is None:
         raise UsageError(
             "the directory is there and holds no cache",
@@ -78,7 +79,7 @@ def require_same(directory: Path, found: Header | None, *, wanted: Header) -> No
     other = [
         f"{k} {found.get(k)!r} there, {wanted[k]!r} now"
         for k in wanted
-        if found.get(k) != wanted[k]
+        if k != SOURCE and found.get(k) != wanted[k]
     ]
     if other:
         raise UsageError(
@@ -86,6 +87,23 @@ def require_same(directory: Path, found: Header | None, *, wanted: Header) -> No
             place=directory,
             hint="choose another --out, or delete it",
         )
+    if SOURCE in wanted and found.get(SOURCE) != wanted[SOURCE]:
+        raise UsageError(
+            f"the source is not what it was when this cache was begun ({_change(found, wanted)})",
+            place=directory,
+            hint=f"rm -r {directory} and the same command again, or choose another --out",
+        )
+
+
+def _change(found: Header, wanted: Header) -> str:
+    before, now = found.get(SOURCE, {}).get("images", {}), wanted[SOURCE]["images"]
+    if before == now:
+        return "as many images, but other classes, labels, file names or sizes"
+    return f"{_counted(before)} then, {_counted(now)} now"
+
+
+def _counted(images: Mapping[str, int]) -> str:
+    return " and ".join(f"{count} {split}" for split, count in images.items())
 
 
 def read_lines(part: Path) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ By feature type, not by name: data sets call them image, img, jpg; label, fine_l
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -99,6 +100,11 @@ class HubTable:
     def name(self, index: int) -> str:
         """Place, row and, if it has one, the path or key of image `index`."""
         return f"row {index} of {self.reader.name(self.data[index])}"
+
+    def fingerprint(self) -> str:
+        """What the library knows the data by, and the sizes of the files that it keeps them in."""
+        sizes = [os.stat(file["filename"]).st_size for file in self.data.cache_files]
+        return f"{self.data._fingerprint} {sizes}"
 
     def _content(self, index: int) -> tuple[bytes, str]:
         record = self.data[index]  # read once: it holds the whole file

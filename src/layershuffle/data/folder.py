@@ -7,6 +7,7 @@ first picks the checkpoint and the second is reported.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,6 +51,17 @@ class FolderTable:
     def name(self, index: int) -> str:
         """The path of image `index`."""
         return self.files[index]
+
+    def fingerprint(self) -> str:
+        """SHA-256 over the paths and sizes of the files. Raises DataError if one is gone."""
+        digest = hashlib.sha256()
+        for path in self.files:
+            try:
+                size = os.stat(path).st_size
+            except OSError as error:
+                raise DataError(f"cannot read the file ({error.strerror})", place=path) from error
+            digest.update(os.fsencode(f"{path}\0{size}\0"))
+        return digest.hexdigest()
 
 
 def open_source(request: SourceRequest) -> ImageData:

@@ -59,6 +59,9 @@ class ImageTable(Protocol):
     def name(self, index: int) -> str:
         """What to call image `index` in a message."""
 
+    def fingerprint(self) -> str:
+        """Another text for other images, as far as that shows without reading them."""
+
 
 class TransformedImages(Dataset[Item]):
     """The images `indices` of a table, each through one deterministic transform."""

@@ -5,6 +5,10 @@ eighth torch would fall back to eager mode without an error. A block's graph kno
 orders: they are tuples on the host that say which block is called next. What can still bring new
 graphs: another batch size, evaluation, and blocks that differ, as timm's do where drop-path rates
 rise with depth (a rate is a constant in the graph: one graph per block then).
+
+Every batch size has a graph of its own, for torch's way (sizes become symbols as soon as there is
+a second one) would leave all full batches after the first partial one with the slower graph. Groups
+of a batch have symbols from the start: they meet in many sizes.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ class BlockCompiler:
 
     `reason` is why the blocks run in eager mode, `None` while they are compiled. `recompiles` are
     graphs compiled in a training step whose batch shape and blocks had been seen before: none, if
-    all is well. `dynamic` makes one graph for all batch sizes.
+    all is well. `dynamic` makes one graph for all batch sizes, instead of one for each.
     """
 
     def __init__(
@@ -53,9 +57,7 @@ class BlockCompiler:
         self._models.append(model)
         try:
             for block in blocks_of(model):
-                block.compile(
-                    backend=self._compile, fullgraph=True, dynamic=True if self._dynamic else None
-                )
+                block.compile(backend=self._compile, fullgraph=True, dynamic=self._dynamic)
         except RuntimeError as error:  # this Python, or this system, has no torch.compile
             self.give_up(error)
 

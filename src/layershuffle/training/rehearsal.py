@@ -32,7 +32,8 @@ class Rehearsal(TrainerCallback):
         from torch._dynamo.exc import FailOnRecompileLimitHit
 
         try:
-            rehearse(trainer, args.per_device_train_batch_size)
+            for images in forward_sizes(trainer):
+                rehearse(trainer, images)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, FailOnRecompileLimitHit) as error:
@@ -40,6 +41,19 @@ class Rehearsal(TrainerCallback):
             rehearse(trainer, args.per_device_train_batch_size)  # what is no matter of compiling
         if compiler.on and not compiler.graphs:
             compiler.give_up("torch.compile is switched off (TORCH_COMPILE_DISABLE or a stance)")
+
+
+def forward_sizes(trainer: OrderTrainer) -> list[int]:
+    """Images in the forwards of a run: all but the last of an epoch, and the last if it has fewer.
+
+    Several processes fill the last one up. How many images a stream has nobody knows beforehand.
+    """
+    args, data = trainer.args, trainer.train_dataset
+    full = args.per_device_train_batch_size
+    images = len(data) if hasattr(data, "__len__") else 0
+    reached = args.max_steps * full * args.gradient_accumulation_steps >= images
+    rest = images % full if reached and trainer.ranks.count == 1 else 0
+    return [full, rest] if rest else [full]
 
 
 def rehearse(trainer: OrderTrainer, images: int) -> None:

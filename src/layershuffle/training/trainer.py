@@ -53,14 +53,14 @@ class EpochSampler(Sampler[int]):
     """A new permutation of the data for every epoch, a pure function of (seed, epoch).
 
     Nothing needs saving to resume in the middle of an epoch. It passes the epoch on to the data
-    set, which needs it for augmentation: accelerate does that itself except when it resumes.
+    set, which needs it for augmentation.
     """
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self._dataset, self._seed, self._epoch = dataset, seed, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Called by accelerate before every epoch."""
+        """Show `epoch` from the next iteration on."""
         self._epoch = epoch
         if hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(epoch)
@@ -114,6 +114,8 @@ class OrderTrainer(Trainer):
         self._seen = 0
         self._seconds_before, self._started = 0.0, time.monotonic()
         self._share = WaitingShare()
+        self._sampler = EpochSampler(self.train_dataset, orders.seed)
+        self.add_callback(_TellEpoch(self._sampler))
         if self.ema is not None:
             self.add_callback(_UpdateEma(self.ema, model))
         for one in (model, self._whole, self.ema.module if self.ema else None):
@@ -121,13 +123,18 @@ class OrderTrainer(Trainer):
                 compiler.add(one)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
-        dataset = self.train_dataset if train_dataset is None else train_dataset
-        return EpochSampler(dataset, self.orders.seed)
+        del train_dataset
+        return self._sampler
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """The micro-batches of the next step; the time that takes is counted."""
         with self._share.waiting():
-            return super().get_batch_samples(*args, **kwargs)
+            found = super().get_batch_samples(*args, **kwargs)
+        # accelerate forgets it where a run goes on inside an epoch: every copy would be waited for.
+        loader = self.accelerator.gradient_state.active_dataloader
+        if loader is not None:
+            loader._non_blocking = self.accelerator.non_blocking
+        return found
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
         with self._share.aside():
@@ -188,12 +195,22 @@ class OrderTrainer(Trainer):
     def loss_and_logits(self, model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Mean cross-entropy of the classes, plus the position loss of the paper's section 3.4."""
         images, labels = inputs["images"], inputs["labels"]
-        positioned = self.model
-        predicting = positioned.prediction is not None
-        with positioned.guessing() if predicting else contextlib.nullcontext() as guesses:
-            logits = self.compiler.or_eager(lambda: logits_of(model(images)).float())
+        logits, guessed = self.compiler.or_eager(lambda: self._forward(model, images))
         loss = F.cross_entropy(logits, labels)
-        return (loss if guesses is None else loss + guesses.loss()), logits
+        return (loss if guessed is None else loss + guessed), logits
+
+    def _forward(self, model: nn.Module, images: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Logits, and the loss of the position guesses of exactly this forward."""
+        positioned = self.model
+        if positioned.prediction is None:
+            return logits_of(model(images)).float(), None
+        # DDP takes parameters that no output of the model's call depends on for unused, so the
+        # guesses' loss has to be one: the hook adds it inside of what DDP wraps.
+        with positioned.guessing() as guesses:
+            add_loss = positioned.register_forward_hook(lambda *call: (call[-1], guesses.loss()))
+            with add_loss:
+                output, guessed = model(images)
+        return logits_of(output).float(), guessed
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds training accuracy and the share of time spent waiting for data, both in percent.
@@ -302,6 +319,18 @@ class OrderTrainer(Trainer):
 
 def _first_sentence(error: Exception) -> str:
     return str(error).split(". ", maxsplit=1)[0]
+
+
+class _TellEpoch(TrainerCallback):
+    """Trainer and accelerate lose sight of the sampler where several processes resume."""
+
+    def __init__(self, sampler: EpochSampler) -> None:
+        self._sampler = sampler
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Before anything is read; `state.epoch` counts the share of an epoch that is done too."""
+        del args, control, kwargs
+        self._sampler.set_epoch(int(state.epoch or 0))
 
 
 class _UpdateEma(TrainerCallback):
