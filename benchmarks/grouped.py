@@ -1,4 +1,9 @@
-"""Claim: an order per sample costs little more than one order for all, by grouping the samples."""
+"""Claim: samples with an order each run faster in groups by their next block than one by one.
+
+What that costs against one order for all is bounded at width 192. At width 64 it is only told:
+there blocks are called with five samples instead of 64, and these calls alone take twice the time
+of one order's, whatever the grouping adds.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +20,12 @@ from layershuffle.orders import ExecutionOrder
 from layershuffle.policies import Shuffled
 from layershuffle.stack import depth_of, running
 
-CASES = {"width 64, batch 64": (WIDTH_64, 64, 1.5), "width 192, batch 32": (WIDTH_192, 32, 1.15)}
-SMOKES = {"smoke": (PICO, 4, 1.0)}
-MOST_AGAINST_SHARED = 1.4
+# Batch, the least ratio against one by one, the most against one order for all.
+CASES = {
+    "width 64, batch 64": (WIDTH_64, 64, 1.5, None),
+    "width 192, batch 32": (WIDTH_192, 32, 1.15, 1.4),
+}
+SMOKES = {"smoke": (PICO, 4, 1.0, None)}
 
 
 def grouped(on: Subject, orders: list[ExecutionOrder]) -> Tensor:
@@ -44,7 +52,7 @@ def shared(on: Subject, order: ExecutionOrder) -> Tensor:
 @torch.inference_mode()
 def rows(effort: Effort) -> Iterator[Row]:
     """Against a loop over samples, and against one order for all."""
-    for name, (spec, batch, least) in (SMOKES if effort is SMOKE else CASES).items():
+    for name, (spec, batch, least, most) in (SMOKES if effort is SMOKE else CASES).items():
         on = subject(spec, batch=batch)
         depth = depth_of(on.model)
         orders = [Shuffled().draw(depth, seed=0, step=sample) for sample in range(batch)]
@@ -66,12 +74,12 @@ def rows(effort: Effort) -> Iterator[Row]:
             a=cpu_timed(lambda on=on, orders=orders: grouped(on, orders)),
             b=cpu_timed(lambda on=on, orders=orders: shared(on, orders[0])),
             effort=effort,
-            bound=Bound("at_most", MOST_AGAINST_SHARED),
+            bound=None if most is None else Bound("at_most", most),
             settings=on.settings,
         )
 
 
-CLAIM = Claim(theme="grouped", text=__doc__.removeprefix("Claim: "), rows=rows)
+CLAIM = Claim(theme="grouped", text=__doc__.splitlines()[0].removeprefix("Claim: "), rows=rows)
 
 if __name__ == "__main__":
     sys.exit(run_claim(CLAIM, __file__, tell=print))

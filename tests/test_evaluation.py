@@ -4,11 +4,12 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import layershuffle as ls
 from common import CLASSES, FAMILIES, images, logits_of
 from layershuffle.errors import DataError, UsageError
-from layershuffle.evaluation import evaluate
+from layershuffle.evaluation import Tally, evaluate
 from layershuffle.modes import Mode, parse_modes
 from layershuffle.scoring import _fixed
 from layershuffle.stack import running
@@ -92,6 +93,58 @@ def test_the_mode_of_the_model_comes_back(training):
     evaluate(model, BATCHES, modes=parse_modes("sequential"))
     assert model.training is training
     assert all(block.training is training for block in ls.blocks_of(model))
+
+
+class Reads(TorchDispatchMode):
+    """Counts what makes the host wait for a number of a GPU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_number_is_read_before_all_is_added_up():
+    generator = torch.Generator().manual_seed(0)
+    tally, loss = Tally(), 0.0
+    batches = [
+        (torch.randn(n, 9, generator=generator), torch.arange(n) % 9) for n in (7, 50, 1, 300)
+    ]
+    with Reads() as reads:
+        for logits, labels in batches:
+            tally.add(logits, labels)
+        assert reads.count == 0
+        assert tally.top1 > 0
+        assert reads.count == 1
+    for logits, labels in batches:
+        loss += float(torch.nn.functional.cross_entropy(logits, labels, reduction="sum"))
+    assert tally.cross_entropy == loss / 358  # to the last bit
+
+
+def test_a_batch_is_scored_in_parts_that_fit_the_cache(monkeypatch):
+    model, seen = VIT.wrapped(), []
+    whole = evaluate(model, BATCHES, modes="arbitrary,kept:2", num_orders=3)
+    ls.blocks_of(model)[0].register_forward_hook(lambda _, args, __: seen.append(len(args[0])))
+    monkeypatch.setattr("layershuffle.trie._CACHED_BYTES", 1)
+    monkeypatch.setattr("layershuffle.trie._LEAST_IMAGES", 2)
+    parts = evaluate(model, BATCHES, modes="arbitrary,kept:2", num_orders=3)
+    assert set(seen) == {1, 2}
+    for one, other in zip(whole, parts, strict=True):
+        assert (one.order, one.images, one.top1) == (other.order, other.images, other.top1)
+        assert one.cross_entropy == pytest.approx(other.cross_entropy, rel=1e-6)
+
+
+def test_autocast_around_it_runs_the_blocks_in_bf16():
+    """What docs/commands/eval.md says of programs."""
+    model, dtypes = VIT.wrapped(), set()
+    (exact,) = evaluate(model, BATCHES, modes="sequential")
+    mlp = next(m for m in ls.blocks_of(model)[0].modules() if isinstance(m, torch.nn.Linear))
+    mlp.register_forward_hook(lambda *call: dtypes.add(call[-1].dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        (rough,) = evaluate(model, BATCHES, modes="sequential")
+    assert dtypes == {torch.bfloat16}
+    assert rough.cross_entropy == pytest.approx(exact.cross_entropy, rel=0.02)
 
 
 def test_nothing_to_evaluate():

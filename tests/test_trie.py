@@ -10,7 +10,7 @@ import layershuffle as ls
 from common import FAMILIES, images, logits_of
 from layershuffle.orders import ExecutionOrder
 from layershuffle.stack import running
-from layershuffle.trie import block_executions, build_trie, forward_trie
+from layershuffle.trie import block_executions, build_trie, forward_trie, images_at_once
 
 DEPTH = 12
 VIT = "timm-vit"
@@ -82,6 +82,24 @@ def test_position_encoding_reaches_the_trie():
             for index in ends:
                 with running(model, swept[index]):
                     assert torch.equal(out, logits_of(model(batch)))
+
+
+@pytest.mark.parametrize(
+    ("kept_bytes", "sizes"),
+    [(1 << 20, [10]), (5, [5, 5]), (4.9, [4, 4, 2]), (0.1, [4, 4, 2])],
+)
+def test_images_at_once_are_those_whose_state_the_cache_holds(kept_bytes, sizes, monkeypatch):
+    """`kept_bytes` in states of an image; in even parts, of no fewer than four."""
+    model, batch = FAMILIES[VIT].wrapped(), images(10)
+    with ls.tap(model) as tapped, torch.inference_mode():
+        model(batch[:1])
+    of_one = tapped.records[0].tensor.nbytes
+    monkeypatch.setattr("layershuffle.trie._CACHED_BYTES", int(kept_bytes * of_one))
+    with torch.inference_mode():
+        size = images_at_once(model, batch, forward=lambda x: logits_of(model(x)))
+    assert [*map(len, batch.split(size))] == sizes
+    on_meta = batch.to("meta")  # stands for a GPU: nothing is run, all of it at once
+    assert images_at_once(model, on_meta, forward=logits_of) == 10
 
 
 def test_each_block_runs_once_per_node():

@@ -20,7 +20,7 @@ from layershuffle.models import logits_of
 from layershuffle.modes import Mode, parse_modes
 from layershuffle.orders import ExecutionOrder
 from layershuffle.stack import depth_of
-from layershuffle.trie import build_trie, forward_trie
+from layershuffle.trie import build_trie, forward_trie, images_at_once
 
 Draw = Literal["pass", "batch"]
 Batches = Iterable[tuple[Tensor, Tensor]]
@@ -48,35 +48,40 @@ class Score:
 
 @dataclass
 class Tally:
-    """Right answers and losses added up. The sum of losses is kept in float64 on the host."""
+    """Right answers and losses added up, the losses in float64.
+
+    The sums stay where the logits are until they are asked for: adding makes no host wait for a
+    GPU.
+    """
 
     images: int = 0
-    right: int = 0
-    among: int = 0
-    loss: float = 0.0
+    right: int | Tensor = 0
+    among: int | Tensor = 0
+    loss: float | Tensor = 0.0
 
     def add(self, logits: Tensor, labels: Tensor) -> None:
         """Count a batch: logits `[n, classes]`, labels `[n]`."""
         ranks = logits.topk(min(_TOP, logits.shape[-1])).indices == labels[:, None]
         self.images += len(labels)
-        self.right += int(ranks[:, 0].sum())
-        self.among += int(ranks.sum())
-        self.loss += float(F.cross_entropy(logits.float(), labels, reduction="sum"))
+        self.right = self.right + ranks[:, 0].sum()
+        self.among = self.among + ranks.sum()
+        losses = F.cross_entropy(logits.float(), labels, reduction="sum")
+        self.loss = self.loss + losses.double()
 
     @property
     def top1(self) -> float:
         """In percent."""
-        return 100.0 * self.right / self.images
+        return 100.0 * int(self.right) / self.images
 
     @property
     def top5(self) -> float:
         """In percent."""
-        return 100.0 * self.among / self.images
+        return 100.0 * int(self.among) / self.images
 
     @property
     def cross_entropy(self) -> float:
         """In nats, per image."""
-        return self.loss / self.images
+        return float(self.loss) / self.images
 
 
 @dataclass
@@ -159,10 +164,17 @@ def _column(mode: Mode, index: int, depth: int, *, seed: int, draw: Draw) -> _Co
 def _score_batch(
     model: nn.Module, batch: tuple[Tensor, Tensor], *, columns: Sequence[_Column], number: int
 ) -> None:
+    trie = build_trie([column.next_order(number) for column in columns])
+    for images, labels in micro_batches(model, batch):
+        results = forward_trie(model, images, trie=trie, forward=lambda x: logits_of(model(x)))
+        for indices, logits in results:
+            for index in indices:
+                columns[index].tally.add(logits, labels)
+
+
+def micro_batches(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Batches:
+    """A batch of images and labels where `model` is, in parts that fit a CPU's cache."""
     device = next(model.parameters()).device
     images, labels = (tensor.to(device) for tensor in batch)
-    trie = build_trie([column.next_order(number) for column in columns])
-    results = forward_trie(model, images, trie=trie, forward=lambda x: logits_of(model(x)))
-    for indices, logits in results:
-        for index in indices:
-            columns[index].tally.add(logits, labels)
+    size = images_at_once(model, images, forward=lambda x: logits_of(model(x)))
+    return zip(torch.split(images, size), torch.split(labels, size), strict=True)

@@ -4,6 +4,10 @@ Orders are put into a prefix trie; a depth-first walk runs each node's block onc
 `depth` activations are alive. The host's stem and head run once per distinct order with the stack
 standing for the finished state; both are small beside the blocks. Outputs are bit-equal to running
 the orders one by one.
+
+What goes through here: `evaluate`, and with it eval, reproduce, merges and soups; ensembles, member
+by member; of the analyses leave-one-out. The others look into the blocks under balanced orders,
+which have every block at every position once: no two of them begin alike, so nothing is shared.
 """
 
 from __future__ import annotations
@@ -16,6 +20,9 @@ from torch import Tensor, nn
 
 from layershuffle.orders import ExecutionOrder
 from layershuffle.stack import BlockCall, walking
+
+# Of a state, on a CPU. Fewer images than these would read the weights too often.
+_CACHED_BYTES, _LEAST_IMAGES = 1 << 20, 4
 
 
 @dataclass
@@ -54,6 +61,21 @@ def forward_trie(
     for ends, state in _walk(trie, start, 0, call):
         with walking(model, _constant(state)):
             yield ends, forward(images)
+
+
+def images_at_once(model: nn.Module, images: Tensor, *, forward: Callable[[Tensor], Tensor]) -> int:
+    """How many of `images` a walk should take at a time; `forward` as in `forward_trie`.
+
+    On a CPU so many that their state stays in its cache while block after block reads it, in even
+    parts: measured best at widths 64, 192 and 768 (docs/log.md). On a GPU all. Logits are those of
+    another batch size, equal up to the rounding of batched kernels.
+    """
+    if images.device.type != "cpu" or len(images) < 2:
+        return max(1, len(images))
+    _, state = _until_blocks(model, images[:1], forward)
+    most = max(_LEAST_IMAGES, _CACHED_BYTES // state.nbytes)
+    parts = -(-len(images) // most)
+    return -(-len(images) // parts)
 
 
 def _walk(

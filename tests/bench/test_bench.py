@@ -1,18 +1,23 @@
 """`layershuffle bench` on a model that costs nothing: what it counts is what happened."""
 
 import json
+import warnings
+import weakref
+from contextlib import contextmanager
 from dataclasses import asdict, replace
-from itertools import count
+from itertools import count, islice
 
 import pytest
 import torch
 
 from layershuffle.bench.choices import Chosen, choose
 from layershuffle.bench.kinds import BENCHES
-from layershuffle.bench.machine import Syncs, flops_of, matmul_ceiling
+from layershuffle.bench.machine import Syncs, factors, flops_of, matmul_ceiling
 from layershuffle.bench.marks import BlockMarks, Marks, median_phases
-from layershuffle.bench.merge import family_of, memory_of_merges
-from layershuffle.bench.reading import bench_input
+from layershuffle.bench.measured import WARM_UP
+from layershuffle.bench.merge import Added, family_of, memory_of_merges
+from layershuffle.bench.pairs import SMOKE
+from layershuffle.bench.reading import Again, bench_input, steady
 from layershuffle.bench.report import Conditions, report_text, throughput
 from layershuffle.bench.settings import KINDS, BenchSettings
 from layershuffle.bench.subjects import PICO, WIDTH_64, random_spec, subject
@@ -82,26 +87,137 @@ def test_a_batch_that_does_not_fit_names_one_that_does(monkeypatch):
         bench("train", batch=8)
 
 
+@pytest.mark.parametrize(("steps_before", "copies"), [(0, 2), (1, 0)])
+def test_what_fits_leaves_room_for_the_moments_of_adam(steps_before, copies, monkeypatch):
+    """Both of them are missing until the first step is done."""
+    reserved, held = [], []
+    whole, empty_like = TimedTrainer.training_step, torch.empty_like
+
+    def training_step(self, *args):
+        if self.state.global_step == steps_before:
+            raise torch.OutOfMemoryError("out of memory")
+        return whole(self, *args)
+
+    def noted(tensor, **kwargs):
+        made = empty_like(tensor, **kwargs)
+        if isinstance(tensor, torch.nn.Parameter) and not kwargs:
+            reserved.append(weakref.ref(made))
+        return made
+
+    def rehearse(trainer, size):
+        parameters = len(list(trainer.model.parameters()))
+        held.append((size, sum(one() is not None for one in reserved) / parameters))
+        if size > 2:
+            raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(TimedTrainer, "training_step", training_step)
+    monkeypatch.setattr("layershuffle.bench.training.rehearse", rehearse)
+    monkeypatch.setattr(torch, "empty_like", noted)
+    with pytest.raises(TrainingError, match=r"is 2\. Next: --batch 2"):
+        bench("train", batch=8)
+    assert held == [(4, copies), (2, copies)]
+    assert not any(one() is not None for one in reserved)
+
+
+def test_counting_of_syncs_ends_with_the_step_that_fails(monkeypatch):
+    ended = []
+
+    @contextmanager
+    def counted(self, device):
+        try:
+            yield
+        finally:
+            ended.append(device)
+
+    def fails(self, *args):
+        if self.state.global_step == WARM_UP + 1:
+            raise FloatingPointError("no number")
+        return whole(self, *args)
+
+    whole = TimedTrainer.training_step
+    monkeypatch.setattr(Syncs, "counted", counted)
+    monkeypatch.setattr(TimedTrainer, "training_step", fails)
+    with pytest.raises(FloatingPointError):
+        bench("train")
+    assert ended == ["cpu"]
+
+
+def test_syncs_are_what_torch_calls_so(monkeypatch):
+    """Its notice that the debug mode is a prototype, which speaks of them too, is none."""
+    modes = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    syncs = Syncs()
+    with syncs.counted("cuda"):
+        warnings.warn(
+            "Synchronization debug mode is a prototype feature and does not yet detect all "
+            "synchronizing operations (Triggered internally at Module.cpp)",
+            stacklevel=1,
+        )
+        for _ in range(2):
+            warnings.warn("called a synchronizing CUDA operation (Triggered ...)", stacklevel=1)
+    assert syncs.count == 2
+    assert modes == ["warn", "default"]
+
+
 def test_inference():
     report = bench("eval", compile=True)
     assert list(report.phases) == ["data", "stem", "blocks", "head"]
     assert (report.mode.name, report.mode.graphs, report.mode.recompiles) == ("compiled", 1, 0)
 
 
-def test_orders_and_merges():
-    facts = bench("orders", batch=2).facts
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_orders(precision, monkeypatch):
+    monkeypatch.setattr("layershuffle.bench.orders._QUICK", SMOKE)
+    report = bench("orders", batch=2, precision=precision)
+    facts = report.facts
     assert "4 block runs for 10" in facts["all truncations"]
     assert "10 block runs for 16" in facts["leave-one-out and base"]
     assert "9 block runs for 12" in facts["leave-two-out"]
+    assert report.conditions.dtype == precision
+
+
+def test_merges():
     report = bench("merge")
     assert report.rate.unit == "merges"
     assert "100 merges add" in report.facts["memory"]
 
 
+def test_merges_are_of_the_dtype_that_is_told(monkeypatch):
+    families = []
+    monkeypatch.setattr(
+        "layershuffle.bench.merge.memory_of_merges",
+        lambda family, merges: families.append(family) or Added(donors=1, tensors=0, objects=0),
+    )
+    assert bench("merge", precision="bf16").conditions.dtype == "bf16"
+    weights = [weight for donor in families[0].donors for weight in donor.parameters()]
+    assert {weight.dtype for weight in weights} == {torch.bfloat16}
+
+
 def test_input_reads_what_was_generated():
-    report = bench_input(replace(TINY, steps=1), files=16)
-    assert report.rate.median > 0
+    """The batch is the one asked for, though it is larger than all files together."""
+    report = bench_input(replace(TINY, batch=20, precision="bf16"), files=16)
+    assert report.rate.steps == 5
     assert "12 JPEG files of 500 x 375" in report.facts["files"]
+    assert (report.conditions.batch, report.conditions.dtype) == (20, "uint8")
+    assert report.conditions.hardware["precision"] == "uint8"
+    assert [*islice(Again(3, batch=4), 2)] == [[0, 1, 2, 0], [1, 2, 0, 1]]
+
+
+@pytest.mark.parametrize(("workers", "steps"), [(0, 5), (3, 1), (16, 5)])
+def test_reading_is_timed_when_every_process_is_busy(workers, steps):
+    """Two batches each are left out; then four each or more are timed, in steps of one each."""
+    each, taken = max(1, workers), []
+    batches = (taken.append(number) for number in count())
+    seconds = steady(batches, workers=workers, steps=steps, clock=lambda: float(len(taken)))
+    assert seconds == [each] * max(4, steps)
+    assert len(taken) == each * (2 + max(4, steps))
+
+
+def test_processes_read_from_one_iterator_to_the_end():
+    report = bench_input(replace(TINY, batch=2, workers=2), files=8)
+    assert report.facts["processes"] == 2
+    assert report.rate.median > 0
 
 
 def test_flops_of_a_vit_in_closed_form():
@@ -118,6 +234,15 @@ def test_flops_of_a_vit_in_closed_form():
 
 def test_a_ceiling_is_above_what_models_reach():
     assert matmul_ceiling("cpu", "fp32") > 1e7
+
+
+def test_the_ceiling_multiplies_numbers_that_differ():
+    one, other = factors("cpu", "bf16"), factors("cpu", "bf16")
+    assert all(map(torch.equal, one, other))
+    assert not torch.equal(*one)
+    for matrix in one:
+        assert matrix.dtype == torch.bfloat16
+        assert abs(matrix.float().std() - 1) < 0.1
 
 
 def test_marks_are_read_by_step_and_phase():

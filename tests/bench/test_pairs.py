@@ -8,8 +8,8 @@ import statistics
 import pytest
 
 from layershuffle.bench.claims import Claim, read_result, run_claim
+from layershuffle.bench.page import newest
 from layershuffle.bench.pairs import (
-    SMOKE,
     Bound,
     Effort,
     Row,
@@ -113,7 +113,7 @@ def test_a_result_file_says_everything_and_comes_back(tmp_path):
     assert fields["hardware"]["threads"] == 1
     assert fields["rows"][0]["median"] == 1.5
     result = read_result(path)
-    assert result.rows == claim.rows(SMOKE).__class__(result.rows) or result.rows
+    assert result.complete
     assert result.rows[0].values == (1.0, 1.5, 3.0)
     assert result.rows[0].bound == Bound("at_most", 2.0)
     assert result.rows[0].pairs == ((2.0, 1.0),)
@@ -133,16 +133,45 @@ def test_a_missed_bound_is_exit_code_1_but_not_in_a_smoke(tmp_path):
     assert len(list((tmp_path / "o").iterdir())) == 1
 
 
-def test_what_was_measured_before_a_failure_is_kept(tmp_path):
+def test_what_was_measured_before_a_failure_is_kept_beside_the_whole_result(tmp_path):
     def rows(effort):
         yield Row(name="first", what="w", values=(1.0,))
-        raise LayerShuffleError("the second one failed")
+        if fails:
+            raise LayerShuffleError("the second one failed")
+        yield Row(name="second", what="w", values=(2.0,))
 
     claim = Claim(theme="theme", text="It is so.", rows=rows)
+    script, fails = str(tmp_path / "x.py"), False
+    run_claim(claim, script, tell=lambda _: None, argv=[])
+    (whole,) = (tmp_path / "results").iterdir()
+    assert json.loads(whole.read_text())["complete"] is True
+    fails = True
     with pytest.raises(LayerShuffleError, match="second"):
-        run_claim(claim, str(tmp_path / "x.py"), tell=lambda _: None, argv=[])
+        run_claim(claim, script, tell=lambda _: None, argv=[])
+    part = whole.with_name(f"{whole.name}.part")
+    assert sorted((tmp_path / "results").iterdir()) == [whole, part]
+    assert [row.name for row in read_result(whole).rows] == ["first", "second"]
+    assert [row.name for row in read_result(part).rows] == ["first"]
+    assert read_result(part).complete is False
+    assert [len(result.rows) for result in newest(tmp_path / "results")] == [2]
+    part.rename(whole)
+    with pytest.raises(LayerShuffleError, match=r"not complete.*run python benchmarks/x\.py"):
+        newest(tmp_path / "results")
+    fails = False
+    run_claim(claim, script, tell=lambda _: None, argv=[])
+    assert [*(tmp_path / "results").iterdir()] == [whole]
+
+
+def test_a_file_without_the_mark_is_what_the_module_says(tmp_path, monkeypatch):
+    claim = claim_of(1.0, bound=None)
+    run_claim(claim, str(tmp_path / "x.py"), tell=lambda _: None, argv=[])
     (path,) = (tmp_path / "results").iterdir()
-    assert [row.name for row in read_result(path).rows] == ["first"]
+    fields = json.loads(path.read_text())
+    del fields["complete"]
+    path.write_text(json.dumps(fields))
+    for unmarked in (True, False):
+        monkeypatch.setattr("layershuffle.bench.claims.UNMARKED_IS_COMPLETE", unmarked)
+        assert read_result(path).complete is unmarked
 
 
 def test_other_files_are_no_results(tmp_path):

@@ -1,6 +1,7 @@
 """Soups against means by hand, ensembles against a sample-by-sample slow path."""
 
 import math
+import operator
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from layershuffle.merging.ensembles import evaluate_ensemble, evaluate_ensembles
 from layershuffle.merging.soups import greedy_soup, uniform_soup
 from layershuffle.models.digest import weights_digest
 from layershuffle.stack import running
+from layershuffle.trie import block_executions, build_trie
 
 BATCHES = [(images(3, seed=s), torch.tensor([0, 1, 2]) + s % 3) for s in range(2)]
 
@@ -104,11 +106,22 @@ def test_ensembles_equal_the_slow_path(combine, orders, draw):
 
 def test_variants_share_their_work():
     donors = donors_of("timm-vit", count=2)
-    calls = []
-    donors[0].register_forward_hook(lambda *_: calls.append(1))
+    calls = [0, 0]
+    for member, donor in enumerate(donors):
+        for block in ls.blocks_of(donor):
+            block.register_forward_hook(
+                lambda *_, member=member: operator.setitem(calls, member, calls[member] + 1)
+            )
     variants = [("logits", "same"), ("probabilities", "same"), ("logits", "independent")]
     found = evaluate_ensembles(donors, BATCHES, variants=variants, num_orders=3, seed=1)
-    assert len(calls) == len(BATCHES) * 3 * 2
+    same, own = (
+        [ls.Shuffled().draw(DEPTH, seed=1, step=step, rank=rank) for step in range(3)]
+        for rank in (0, 1)
+    )
+    # The first member's orders are the same ones in both; beginnings that are shared run once.
+    assert calls == [
+        len(BATCHES) * block_executions(build_trie(orders)) for orders in (same, same + own)
+    ]
     for combine, orders in variants:
         assert found[combine, orders] == evaluate_ensemble(
             donors, BATCHES, num_orders=3, seed=1, orders=orders, combine=combine

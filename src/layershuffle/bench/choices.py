@@ -32,14 +32,10 @@ class Chosen:
     workers: int
     backend: str = "inductor"
 
-    def conditions(self) -> Conditions:
-        """What a throughput is told with."""
-        return Conditions(
-            model=self.model,
-            batch=self.batch,
-            dtype=self.precision,
-            hardware=hardware(self.precision),
-        )
+    def conditions(self, dtype: str | None = None) -> Conditions:
+        """What a throughput is told with; `dtype`: of what was handled, if not `precision`."""
+        told = dtype or self.precision
+        return Conditions(model=self.model, batch=self.batch, dtype=told, hardware=hardware(told))
 
 
 def choose(settings: BenchSettings) -> Chosen:

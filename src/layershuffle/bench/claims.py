@@ -7,7 +7,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from layershuffle.files import write_text
 from layershuffle.machine import hardware, torch_threads, versions
 
 SCHEMA = 1
+# What a file without the mark is taken for.
+UNMARKED_IS_COMPLETE = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +37,7 @@ class Claim:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What a result file holds."""
+    """What a result file holds. `complete`: every row of the claim is there."""
 
     schema: int
     theme: str
@@ -45,6 +47,7 @@ class Result:
     hardware: Mapping[str, Any]
     versions: Mapping[str, str]
     rows: tuple[Row, ...]
+    complete: bool
 
 
 def run_claim(
@@ -52,23 +55,26 @@ def run_claim(
 ) -> int:
     """Measure `claim`, tell every row and write `results/THEME_HARDWARE_DATE.json` beside `file`.
 
-    Returns the exit code: 1 if a bound does not hold. With `--smoke` nothing is judged, and
-    nothing is written unless `--out DIR` says where.
+    Until the last row is measured the rows go into a file of that name and ".part", so that a
+    run that fails keeps what it measured and takes no whole result's place. Returns the exit code:
+    1 if a bound does not hold. With `--smoke` nothing is judged, and nothing is written unless
+    `--out DIR` says where.
     """
     options = _options(claim, argv)
     effort = SMOKE if options.smoke else Effort()
     out = options.out or (None if options.smoke else Path(file).parent / "results")
     command = f"python benchmarks/{Path(file).name}"
-    rows: list[Row] = []
     with torch_threads(claim.threads):
+        result = _empty(claim, command)
         for row in claim.rows(effort):
             tell(row_text(row, judged=not options.smoke))
-            rows.append(row)
-            if out is not None:  # after every row: what was measured stays if the next one fails
-                path = write_result(_result(claim, command, tuple(rows)), out)
-    if out is not None:
-        tell(f"Written: {path}")
-    return int(not options.smoke and any(row.holds is False for row in rows))
+            result = replace(result, rows=(*result.rows, row))
+            if out is not None:
+                part = write_result(result, out)
+    if out is not None and result.rows:
+        tell(f"Written: {write_result(replace(result, complete=True), out)}")
+        part.unlink()
+    return int(not options.smoke and any(row.holds is False for row in result.rows))
 
 
 def _options(claim: Claim, argv: list[str] | None) -> argparse.Namespace:
@@ -78,7 +84,7 @@ def _options(claim: Claim, argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _result(claim: Claim, command: str, rows: tuple[Row, ...]) -> Result:
+def _empty(claim: Claim, command: str) -> Result:
     return Result(
         schema=SCHEMA,
         theme=claim.theme,
@@ -87,15 +93,17 @@ def _result(claim: Claim, command: str, rows: tuple[Row, ...]) -> Result:
         command=command,
         hardware=hardware(claim.precision),
         versions=versions(),
-        rows=rows,
+        rows=(),
+        complete=False,
     )
 
 
 def write_result(result: Result, directory: Path) -> Path:
-    """Write the file of `result` into `directory`; its path."""
+    """Write the file of `result` into `directory`, ending in .part if it is not whole; its path."""
     machine = result.hardware["gpu"] or result.hardware["processor"]
     name = re.sub(r"[^a-z0-9]+", "-", machine.lower()).strip("-")
-    path = directory / f"{result.theme}_{name}_{result.date}.json"
+    ending = ".json" if result.complete else ".json.part"
+    path = directory / f"{result.theme}_{name}_{result.date}{ending}"
     rows = [{**asdict(row), "median": row.median, "holds": row.holds} for row in result.rows]
     text = json.dumps({**asdict(result), "rows": rows}, indent=1)
     write_text(path, _short_lists(text) + "\n")
@@ -112,7 +120,8 @@ def read_result(path: Path) -> Result:
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
         rows = tuple(_row(row) for row in fields.pop("rows"))
-        return Result(**fields, rows=rows)
+        complete = fields.pop("complete", UNMARKED_IS_COMPLETE)
+        return Result(**fields, rows=rows, complete=complete)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise LayerShuffleError(
             f"This is no result of a benchmark ({error})",

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from layershuffle.bench.choices import Chosen, compiler_of, subject_of
-from layershuffle.bench.machine import DTYPES, Memory, Syncs, flops_of, matmul_ceiling
+from layershuffle.bench.machine import Memory, Syncs, flops_of, matmul_ceiling
 from layershuffle.bench.marks import BlockMarks, Marks
 from layershuffle.bench.measured import PHASED, WARM_UP, Measured, mode_of, report_of
 from layershuffle.bench.report import Report
-from layershuffle.bench.subjects import Subject
+from layershuffle.bench.subjects import Subject, converted
 from layershuffle.models import image_view, logits_of
 from layershuffle.policies import Shuffled
 from layershuffle.stack import depth_of, running, with_parts
@@ -57,10 +57,8 @@ class Forwards:
     """Batches of bytes sent to the model, finished there and scored, with marks in between."""
 
     def __init__(self, chosen: Chosen, on: Subject) -> None:
-        self.on, self.marks = on, Marks(chosen.device)
+        self.on, self.marks = converted(on, chosen.precision), Marks(chosen.device)
         self.compiler = compiler_of(chosen)
-        self._dtype = DTYPES[chosen.precision]
-        on.model.to(self._dtype)
         self.compiler.add(on.model)
         self._step, self._depth = 0, depth_of(on.model)
 
@@ -70,7 +68,7 @@ class Forwards:
             self._step += 1
             self.marks.mark("data")
             pixels = self.on.pixels.to(self.on.images.device, non_blocking=True)
-            images = self.on.finish(pixels).to(self._dtype)
+            images = self.on.finish(pixels).to(self.on.images.dtype)
             self.marks.mark("stem")
             with running(self.on.model, Shuffled().draw(self._depth, seed=0, step=self._step)):
                 logits_of(self.on.model(images))

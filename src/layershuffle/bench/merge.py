@@ -14,6 +14,7 @@ from torch import nn
 
 from layershuffle.bench.choices import Chosen, subject_of
 from layershuffle.bench.report import Report, throughput
+from layershuffle.bench.subjects import converted
 from layershuffle.machine import versions
 from layershuffle.merging.family import Family
 from layershuffle.merging.plans import sample_plans
@@ -72,7 +73,7 @@ def _storages(models: Iterable[nn.Module]) -> dict[int, int]:
 
 def bench_merge(chosen: Chosen) -> Report:
     """Merges per second, and what a hundred of them add to the memory of twelve models."""
-    on = subject_of(chosen)
+    on = converted(subject_of(chosen), chosen.precision)
     family = family_of(on.model, DONORS)
     plans = sample_plans(DONORS, depth_of(on.model), count=chosen.steps + 1, seed=1)
     family.merge(plans[0])

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from layershuffle.bench.choices import Chosen, subject_of
-from layershuffle.bench.machine import DTYPES
 from layershuffle.bench.pairs import Effort, Row, Side, cpu_timed, gpu_timed, paired
 from layershuffle.bench.report import Report, throughput
-from layershuffle.bench.subjects import Subject
+from layershuffle.bench.subjects import Subject, converted
 from layershuffle.machine import versions
 from layershuffle.models import logits_of
 from layershuffle.orders import ExecutionOrder
@@ -102,8 +101,7 @@ def compared(name: str, on: Subject, *, orders: Orders, effort: Effort) -> Row:
 @torch.inference_mode()
 def bench_orders(chosen: Chosen) -> Report:
     """Every sweep. A score is one image under one order: the random orders, in the trie."""
-    on = subject_of(chosen)
-    on.model.to(DTYPES[chosen.precision])
+    on = converted(subject_of(chosen), chosen.precision)
     facts, row = {}, None
     for name, orders in sweeps(depth_of(on.model)).items():
         row = compared(name, on, orders=orders, effort=_QUICK)

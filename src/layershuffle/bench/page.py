@@ -20,10 +20,19 @@ _HEAD = (
 
 
 def newest(directory: Path) -> list[Result]:
-    """Of every theme and machine the newest result in `directory`, by theme."""
+    """Of every theme and machine the newest result in `directory`, by theme.
+
+    Raises `LayerShuffleError` for one that is cut short: the page would be, without a word.
+    """
     found: dict[tuple[str, str], Result] = {}
     for path in sorted(filter(is_result, directory.glob("*.json"))):  # dates sort as text
         result = read_result(path)
+        if not result.complete:
+            raise LayerShuffleError(
+                "This result is not complete: its benchmark stopped before its last row",
+                place=path,
+                hint=f"delete it and run {result.command}",
+            )
         found[result.theme, _machine(result)] = result
     return [found[key] for key in sorted(found)]
 

@@ -131,7 +131,8 @@ def paired(
 
     Both sides run before, twice unless it is a smoke: what is built once is not measured.
     """
-    gc.collect()
+    if effort is not SMOKE:
+        gc.collect()  # as long as a smoke, in a large process
     with _quiet():
         once = sum(min(side() for _ in range(effort.warm_up)) for side in (a, b))
         turns = min(_MOST_TURNS, math.ceil(effort.seconds / max(once, 1e-6))) or 1

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import cycle, islice
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 
 from layershuffle.bench.choices import Chosen
 from layershuffle.bench.report import Report, throughput
@@ -19,6 +22,7 @@ from layershuffle.models import image_view, load
 from layershuffle.training.fit import collate
 
 PHOTO, FILES, QUALITY = (500, 375), 256, 90
+_LEAST_STEPS = 4
 
 
 def write_photographs(directory: Path, count: int) -> None:
@@ -39,8 +43,26 @@ def photograph(seed: int) -> Image.Image:
     return Image.fromarray((soft + grain).clip(0, 255).astype(np.uint8))
 
 
+class Again(Sampler[list[int]]):
+    """Batches of numbers below `count`, ascending, from the start again, without end.
+
+    So that a few files make as many batches, of the size asked for, as the processes can read.
+    """
+
+    def __init__(self, count: int, *, batch: int) -> None:
+        self._count, self._batch = count, batch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        numbers = cycle(range(self._count))
+        while True:
+            yield list(islice(numbers, self._batch))
+
+
 def bench_input(chosen: Chosen, *, files: int = FILES) -> Report:
-    """Reading for `chosen.model`, whole passes; the first one, from a cold start, left out."""
+    """Reading for `chosen.model`, on and on; the batches of the cold start are left out.
+
+    A step is a batch of every process: each of them reads in every step.
+    """
     view = image_view(load(random_spec(chosen.model)))
     with tempfile.TemporaryDirectory(prefix="layershuffle-bench-") as place:
         write_photographs(Path(place), files)
@@ -48,17 +70,16 @@ def bench_input(chosen: Chosen, *, files: int = FILES) -> Report:
         split = data.splits["train"]
         loader = DataLoader(
             split.dataset,
-            batch_size=min(chosen.batch, split.size or 1),
+            batch_sampler=Again(split.size or 1, batch=chosen.batch),
             num_workers=chosen.workers,
             collate_fn=collate,
             pin_memory=chosen.device == "cuda",
-            persistent_workers=chosen.workers > 0,
         )
-        seconds = [_pass(loader) for _ in range(1 + chosen.steps)][1:]
+        seconds = steady(iter(loader), workers=chosen.workers, steps=chosen.steps)
     return Report(
         kind="input",
-        conditions=chosen.conditions(),
-        rate=throughput(seconds, split.size or 0),
+        conditions=chosen.conditions("uint8"),
+        rate=throughput(seconds, max(1, chosen.workers) * chosen.batch),
         facts={
             "processes": chosen.workers,
             "files": f"{split.size} JPEG files of {PHOTO[0]} x {PHOTO[1]}, quality {QUALITY}, to "
@@ -68,8 +89,22 @@ def bench_input(chosen: Chosen, *, files: int = FILES) -> Report:
     )
 
 
-def _pass(loader: DataLoader[object]) -> float:
-    begun = time.perf_counter()
-    for _ in loader:
-        pass
-    return time.perf_counter() - begun
+def steady(
+    batches: Iterator[object],
+    *,
+    workers: int,
+    steps: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[float]:
+    """Seconds of `steps` steps, no fewer than four, of a batch from each of `workers` processes.
+
+    Left out before: what the processes have read ahead while they start, two batches each.
+    """
+    each = max(1, workers)
+    deque(islice(batches, 2 * each), maxlen=0)
+    seconds = []
+    for _ in range(max(_LEAST_STEPS, steps)):
+        begun = clock()
+        deque(islice(batches, each), maxlen=0)
+        seconds.append(clock() - begun)
+    return seconds

@@ -26,7 +26,7 @@ class BenchSettings(Settings):
     batch: Positive | None = None
     """Images per step (default: 640 on a GPU, 64 on a CPU)."""
     steps: Annotated[int, Field(ge=5)] = 20
-    """Steps, passes or merges that are timed."""
+    """Steps or merges that are timed."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes a GPU when there is one."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"

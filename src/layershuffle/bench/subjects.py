@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from layershuffle.bench.machine import DTYPES
 from layershuffle.data.view import Finish
 from layershuffle.errors import UsageError
 from layershuffle.models import image_view, load, num_classes_of
@@ -76,6 +77,13 @@ def subject_around(model: nn.Module, *, spec: str, batch: int, device: str = "cp
     return Subject(
         spec=spec, model=model, pixels=pixels, labels=labels, finish=finish, images=images
     )
+
+
+def converted(on: Subject, precision: str) -> Subject:
+    """`on` with weights and images in `precision`, as inference runs; its model itself changes."""
+    dtype = DTYPES[precision]
+    on.model.to(dtype)
+    return replace(on, images=on.images.to(dtype))
 
 
 def random_spec(spec: str) -> str:

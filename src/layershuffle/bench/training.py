@@ -63,6 +63,10 @@ class TimedTrainer(OrderTrainer):
         self.marks, self.timed = Marks(self.args.device, clock=clock), timed
         self.syncs, self._counting = Syncs(), ExitStack()
 
+    def end_counting(self) -> None:
+        """Of syncs, which changes settings of the process until it ends."""
+        self._counting.close()
+
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """A step begins."""
         step = self.state.global_step
@@ -71,7 +75,7 @@ class TimedTrainer(OrderTrainer):
             self.graphs_before = self.compiler.graphs
             self._counting.enter_context(self.syncs.counted(self.args.device.type))
         if step == self.timed.stop:
-            self._counting.close()
+            self.end_counting()
             self.memory_peak = self.memory.peak()
         self.marks.mark("data")
         return super().get_batch_samples(*args, **kwargs)
@@ -99,14 +103,15 @@ def timed_trainer(
     *,
     compiler: BlockCompiler,
     steps: int,
+    warm_up: int = WARM_UP,
     phased: int = PHASED,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[TimedTrainer]:
-    """A trainer for `WARM_UP` + `steps` + `phased` steps on `on`, and its directory while needed.
+    """A trainer for `warm_up` + `steps` + `phased` steps on `on`, and its directory while needed.
 
     `settings`: method, batch size, device, precision and the like; no data is opened.
     """
-    total = WARM_UP + steps + phased + 1  # the last one only ends the one before
+    total = warm_up + steps + phased + 1  # the last one only ends the one before
     with tempfile.TemporaryDirectory(prefix="layershuffle-bench-") as out:
         job = _job(settings, on, steps=total, out=Path(out))
         trainer = TimedTrainer(
@@ -128,7 +133,7 @@ def timed_trainer(
         trainer.remove_callback(ProgressCallback)
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(Rehearsal(trainer))
-        trainer.watch(range(WARM_UP, WARM_UP + steps), clock=clock)
+        trainer.watch(range(warm_up, warm_up + steps), clock=clock)
         yield trainer
 
 
@@ -142,12 +147,24 @@ def time_training(trainer: TimedTrainer) -> Measured:
         traceback.clear_frames(error.__traceback__)  # they hold what does not fit
     else:
         return _measured(trainer)
-    fits = largest_that_fits(lambda size: rehearse(trainer, size), below=images)
+    finally:
+        trainer.end_counting()
+    fits = _largest(trainer, below=images)
     raise TrainingError(
         f"A step of {images} images does not fit the memory"
         + (f"; the largest that did fit, halving it, is {fits}" if fits else ""),
         hint=f"--batch {fits}" if fits else "a smaller model",
     )
+
+
+def _largest(trainer: TimedTrainer, *, below: int) -> int:
+    """The batch that fits, with room left for Adam's two moments where they are not there yet."""
+    trainer.model.zero_grad()
+    missing = 0 if trainer.optimizer and trainer.optimizer.state else 2
+    held = [torch.empty_like(w) for w in trainer.model.parameters() for _ in range(missing)]
+    fits = largest_that_fits(lambda size: rehearse(trainer, size), below=below)
+    del held
+    return fits
 
 
 def _measured(trainer: TimedTrainer) -> Measured:

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from layershuffle.errors import DataError, UsageError
-from layershuffle.evaluation import Batches, Draw, Score, Tally
+from layershuffle.evaluation import Batches, Draw, Score, Tally, micro_batches
 from layershuffle.merging.settings import Combine, EnsembleOrders
 from layershuffle.models import logits_of
 from layershuffle.modes import Mode, parse_modes
 from layershuffle.orders import ExecutionOrder
-from layershuffle.stack import depth_of, running
+from layershuffle.stack import depth_of
+from layershuffle.trie import build_trie, forward_trie
 
 Variant = tuple[Combine, EnsembleOrders]
 
@@ -77,10 +78,11 @@ def evaluate_ensembles(
     }  # fmt: skip
     with _in_eval(donors), torch.inference_mode():
         for number, batch in enumerate(batches):
-            for one in draws:
-                _add_batch(donors, batch, orders=one.at(number), tallies={
-                    combine: tally for (combine, other), tally in tallies.items() if other is one
-                })  # fmt: skip
+            orders = [one.at(number) for one in draws]
+            for images, labels in micro_batches(donors[0], batch):
+                answers = dict(zip(draws, _answers(donors, images, orders=orders), strict=True))
+                for (combine, one), tally in tallies.items():
+                    tally.add(combined(answers[one], combine), labels)
     if not all(tally.images for tally in tallies.values()):
         raise DataError("There is nothing to evaluate: no image was given")
     return {
@@ -119,21 +121,27 @@ class _Draws:
         )  # fmt: skip
 
 
-def _add_batch(
-    donors: Sequence[nn.Module],
-    batch: tuple[Tensor, Tensor],
-    *,
-    orders: Sequence[ExecutionOrder],
-    tallies: dict[Combine, Tally],
-) -> None:
-    device = next(donors[0].parameters()).device
-    images, labels = (tensor.to(device) for tensor in batch)
-    answers = []
-    for donor, order in zip(donors, orders, strict=True):
-        with running(donor, order):
-            answers.append(logits_of(donor(images)).float())
-    for combine, tally in tallies.items():
-        tally.add(combined(torch.stack(answers), combine), labels)
+def _answers(
+    donors: Sequence[nn.Module], images: Tensor, *, orders: Sequence[Sequence[ExecutionOrder]]
+) -> list[Tensor]:
+    """Logits `[members, batch, classes]` of every draw; `orders[draw][member]`.
+
+    A member walks the orders of all draws at once, shared beginnings run once. The first member's
+    orders are the same whether the others share them or not.
+    """
+    answers = [[images] * len(donors) for _ in orders]
+    for member, donor in enumerate(donors):
+        for draws, logits in _walk(donor, images, [one[member] for one in orders]):
+            for draw in draws:
+                answers[draw][member] = logits.float()
+    return [torch.stack(members) for members in answers]
+
+
+def _walk(
+    donor: nn.Module, images: Tensor, orders: Sequence[ExecutionOrder]
+) -> Iterator[tuple[list[int], Tensor]]:
+    trie = build_trie(orders)
+    return forward_trie(donor, images, trie=trie, forward=lambda x: logits_of(donor(x)))
 
 
 def combined(logits: Tensor, combine: Combine) -> Tensor:

@@ -13,7 +13,8 @@ import math
 import os
 import pickle
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -162,12 +163,20 @@ async def called(ray: Any, submit: Callable[[], Any], *, host: str) -> Any:
 class RayHosts:
     """The processes of block hosts on the members of a cluster (`placement.Places`).
 
-    `ray`: the connected module. `threads`: of torch in each host. Every call raises
+    `ray`: the connected module. `threads`: of torch in each host. `only`: hosts to run, of those
+    that the members name (default: all). Every call raises
     `LayerShuffleError` where it fails; callers bound its time.
     """
 
-    def __init__(self, ray: Any, *, limits: Limits, threads: int = 1) -> None:
-        self._ray, self._limits, self._threads = ray, limits, threads
+    def __init__(
+        self,
+        ray: Any,
+        *,
+        limits: Limits,
+        threads: int = 1,
+        only: Collection[str] | None = None,
+    ) -> None:
+        self._ray, self._limits, self._threads, self._only = ray, limits, threads, only
         self.transport = RayTransport(ray)
         self._processes: dict[str, tuple[str, int]] = {}
         self._making: dict[str, asyncio.Task[None]] = {}
@@ -176,8 +185,12 @@ class RayHosts:
 
     async def nodes(self) -> tuple[Node, ...]:
         """The living members that are to run block hosts, by id."""
-        found = await self._outside(self._ray.nodes)
-        return tuple(sorted(map(_node, filter(_hosts_blocks, found)), key=lambda node: node.id))
+        members = await self._outside(self._ray.nodes)
+        found = [_node(member) for member in members if _hosts_blocks(member)]
+        if self._only is not None:
+            kept = {node: tuple(n for n in node.names if n in self._only) for node in found}
+            found = [replace(node, names=names) for node, names in kept.items() if names]
+        return tuple(sorted(found, key=lambda node: node.id))
 
     async def start(self, name: str, *, node: str) -> HostInfo:
         """A process for the host `name` on the member `node`: a new one, or the one it has.

@@ -211,7 +211,7 @@ async def _watch(coordinator: Coordinator) -> None:
 async def swarm_on(ray: Any | None, plan: SwarmPlan) -> AsyncIterator[Service]:
     """The swarm of `plan` on the members of `ray`'s cluster; without one, within this process.
 
-    For demonstrations and measurements. Raises what `load_cargo` raises.
+    For demonstrations and measurements: no other host takes part. Raises what `load_cargo` raises.
     """
     if ray is None:
         from layershuffle.swarm.local import LocalHosts as Hosts
@@ -220,7 +220,7 @@ async def swarm_on(ray: Any | None, plan: SwarmPlan) -> AsyncIterator[Service]:
     else:
         from layershuffle.swarm.ray_engine import RayHosts as Actors
 
-        places = Actors(ray, limits=plan.limits)
+        places = Actors(ray, limits=plan.limits, only=plan.hosts)
     async with running_service(
         plan, load_cargo(plan), places=places, transport=places.transport
     ) as service:
