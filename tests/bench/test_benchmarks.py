@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from layershuffle.bench.claims import read_result
-from layershuffle.bench.page import newest, with_tables
+from layershuffle.bench.page import newest, with_claims, with_tables
 from layershuffle.bench.pairs import Bound, Row
 from layershuffle.errors import LayerShuffleError
 
@@ -50,6 +50,9 @@ def test_the_page_says_what_the_result_files_say():
     page = (ROOT / "docs" / "performance.md").read_text()
     results = newest(ROOT / "benchmarks" / "results")
     assert page == with_tables(page, results), "run scripts/performance_page.py"
+    swarm = (ROOT / "docs" / "swarm.md").read_text()
+    assert swarm == with_claims(swarm, results), "run scripts/performance_page.py"
+    assert swarm.count("<!-- begin: swarm-") == 2
     measured_on_gpu = any(result.theme == "gpu" for result in results)
     assert ("not measured yet" in page) == (not measured_on_gpu)
 

@@ -81,6 +81,26 @@ def test_expected_time_counts_link_queue_and_compute():
     assert state.expected(HOST, 2, pace=Pace(0.01, 0.5)) == pytest.approx(0.52)
 
 
+def test_batches_are_told_apart_from_slowness():
+    """8 images in batches of 8: 40 ms a batch are 5 ms an image; a visit of one waits for all 8."""
+    together = Visited("a", (0, 1), "answered", 85.0, 80.0, 2.0, batch=8.0)
+    host = HOST
+    for _ in range(60):
+        host = state.answered(host, together, limits=LIMITS)
+    assert host.compute == pytest.approx(0.005)
+    assert host.batch == pytest.approx(8, rel=1e-4)
+    assert state.expected(host, 2, pace=Pace(1, 1)) == pytest.approx(0.003 + 2 * 0.04, rel=1e-3)
+    full = state.expected(host, 2, pace=Pace(1, 1), images=16)
+    assert full == pytest.approx(16 * 0.003 + 2 * 16 * 0.005, rel=1e-3)
+
+
+def test_links_are_measured_by_single_images():
+    many = Visited("a", (0,), "answered", 100.0, 40.0, images=16, batch=16.0)
+    host = state.answered(state.answered(HOST, hop(), limits=LIMITS), many, limits=LIMITS)
+    assert host.link == pytest.approx(0.004)
+    assert (host.served, host.compute) == (18, pytest.approx(0.8 * 0.004 + 0.2 * 0.0025))
+
+
 def test_waiting_counts_what_is_under_way():
     host = state.sent(state.sent(HOST, 2), 3)
     assert host.waiting == 5

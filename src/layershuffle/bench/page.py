@@ -45,6 +45,15 @@ def with_tables(page: str, results: Sequence[Result]) -> str:
     return _between(page, "gpu", "\n".join(_by_machine(on_gpu)) if on_gpu else _not_measured())
 
 
+def with_claims(page: str, results: Sequence[Result]) -> str:
+    """`page` with the rows of single claims between the marks that bear their themes made anew."""
+    for theme in dict.fromkeys(result.theme for result in results):
+        if _BEGIN.format(theme) in page:
+            mine = [result for result in results if result.theme == theme]
+            page = _between(page, theme, "\n".join(_by_machine(mine)).rstrip())
+    return page
+
+
 def _between(page: str, name: str, text: str) -> str:
     begin, end = _BEGIN.format(name), _END.format(name)
     pattern = re.compile(f"{re.escape(begin)}.*{re.escape(end)}", re.DOTALL)

@@ -29,7 +29,8 @@ class HostView:
     """One host as the router sees it.
 
     `compute` and `link` are averages in seconds: per block and image, and per visit of one image
-    beyond compute and queue; `None` until measured. `waiting` counts blocks x images sent there and
+    beyond compute and queue; `None` until measured; `batch` is that of the images which it computes
+    together. `waiting` counts blocks x images sent there and
     not answered yet. `strikes` counts failures since the last success. `why` explains every
     condition but "healthy". `share`: blocks that it is to run per request, if the plan says so, and
     `served` those that it ran.
@@ -43,6 +44,7 @@ class HostView:
     strikes: int = 0
     compute: float | None = None
     link: float | None = None
+    batch: float = 1.0
     waiting: int = 0
     share: float | None = None
     served: int = 0
@@ -155,10 +157,14 @@ def _times(host: HostView) -> tuple[float | None, float | None]:
 
 
 def expected(host: HostView, blocks: int, *, pace: Pace, images: int = 1) -> float:
-    """Seconds until `host` would answer a visit of `blocks` blocks: link, queue and compute."""
+    """Seconds until `host` would answer a visit of `blocks` blocks: link, queue and compute.
+
+    Each of its blocks runs in a batch as large as usual there, or with its own images if they are
+    more; what waits before it takes its part of such batches.
+    """
     compute = pace.compute if host.compute is None else host.compute
     link = pace.link if host.link is None else host.link
-    return link * images + compute * (host.waiting + blocks * images)
+    return link * images + compute * (host.waiting + blocks * max(images, host.batch))
 
 
 def slow_above(pace: Pace, limits: Limits) -> float:
@@ -201,6 +207,7 @@ def _timed(host: HostView, hop: Visited, *, limits: Limits) -> HostView:
         host,
         strikes=0 if host.usable else host.strikes,
         compute=_averaged(host.compute, compute, weight=limits.average_weight),
+        batch=_averaged(host.batch, hop.batch, weight=limits.average_weight),
         link=link,
     )
 
@@ -239,7 +246,9 @@ def probed(host: HostView, hop: Visited, *, limits: Limits) -> HostView:
     """
     if host.condition != "suspect":
         return _timed(host, hop, limits=limits)
-    fresh = replace(host, condition="healthy", why="", strikes=0, compute=None, link=None)
+    fresh = replace(
+        host, condition="healthy", why="", strikes=0, compute=None, link=None, batch=1.0
+    )
     return _timed(fresh, hop, limits=limits)
 
 
