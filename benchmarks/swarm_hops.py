@@ -1,4 +1,4 @@
-"""Claim: a hop costs under 3 ms beyond its compute, and hosts that fail are soon left out."""
+"""Claim: what a hop costs beyond its compute, what hosts bring, and how soon failures are felt."""
 
 from __future__ import annotations
 
