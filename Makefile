@@ -1,4 +1,4 @@
-# Two commands for newcomers: `make quickstart` and `make test`. Everything else is for developers.
+# For newcomers: `make quickstart`, `make swarm-demo`, `make test`. Everything else is for developers.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin

@@ -372,3 +372,9 @@ def test_a_class_without_images_in_one_split(tmp_path: Path) -> None:
     datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "saved"))
     with pytest.raises(DataError, match="1 classes have no image in test: a"):
         build_cache(f"hf:{tmp_path / 'saved'}", tmp_path / "out", settings=SMALL)
+
+
+def test_a_source_that_is_not_there_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="nope"):
+        build_cache(f"folder:{tmp_path}/nope", tmp_path / "out", settings=CacheSettings())
+    assert list(tmp_path.iterdir()) == []

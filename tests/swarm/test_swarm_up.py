@@ -12,10 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from layershuffle.models import load
-from layershuffle.swarm.asking import labelled_images
-from layershuffle.swarm.plan import DEFAULT_MODEL
-
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="needs the extra `swarm` (Ray)"
 )
@@ -71,14 +67,13 @@ def swarm(tmp_path_factory):
         process.wait(END_SECONDS)
 
 
-def test_up_answers_and_says_what_to_type(swarm, tmp_path):
+def test_up_answers_and_says_what_to_type(swarm, repository):
     process, address, _ = swarm
-    (one,) = labelled_images(load(DEFAULT_MODEL), "digit-pairs", count=1)
-    (tmp_path / "digit.png").write_bytes(one.image)
-    done = layershuffle("classify", str(tmp_path / "digit.png"), "--address", address, "--json")
+    image = str(repository / "docs" / "digit-pair.png")  # the one of the README: 42
+    done = layershuffle("classify", image, "--address", address, "--json")
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
-    assert answer["images"][0]["top"][0]["index"] == one.label
+    assert answer["images"][0]["top"][0]["index"] == 42
     assert sorted(answer["blocks"]) == list(range(12))
     assert answer["expected"]["kept"] == 12
     status = layershuffle("swarm", "status", "--address", address).stdout
@@ -111,6 +106,9 @@ def test_ctrl_c_leaves_no_process_behind(swarm):
         assert time.monotonic() < end, left
         time.sleep(0.1)
     assert list(Path(state).iterdir()) == []
+    said = (Path(state).parent / "log").read_text()
+    assert "Traceback" not in said
+    assert said.endswith("The swarm has ended, with all its hosts.\n")
     assert layershuffle("swarm", "status", "--address", address).returncode == 1
 
 

@@ -49,7 +49,7 @@ def _help() -> str:
         [
             "usage: layershuffle swarm COMMAND [options]",
             "",
-            "Inference that answers while its nodes die. Needs pip install 'layershuffle[swarm]'.",
+            "Inference that answers while its hosts die. Needs pip install 'layershuffle[swarm]'.",
             "",
             *lines,
             "",

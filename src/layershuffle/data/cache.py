@@ -84,10 +84,10 @@ def build_cache(
     """
     made_by = {"schema": SCHEMA, "data": spec, "size": settings.size, "quality": settings.quality}
     if not out.exists():
-        work = partial_of(out)
+        parts, work = _open(spec), partial_of(out)  # nothing is made for a source that is not there
         with locked(work):
             if not out.exists():  # another process may have made it while we waited
-                return _build(out, made_by, settings=settings, progress=progress)
+                return _build(out, made_by, parts=parts, settings=settings, progress=progress)
         shutil.rmtree(work, ignore_errors=True)
     header = read_header(out)
     require_same(out, header, wanted=made_by)
@@ -123,9 +123,14 @@ def shrunk(image: Image.Image, size: int) -> Image.Image:
 
 
 def _build(
-    out: Path, made_by: Header, *, settings: CacheSettings, progress: Progress | None
+    out: Path,
+    made_by: Header,
+    *,
+    parts: Sequence[Part],
+    settings: CacheSettings,
+    progress: Progress | None,
 ) -> CacheReport:
-    work, parts = partial_of(out), _open(made_by["data"])
+    work = partial_of(out)
     images = {part.folder: len(part.table.labels) for part in parts}
     begun = {**made_by, SOURCE: {"images": images, "checksum": _source(parts)}}
     _clear_stages(work)

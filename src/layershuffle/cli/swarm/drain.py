@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import tyro
 
 from layershuffle.cli.parsing import parse
+from layershuffle.cli.swarm.serving import require_extra
 
 
 @dataclass
@@ -24,6 +25,7 @@ def run(argv: Sequence[str]) -> int:
     """Wait until the host has nothing left to do."""
     about = "Let a host finish what it has and take no more; run on the machine of the gateway."
     options = parse(Options, argv, command="swarm drain", about=about)
+    require_extra()
 
     from layershuffle.swarm.operating import operator_of
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import tyro
 
 from layershuffle.cli.parsing import parse
+from layershuffle.cli.swarm.serving import require_extra
 from layershuffle.cli.swarm.status import Gateway, client_options
 from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.swarm.faults import KINDS, Fault, Kind, crashes, rehearsal
@@ -60,6 +61,7 @@ class Options(Gateway):
 def run(argv: Sequence[str]) -> int:
     """Drill; exit code 1 if a request was lost or late in free order."""
     options = parse(Options, argv, command="swarm drill [PLAN]", about=_ABOUT)
+    require_extra()
 
     from layershuffle.swarm.operating import operator_of
     from layershuffle.swarm.plan import SwarmPlan, read_plan
@@ -115,6 +117,8 @@ async def _drill(plan: SwarmPlan, operator: Operator, options: Options) -> int:
                     verdict = judged(replies, calibration) if calibration else None
                     report = drill_report(drill, seen, judgement=verdict, routing=routing)
                     print(f"\n{report}", flush=True)
+                    if verdict and any(one.kind == "wrong" for one in faults):
+                        print("A host lied for a while; until it was found out its answers count.")
                     if routing == "order-free":
                         lost = drill.share("failed", "late")
                 finally:

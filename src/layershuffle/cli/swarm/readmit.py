@@ -6,12 +6,14 @@ from collections.abc import Sequence
 
 from layershuffle.cli.parsing import parse
 from layershuffle.cli.swarm.drain import Options
+from layershuffle.cli.swarm.serving import require_extra
 
 
 def run(argv: Sequence[str]) -> int:
     """Begin it; the host comes back once its canaries are right."""
     about = "Start a shut-out, drained or dead host anew; run on the machine of the gateway."
     options = parse(Options, argv, command="swarm readmit", about=about)
+    require_extra()
 
     from layershuffle.swarm.operating import operator_of
 

@@ -64,10 +64,11 @@ def require_extra() -> None:
     """Raises `UsageError` where the swarm's libraries are not installed."""
     from importlib.util import find_spec
 
-    missing = [name for name in ("ray", "fastapi", "uvicorn", "httpx") if find_spec(name) is None]
+    needed = ("ray", "fastapi", "uvicorn", "httpx", "simpy")
+    missing = [name for name in needed if find_spec(name) is None]
     if missing:
         raise UsageError(
-            f"The swarm needs {', '.join(missing)}, which is not installed",
+            f"The swarm needs what is not installed: {', '.join(missing)}",
             hint="pip install 'layershuffle[swarm]'",
         )
 
@@ -113,14 +114,15 @@ async def operator_door(service: Service, state: Path) -> AsyncIterator[None]:
         listener.bind(str(path))
         path.chmod(0o600)
         listener.listen()
-        server = Quiet(uvicorn.Config(operator_app(service), log_config=None, access_log=False))
+        app = operator_app(service)
+        server = Quiet(uvicorn.Config(app, lifespan="off", log_config=None, access_log=False))
         task = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             yield
         finally:
             path.unlink(missing_ok=True)  # first: Ctrl-C cancels what is awaited here
             server.should_exit = True
-            await asyncio.gather(task, return_exceptions=True)
+            await asyncio.wait({task})  # which, unlike others, does not cancel it in turn
 
 
 async def serve_service(

@@ -9,6 +9,7 @@ from pathlib import Path
 import tyro
 
 from layershuffle.cli.parsing import parse
+from layershuffle.cli.swarm.serving import require_extra
 from layershuffle.errors import UsageError
 from layershuffle.swarm.policy import ROUTINGS, Routing
 
@@ -50,6 +51,7 @@ class Options:
 def run(argv: Sequence[str]) -> int:
     """Play every routing, and print them side by side."""
     options = parse(Options, argv, command="swarm simulate PLAN", about=_ABOUT)
+    require_extra()
 
     from layershuffle.swarm.faults import crashes
     from layershuffle.swarm.plan import read_plan

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from layershuffle.cli.parsing import parse
-from layershuffle.cli.swarm.serving import read_keys
+from layershuffle.cli.swarm.serving import read_keys, require_extra
 from layershuffle.errors import UsageError
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ def run(argv: Sequence[str]) -> int:
     """Print hosts, blocks, waiting work, latencies and health."""
     about = "Show hosts, blocks, waiting work, latency and health of a running swarm."
     options = parse(Options, argv, command="swarm status", about=about)
+    require_extra()
 
     from layershuffle.swarm.client import SwarmClient
 
@@ -81,11 +82,13 @@ def _key(gateway: Gateway) -> str | None:
 def table(swarm: SwarmAnswer) -> str:
     """A line per host; times are milliseconds."""
     width = max([4, *(len(host.name) for host in swarm.hosts)])
-    lines = [f"{'host':<{width}}  {'condition':<9}{'waiting':>8}{'block':>8}{'link':>8}  blocks"]
+    lines = [
+        f"{'host':<{width}}  {'condition':<9}{'waiting':>8}{'block ms':>9}{'link ms':>9}  blocks"
+    ]
     for host in swarm.hosts:
         blocks = ", ".join(map(str, host.blocks))
         times = "".join(
-            f"{'-' if ms is None else format(ms, '.1f'):>8}"
+            f"{'-' if ms is None else format(ms, '.1f'):>9}"
             for ms in (host.compute_ms, host.link_ms)
         )
         why = f"  ({host.why})" if host.why else ""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import tyro
 
 from layershuffle.cli.parsing import parse
+from layershuffle.cli.swarm.serving import require_extra
 
 
 @dataclass
@@ -28,6 +29,7 @@ def run(argv: Sequence[str]) -> int:
     """Swap it; no request is lost."""
     about = "Let a block of a host come from a sibling model; run on the machine of the gateway."
     options = parse(Options, argv, command="swarm swap", about=about)
+    require_extra()
 
     from layershuffle.swarm.operating import operator_of
 

@@ -27,7 +27,7 @@ def _placement(plan: SwarmPlan) -> list[str]:
     if len(names) > _MOST_HOSTS:
         lines.append(f"  and {len(names) - _MOST_HOSTS} more hosts")
     copies = sum(len(host.blocks) for host in plan.hosts.values())
-    return [f"{len(names)} hosts hold {copies} copies of blocks:", *lines]
+    return [f"{len(names)} host{'s hold' if len(names) > 1 else ' holds'} {copies} blocks:", *lines]
 
 
 _ROWS: tuple[tuple[str, Callable[[Figures], float | None], str], ...] = (
@@ -61,8 +61,8 @@ def _cell(value: float | None, form: str) -> str:
 
 def _notes(prediction: Prediction) -> list[str]:
     unit = _UNITS[prediction.objective]
-    how = "exact programme" if prediction.solver == "exact" else "greedy"
-    lines = [f"{prediction.objective} by the {how}: {_best(prediction, unit)}."]
+    how = "an exact programme" if prediction.solver == "exact" else "greedy placement"
+    lines = [f"{prediction.objective}, by {how}: {_best(prediction, unit)}."]
     if prediction.demand < prediction.depth:
         lines.append(
             f"A request runs {prediction.demand} of {prediction.depth} blocks in free order; "
