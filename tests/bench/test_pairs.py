@@ -162,16 +162,15 @@ def test_what_was_measured_before_a_failure_is_kept_beside_the_whole_result(tmp_
     assert [*(tmp_path / "results").iterdir()] == [whole]
 
 
-def test_a_file_without_the_mark_is_what_the_module_says(tmp_path, monkeypatch):
+def test_a_file_without_the_mark_is_no_result(tmp_path):
     claim = claim_of(1.0, bound=None)
     run_claim(claim, str(tmp_path / "x.py"), tell=lambda _: None, argv=[])
     (path,) = (tmp_path / "results").iterdir()
     fields = json.loads(path.read_text())
     del fields["complete"]
     path.write_text(json.dumps(fields))
-    for unmarked in (True, False):
-        monkeypatch.setattr("layershuffle.bench.claims.UNMARKED_IS_COMPLETE", unmarked)
-        assert read_result(path).complete is unmarked
+    with pytest.raises(LayerShuffleError, match="complete"):
+        read_result(path)
 
 
 def test_other_files_are_no_results(tmp_path):

@@ -17,8 +17,6 @@ from layershuffle.files import write_text
 from layershuffle.machine import hardware, torch_threads, versions
 
 SCHEMA = 1
-# What a file without the mark is taken for.
-UNMARKED_IS_COMPLETE = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,8 +118,7 @@ def read_result(path: Path) -> Result:
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
         rows = tuple(_row(row) for row in fields.pop("rows"))
-        complete = fields.pop("complete", UNMARKED_IS_COMPLETE)
-        return Result(**fields, rows=rows, complete=complete)
+        return Result(**fields, rows=rows)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise LayerShuffleError(
             f"This is no result of a benchmark ({error})",
