@@ -95,6 +95,8 @@ def test_what_fits_leaves_room_for_the_moments_of_adam(steps_before, copies, mon
 
     def training_step(self, *args):
         if self.state.global_step == steps_before:
+            # Only now: before the first step the run rehearses its own batch.
+            monkeypatch.setattr("layershuffle.training.rehearsal.rehearse", rehearse)
             raise torch.OutOfMemoryError("out of memory")
         return whole(self, *args)
 
@@ -111,7 +113,6 @@ def test_what_fits_leaves_room_for_the_moments_of_adam(steps_before, copies, mon
             raise torch.OutOfMemoryError("out of memory")
 
     monkeypatch.setattr(TimedTrainer, "training_step", training_step)
-    monkeypatch.setattr("layershuffle.bench.training.rehearse", rehearse)
     monkeypatch.setattr(torch, "empty_like", noted)
     with pytest.raises(TrainingError, match=r"is 2\. Next: --batch 2"):
         bench("train", batch=8)

@@ -29,7 +29,7 @@ from layershuffle.stack import with_parts
 from layershuffle.training.compiling import BlockCompiler
 from layershuffle.training.job import Job, trainer_arguments
 from layershuffle.training.ranks import Ranks
-from layershuffle.training.rehearsal import Rehearsal, largest_that_fits, rehearse
+from layershuffle.training.rehearsal import Rehearsal, largest_forward
 from layershuffle.training.trainer import OrderTrainer
 
 
@@ -149,22 +149,12 @@ def time_training(trainer: TimedTrainer) -> Measured:
         return _measured(trainer)
     finally:
         trainer.end_counting()
-    fits = _largest(trainer, below=images)
+    fits = largest_forward(trainer, below=images)
     raise TrainingError(
         f"A step of {images} images does not fit the memory"
         + (f"; the largest that did fit, halving it, is {fits}" if fits else ""),
         hint=f"--batch {fits}" if fits else "a smaller model",
     )
-
-
-def _largest(trainer: TimedTrainer, *, below: int) -> int:
-    """The batch that fits, with room left for Adam's two moments where they are not there yet."""
-    trainer.model.zero_grad()
-    missing = 0 if trainer.optimizer and trainer.optimizer.state else 2
-    held = [torch.empty_like(w) for w in trainer.model.parameters() for _ in range(missing)]
-    fits = largest_that_fits(lambda size: rehearse(trainer, size), below=below)
-    del held
-    return fits
 
 
 def _measured(trainer: TimedTrainer) -> Measured:

@@ -98,6 +98,8 @@ class Visited:
 
 
 Ending = Literal["complete", "enough", "deadline", "unreachable", "lost"]
+WHOLE: tuple[Ending, ...] = ("complete", "enough")
+"""Endings of requests that got all the blocks that they should have."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ class Route:
     @property
     def degraded(self) -> bool:
         """Whether the answer misses blocks that it should have."""
-        return self.ending not in ("complete", "enough")
+        return self.ending not in WHOLE
 
 
 class Transport(Protocol):

@@ -24,7 +24,7 @@ from typing import Literal
 
 from layershuffle.draws import Stream
 from layershuffle.swarm.limits import Limits
-from layershuffle.swarm.messages import Ending, Visit
+from layershuffle.swarm.messages import Ending, Outcome, Visit
 from layershuffle.swarm.state import HostView, Pace, Swarm, expected, is_slow, slow_above
 
 Routing = Literal["order-free", "sequential", "replicated-sequential"]
@@ -273,6 +273,17 @@ def _nowhere(
 def hedges(late: Visit, visit: Visit) -> bool:
     """Whether `visit` repeats work of the late one, so that the first of their answers counts."""
     return not set(late.blocks).isdisjoint(visit.blocks)
+
+
+def strikes(visit: Visit, outcome: Outcome, *, elapsed: float, again: bool) -> bool:
+    """Whether a visit that failed after `elapsed` seconds is held against its host.
+
+    `again`: it was already, and only a death is news. A lateness that the deadline caused is not.
+    """
+    if outcome == "lost":
+        return True
+    excused = outcome == "late" and not visit.fair and elapsed >= visit.limit
+    return not again and not excused
 
 
 def skipped(progress: Progress, swarm: Swarm, *, ending: Ending, limits: Limits) -> dict[int, str]:

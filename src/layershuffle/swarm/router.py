@@ -246,8 +246,7 @@ class Router:
         )  # fmt: skip
         if not call.reported:
             self._note(walk, hop, None)
-        excused = outcome == "late" and not call.visit.fair and elapsed >= call.visit.limit
-        if (not call.reported and not excused) or outcome == "lost":
+        if policy.strikes(call.visit, outcome, elapsed=elapsed, again=call.reported):
             self.report(hop)
         call.reported = True
 

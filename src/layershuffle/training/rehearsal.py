@@ -116,14 +116,15 @@ def too_large(trainer: OrderTrainer, settings: FitSettings) -> TrainingError:
     if not settings.activation_checkpointing:
         ways.insert(0, "--activation-checkpointing (computes every block twice)")
     if not is_sharded(trainer.model):  # there, one process cannot try alone
-        fitting = _largest(trainer, below=images)
+        fitting = largest_forward(trainer, below=images)
         cause += f"; the largest that did fit, halving it, is {fitting}" if fitting else ""
         ways = ([_accumulate(settings, images, fitting)] if fitting else []) + ways
     return TrainingError(cause, hint=" or ".join(ways))
 
 
-def _largest(trainer: OrderTrainer, *, below: int) -> int:
-    """With room left for Adam's two moments, which may not be there yet."""
+def largest_forward(trainer: OrderTrainer, *, below: int) -> int:
+    """Images of a forward and backward that fit (`largest_that_fits`), with room left for Adam's
+    two moments, which may not be there yet."""
     trainer.model.zero_grad()
     moments = [] if trainer.optimizer and trainer.optimizer.state else [0, 1]
     held = [torch.empty_like(w) for w in trainer.model.parameters() for _ in moments]

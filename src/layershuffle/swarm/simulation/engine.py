@@ -16,6 +16,7 @@ from layershuffle.swarm import state
 from layershuffle.swarm.drill import Ended
 from layershuffle.swarm.faults import Fault, check_faults
 from layershuffle.swarm.limits import Limits
+from layershuffle.swarm.messages import WHOLE
 from layershuffle.swarm.plan import SwarmPlan
 from layershuffle.swarm.policy import Progress, Routing
 from layershuffle.swarm.simulation.gateway import Gateway, Walk
@@ -161,7 +162,7 @@ class _World:
 
     def _reply(self, walk: Walk) -> _Reply:
         blocks = len(walk.progress.done)
-        ended: Ended = "answered" if walk.ending in ("complete", "enough") else "degraded"
+        ended: Ended = "answered" if walk.ending in WHOLE else "degraded"
         if walk.ms > self.limits.deadline_ms:
             ended = "late"
         if walk.ending == "lost" or blocks < self.min_blocks:

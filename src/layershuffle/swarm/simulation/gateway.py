@@ -195,8 +195,7 @@ class Gateway:
         hop = Visited(call.visit.host, call.visit.blocks, outcome, elapsed * _MILLI, why=why)
         if not call.reported:
             walk.hops.append(hop)
-        excused = outcome == "late" and not call.visit.fair and elapsed >= call.visit.limit
-        if (not call.reported and not excused) or outcome == "lost":
+        if policy.strikes(call.visit, outcome, elapsed=elapsed, again=call.reported):
             self.report(hop)
         call.reported = True
 
