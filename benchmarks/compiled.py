@@ -18,9 +18,9 @@ from torch import nn
 from layershuffle.bench.claims import Claim, run_claim
 from layershuffle.bench.pairs import SMOKE, Bound, Effort, Row, cpu_timed, paired
 from layershuffle.bench.subjects import PICO, WIDTH_64, WIDTH_192, Subject, subject
+from layershuffle.compiling import BlockCompiler
 from layershuffle.policies import Shuffled
 from layershuffle.stack import depth_of, running
-from layershuffle.training.compiling import BlockCompiler
 
 CASES = {"width 64, batch 64": (WIDTH_64, 64), "width 192, batch 8": (WIDTH_192, 8)}
 SMOKES = {"smoke": (PICO, 2)}

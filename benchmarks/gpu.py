@@ -12,7 +12,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from itertools import count
 from typing import Any
@@ -34,11 +35,12 @@ from layershuffle.bench.report import Report
 from layershuffle.bench.subjects import PICO, VIT_B, Subject, converted
 from layershuffle.bench.targets import GPU
 from layershuffle.bench.train import bench_train
+from layershuffle.compiling import BlockCompiler
 from layershuffle.errors import LayerShuffleError
 from layershuffle.models import logits_of
 from layershuffle.policies import OrderPolicy, Sequential, Shuffled
 from layershuffle.stack import depth_of, running
-from layershuffle.training.compiling import BlockCompiler
+from layershuffle.training.rounding import rounded
 
 MOST_SECONDS = 480  # after that no section begins; the longest one takes two minutes
 FULL = Chosen(
@@ -72,11 +74,13 @@ def as_target(name: str, row: Row) -> Row:
 
 
 def compared_blocks(
-    name: str, *, a: Side, b: Side, effort: Effort, compiler: BlockCompiler, compiled: Side
-) -> Row:
-    """A against B, with what became of the blocks that the side `compiled` runs."""
+    name: str, *, a: Side, b: Side, effort: Effort, compiler: BlockCompiler,
+    compiled: Sequence[Side],
+) -> Row:  # fmt: skip
+    """A against B, with what became of the blocks that the sides `compiled` run."""
     with compiler.limits():
-        compiler.or_eager(compiled)
+        for side in compiled:
+            compiler.or_eager(side)
         before = compiler.graphs
         row = as_target(name, paired("", "", a=a, b=b, effort=effort))
     mode = mode_of(compiler, graphs_before=before)
@@ -126,7 +130,22 @@ def order(chosen: Chosen, effort: Effort) -> Iterator[Row]:
     fixed = training_side(chosen, on, Sequential(), optimiser)
     yield compared_blocks(
         "training step, order",
-        a=shuffled, b=fixed, effort=effort, compiler=compiler, compiled=shuffled,
+        a=shuffled, b=fixed, effort=effort, compiler=compiler, compiled=[shuffled],
+    )  # fmt: skip
+
+
+def precision(chosen: Chosen, effort: Effort) -> Iterator[Row]:
+    """Autocast against forwards that are bf16 altogether, both over fp32 weights."""
+    on, compiler = subject_of(chosen), compiler_of(chosen)
+    compiler.add(on.model)
+    optimiser = torch.optim.AdamW(on.model.train().parameters(), lr=1e-4, fused=True)
+    autocast, pure = (
+        training_side(replace(chosen, precision=one), on, optimiser=optimiser)
+        for one in ("bf16", "bf16-pure")
+    )
+    yield compared_blocks(
+        "training step, precision",
+        a=autocast, b=pure, effort=effort, compiler=compiler, compiled=[autocast, pure],
     )  # fmt: skip
 
 
@@ -140,7 +159,7 @@ def compiled(chosen: Chosen, effort: Effort) -> Iterator[Row]:
         compiler = compiler_of(replace(chosen, compile=True))
         compiler.add(on.model)
         a, b = make(chosen, eager), make(chosen, on)
-        yield compared_blocks(name, a=a, b=b, effort=effort, compiler=compiler, compiled=b)
+        yield compared_blocks(name, a=a, b=b, effort=effort, compiler=compiler, compiled=[b])
 
 
 def timed(chosen: Chosen, work: Callable[[], object]) -> Side:
@@ -158,14 +177,16 @@ def training_side(
     steps, depth, device = count(), depth_of(on.model), chosen.device
     drawn = policy or Shuffled()
     on.model.train()
-    labels = on.labels.to(device)
+    labels, pure = on.labels.to(device), chosen.precision == "bf16-pure"
+    images = on.images.bfloat16() if pure else on.images
 
     def step() -> None:
         with (
             running(on.model, drawn.draw(depth, seed=0, step=next(steps))),
             torch.autocast(device, torch.bfloat16, enabled=chosen.precision == "bf16"),
+            rounded(on.model, torch.bfloat16) if pure else nullcontext(),
         ):
-            logits = logits_of(on.model(on.images)).float()
+            logits = logits_of(on.model(images)).float()
         F.cross_entropy(logits, labels).backward()
         if optimiser is not None:
             optimiser.step()
@@ -231,7 +252,7 @@ def trie(chosen: Chosen, effort: Effort) -> Iterator[Row]:
 
 
 SECTIONS = (
-    training, inference, order, compiled, against_plain, four_orders, trie, reading
+    training, inference, order, precision, compiled, against_plain, four_orders, trie, reading
 )  # fmt: skip
 
 

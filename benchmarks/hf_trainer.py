@@ -27,9 +27,9 @@ from layershuffle.bench.marks import Marks
 from layershuffle.bench.pairs import SMOKE, Bound, Effort, Row, Side, paired
 from layershuffle.bench.subjects import subject_around
 from layershuffle.bench.training import Numbers, TimedTrainer, time_training, timed_trainer
+from layershuffle.compiling import BlockCompiler
 from layershuffle.settings import FitSettings
 from layershuffle.stack import wrap
-from layershuffle.training.compiling import BlockCompiler
 
 SMALL = {
     "hidden_size": 192, "num_attention_heads": 3, "intermediate_size": 768, "image_size": 32,

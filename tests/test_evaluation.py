@@ -136,7 +136,7 @@ def test_a_batch_is_scored_in_parts_that_fit_the_cache(monkeypatch):
 
 
 def test_autocast_around_it_runs_the_blocks_in_bf16():
-    """What docs/commands/eval.md says of programs."""
+    """As training scores what it holds out."""
     model, dtypes = VIT.wrapped(), set()
     (exact,) = evaluate(model, BATCHES, modes="sequential")
     mlp = next(m for m in ls.blocks_of(model)[0].modules() if isinstance(m, torch.nn.Linear))

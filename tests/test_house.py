@@ -22,7 +22,7 @@ LAYERS = (
     ("files", "draws", "orders", "position_forms", "plotting"),
     ("policies", "parts", "discovery", "grouped", "modes", "machine"),
     ("stack", "methods"),
-    ("position", "trie", "settings"),
+    ("position", "trie", "settings", "compiling"),
     ("recipes",),
     ("models", "data"),
     ("scoring", "evaluation", "training", "merging", "analysis"),

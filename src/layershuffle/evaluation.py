@@ -61,11 +61,12 @@ class Tally:
 
     def add(self, logits: Tensor, labels: Tensor) -> None:
         """Count a batch: logits `[n, classes]`, labels `[n]`."""
+        logits = logits.float()
         ranks = logits.topk(min(_TOP, logits.shape[-1])).indices == labels[:, None]
         self.images += len(labels)
         self.right = self.right + ranks[:, 0].sum()
         self.among = self.among + ranks.sum()
-        losses = F.cross_entropy(logits.float(), labels, reduction="sum")
+        losses = F.cross_entropy(logits, labels, reduction="sum")
         self.loss = self.loss + losses.double()
 
     @property
@@ -126,7 +127,8 @@ def evaluate(
 ) -> list[Score]:
     """The scores of every mode and draw, from one pass over `batches`.
 
-    `batches` yields (images `[n, channels, height, width]`, labels `[n]`). `modes` as in
+    `batches` yields (images `[n, channels, height, width]`, labels `[n]`); images are taken in the
+    dtype of the model's weights, logits are compared in fp32. `modes` as in
     "sequential,arbitrary,kept:9" (`layershuffle.modes`). A mode with a single
     order gets one score, the others `num_orders`. Orders with common beginnings share their work
     (`layershuffle.trie`). The model comes back in the train or eval mode it was in. Raises
@@ -173,8 +175,13 @@ def _score_batch(
 
 
 def micro_batches(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Batches:
-    """A batch of images and labels where `model` is, in parts that fit a CPU's cache."""
-    device = next(model.parameters()).device
-    images, labels = (tensor.to(device) for tensor in batch)
+    """A batch of images and labels for `model`, in parts that fit a CPU's cache.
+
+    They go where it is; floating images become of its weights' dtype.
+    """
+    weight = next(p for p in model.parameters() if p.is_floating_point())
+    images, labels = (tensor.to(weight.device) for tensor in batch)
+    if images.is_floating_point():
+        images = images.to(weight.dtype)
     size = images_at_once(model, images, forward=lambda x: logits_of(model(x)))
     return zip(torch.split(images, size), torch.split(labels, size), strict=True)

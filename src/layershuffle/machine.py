@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+_log = logging.getLogger("layershuffle")
 _PACKAGES = ("layershuffle", "torch", "torchvision", "timm", "transformers", "accelerate", "numpy")
 
 
@@ -58,6 +60,12 @@ def cpu_has_bf16() -> bool:
         return False
     words = set(cpuinfo.read_text(encoding="utf-8").split())
     return bool(words & {"avx512_bf16", "amx_bf16", "bf16"})
+
+
+def warn_of_slow_bf16(precision: str, device: str) -> None:
+    """Says that bf16 will be slow, where it is meant for a processor that cannot multiply it."""
+    if precision.startswith("bf16") and device == "cpu" and not cpu_has_bf16():
+        _log.warning("this processor has no bf16 arithmetic: bf16 will be several times slower")
 
 
 def uploaded(tensor: Tensor, device: torch.device) -> Tensor:

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
+from layershuffle.compiling import OFF, BlockCompiler
 from layershuffle.data import DataOptions, ImageData, check_class_count, open_data
 from layershuffle.data.batches import Batches
 from layershuffle.data.loading import loader_processes
 from layershuffle.evaluation import Score, evaluate
+from layershuffle.machine import warn_of_slow_bf16
 from layershuffle.models import image_view, load, num_classes_of
 from layershuffle.modes import Mode, parse_modes
 from layershuffle.orders import ExecutionOrder
-from layershuffle.settings import EvalSettings, FitSettings
+from layershuffle.settings import EvalSettings, FitSettings, Precision
 from layershuffle.stack import depth_of
 
+T = TypeVar("T")
 COLUMNS = (
     "method",
     "seed",
@@ -37,11 +43,15 @@ COLUMNS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Scoring:
-    """Scores with what they were measured on."""
+    """Scores with what they were measured on.
+
+    `blocks`: the mode that they ran in (compiled or eager), the reason of eager mode, the graphs.
+    """
 
     scores: list[Score]
     depth: int
     data: ImageData
+    blocks: dict[str, Any]
 
     def kept(self, score: Score) -> int:
         """How many blocks ran."""
@@ -68,7 +78,9 @@ def score_model(
     data = open_data(data_spec, image_view(model), options=options)
     check_class_count(data, num_classes_of(model), place=model_spec)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model.to(device)
+    warn_of_slow_bf16(settings.precision, device)
+    compiler = compiler_if(settings.compile)
+    as_scored(model.to(device), settings.precision, compiler=compiler)
     batches = Batches(
         data.splits["test"],
         data.finish,
@@ -76,15 +88,52 @@ def score_model(
         device=device,
         processes=loader_processes(data_spec),
     )
-    scores = evaluate(
-        model,
-        batches,
-        modes=modes,
-        num_orders=settings.num_orders,
-        seed=settings.seed,
-        draw=settings.draw,
+    scores = run_blocks(
+        lambda: evaluate(
+            model,
+            batches,
+            modes=modes,
+            num_orders=settings.num_orders,
+            seed=settings.seed,
+            draw=settings.draw,
+        ),
+        compiler=compiler,
     )
-    return Scoring(scores=scores, depth=depth_of(model), data=data)
+    return Scoring(scores=scores, depth=depth_of(model), data=data, blocks=_told(compiler))
+
+
+def compiler_if(wanted: bool) -> BlockCompiler | None:
+    """What compiles the blocks of models that are scored, if that is wanted."""
+    return BlockCompiler() if wanted else None
+
+
+def as_scored(
+    model: nn.Module, precision: Precision, *, compiler: BlockCompiler | None
+) -> nn.Module:
+    """`model` itself: in bf16 with all weights and floating buffers, compiled by `compiler`."""
+    if precision == "bf16":
+        model.to(torch.bfloat16)
+    if compiler is not None:
+        compiler.add(model)
+    return model
+
+
+def run_blocks(work: Callable[[], T], *, compiler: BlockCompiler | None) -> T:
+    """What `work` gives; again in eager mode, said once, where a block cannot be compiled."""
+    if compiler is None:
+        return work()
+    with compiler.limits():
+        found = compiler.or_eager(work)
+    if compiler.on and not compiler.graphs:
+        compiler.give_up(OFF)
+    return found
+
+
+def _told(compiler: BlockCompiler | None) -> dict[str, Any]:
+    if compiler is None:
+        return {"mode": "eager", "reason": "compile is off", "graphs": 0}
+    report = compiler.report()
+    return {name: report[name] for name in ("mode", "reason", "graphs")}
 
 
 def check_modes(fitted: FitSettings, settings: EvalSettings) -> None:

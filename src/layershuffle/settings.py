@@ -27,6 +27,8 @@ Positive = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(gt=0.0, lt=1.0)]
 Seed = Annotated[int, Field(ge=0, lt=1 << 32)]
 """What numpy's generator, which augmentation uses, can take."""
+Precision = Literal["fp32", "bf16"]
+"""Of models that are scored."""
 Name = Annotated[str, Field(pattern=r"^[^/.][^/]*$")]
 """Becomes part of a path."""
 
@@ -125,8 +127,9 @@ class FitSettings(Settings):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes a GPU when there is one."""
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """auto: bf16 on GPUs that have it, fp32 elsewhere."""
+    precision: Literal["auto", "fp32", "bf16", "bf16-pure"] = "auto"
+    """auto: bf16 on GPUs that have it, fp32 elsewhere. bf16 is autocast; bf16-pure computes a whole
+    forward in bf16. Weights are fp32 in all of them."""
     threads: Positive | None = None
     """CPU threads of torch (default: torch's own choice)."""
     workers: Annotated[int, Field(ge=0)] | None = None
@@ -157,6 +160,8 @@ class FitSettings(Settings):
                 "under fsdp all processes must run the same order (rank_orders=same): shards of "
                 "different blocks would be mixed without an error"
             )
+        if self.parallel == "fsdp" and self.precision == "bf16-pure":
+            raise ValueError("bf16-pure rounds whole weights: use parallel=ddp, or precision=bf16")
         if self.parallel == "fsdp" and self.ema is not None:
             raise ValueError("ema needs whole weights in every process: use parallel=ddp")
         return self
@@ -184,6 +189,10 @@ class EvalSettings(Settings):
     """Seed of the drawn orders."""
     draw: Literal["pass", "batch"] = "pass"
     """One order per pass over the data, or a new one for every batch as in the paper."""
+    precision: Precision = "fp32"
+    """fp32 is what scores mean; bf16, faster on GPUs, rounds weights and states to 8 bits."""
+    compile: bool = False
+    """Compile the blocks: for GPUs (on a CPU it takes minutes and gains nothing)."""
     batch_size: Positive = 250
     """Images per forward."""
     max_images: Positive | None = None

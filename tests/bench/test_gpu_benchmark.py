@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from layershuffle.bench.pairs import SMOKE, Effort, Row
-from layershuffle.training.compiling import BlockCompiler
+from layershuffle.compiling import BlockCompiler
 
 ROOT = Path(__file__).resolve().parents[2]
 ONCE = Effort(pairs=1, seconds=0.0, warm_up=1)
@@ -73,7 +73,12 @@ def test_graphs_are_counted_after_the_pairs(script):
         return 1.0
 
     row = script.compared_blocks(
-        "inference, compiled", a=lambda: 2.0, b=side, effort=ONCE, compiler=compiler, compiled=side
+        "inference, compiled",
+        a=lambda: 2.0,
+        b=side,
+        effort=ONCE,
+        compiler=compiler,
+        compiled=[side],
     )
     # One by `compiled` itself; the warm-up and the pair are two more, after it.
     assert row.facts == {"name": "compiled", "reason": None, "graphs": 3, "recompiles": 2}
@@ -88,7 +93,12 @@ def test_what_fell_back_says_so_in_its_row(script):
         return 1.0
 
     row = script.compared_blocks(
-        "inference, compiled", a=lambda: 2.0, b=side, effort=ONCE, compiler=compiler, compiled=side
+        "inference, compiled",
+        a=lambda: 2.0,
+        b=side,
+        effort=ONCE,
+        compiler=compiler,
+        compiled=[side],
     )
     assert row.facts["name"] == "eager"
     assert row.what == "eager / compiled, NOT compiled: no compiler here"

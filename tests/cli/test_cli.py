@@ -175,6 +175,18 @@ def children_seconds():
     return used.ru_utime + used.ru_stime
 
 
+@pytest.mark.parametrize("words", [[], ["fit", "--help"]])
+def test_a_reader_that_goes_is_no_fault(words):
+    """As in `layershuffle fit --help | head -1`."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "layershuffle", *words],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    process.stdout.close()
+    _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (141, "")
+
+
 def test_commands_are_documented(repository):
     pages = {path.stem for path in (repository / "docs" / "commands").glob("*.md")}
     assert pages == set(COMMANDS)
@@ -199,17 +211,18 @@ FIT_FLAGS = [
     *("skip_corrupt", "steps", "streaming", "threads", "warmup", "weight_decay", "workers"),
 ]
 EVAL_FLAGS = [
-    *("batch_size", "draw", "max_images", "modes", "num_orders", "resize", "seed"),
-    *("skip_corrupt", "streaming"),
+    *("batch_size", "compile", "draw", "max_images", "modes", "num_orders", "precision", "resize"),
+    *("seed", "skip_corrupt", "streaming"),
 ]
 MERGE_FLAGS = [
-    *("batch_size", "draw", "ends", "ensemble_combine", "ensemble_orders", "max_images", "merges"),
-    *("mixed", "num_orders", "replacement", "resize", "seed", "skip_corrupt", "soups"),
+    *("batch_size", "compile", "draw", "ends", "ensemble_combine", "ensemble_orders", "max_images"),
+    *("merges", "mixed", "num_orders", "precision", "replacement", "resize", "seed"),
+    *("skip_corrupt", "soups"),
 ]
 CACHE_FLAGS = ["quality", "size", "skip_corrupt", "workers"]
 ENSEMBLE_FLAGS = [
-    *("batch_size", "combine", "draw", "max_images", "mixed", "mode", "num_orders", "orders"),
-    *("resize", "seed", "skip_corrupt"),
+    *("batch_size", "combine", "compile", "draw", "max_images", "mixed", "mode", "num_orders"),
+    *("orders", "precision", "resize", "seed", "skip_corrupt"),
 ]
 ANALYZE_FLAGS = [
     *("batch_size", "block", "images", "neighbours", "orders", "resize", "seed"),

@@ -1,21 +1,26 @@
 """`layershuffle merge` and `ensemble` as a user meets them, on three tiny models in a directory."""
 
+import copy
 import csv
 import hashlib
 import io
 import json
 import shutil
+import sys
 
 import pytest
 import timm
 import torch
+from torch.nn.functional import cross_entropy
 
 import layershuffle as ls
 from common import redraw
 from layershuffle.cli import main
+from layershuffle.compiling import BlockCompiler
 from layershuffle.data import DataOptions, open_data
 from layershuffle.data.batches import Batches
 from layershuffle.evaluation import evaluate
+from layershuffle.merging.ensembles import combined
 from layershuffle.merging.plans import MergePlan, orders_seed, sample_plans
 from layershuffle.merging.rows import COLUMNS, rows_csv, rows_from_csv
 from layershuffle.merging.scoring import score_ensemble, score_merging
@@ -128,14 +133,39 @@ def test_recipes_that_are_wrong(capsys, work, text, phrase):
     assert not (work / "merged").exists()
 
 
-def test_rows_equal_the_slow_path(work):
-    """Every kind of row measured again by hand, from what the row itself says."""
+@pytest.fixture
+def compilers(monkeypatch):
+    """The compilers that are made, of graphs that run as they are."""
+    torch._dynamo.reset()
+    made = []
+
+    def make():
+        made.append(BlockCompiler(backend="eager"))
+        return made[-1]
+
+    monkeypatch.setattr(sys.modules["layershuffle.scoring"], "BlockCompiler", make)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("precision", "graphs"), [("fp32", []), ("fp32", [2]), ("bf16", []), ("bf16", [2])]
+)
+def test_rows_equal_the_slow_path(work, compilers, precision, graphs):
+    """Every kind of row measured again by hand, from what the row itself says.
+
+    Merges and soups are averaged in fp32 and rounded then. Graphs: of test and held-out images.
+    """
     specs = [f"runs/{name}" for name in "abc"]
-    settings = MergingSettings(merges=4, ends=("average", "first"), num_orders=2, seed=5)
+    settings = MergingSettings(
+        merges=4, ends=("average", "first"), num_orders=2, seed=5,
+        precision=precision, compile=bool(graphs),
+    )  # fmt: skip
     told, notes = [], []
     rows = score_merging(
         specs, DATA, settings=settings, progress=lambda *at: told.append(at), note=notes.append
     )
+    assert [compiler.graphs for compiler in compilers] == graphs
+    assert not any("eager mode" in note for note in notes)
     assert rows == score_merging(specs, DATA, settings=settings)
     assert told[-1] == (told[-1][1],) * 2 == (3 * 2 + 8 + 7 * 2 + 3 * 2 * 2,) * 2
     assert rows_from_csv(rows_csv(rows)) == rows
@@ -146,25 +176,38 @@ def test_rows_equal_the_slow_path(work):
     data = open_data(DATA, image_view(donors[0]), options=DataOptions(train=False))
     batches = list(Batches(data.splits["test"], data.finish, batch_size=250, device="cpu"))
 
-    def again(model, row):
-        with torch.inference_mode(), ls.running(model, row.order):
-            (images, labels) = batches[0]
-            return 100.0 * float((model(images).argmax(-1) == labels).float().mean())
+    (images, labels) = batches[0]
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+
+    def logits(model, order):
+        rounded = copy.deepcopy(model).to(dtype)
+        with torch.inference_mode(), ls.running(rounded, order):
+            return rounded(images.to(dtype)).float()
+
+    def check(row, logits):
+        top1 = 100.0 * float((logits.argmax(-1) == labels).float().mean())
+        assert row.top1 == pytest.approx(top1, abs=1e-4)
+        assert row.cross_entropy == pytest.approx(float(cross_entropy(logits, labels)), rel=1e-6)
 
     assert sum(row.main for row in rows if row.kind == "merge") == 4
     for row in rows:
         assert (row.mode, row.n) == ("arbitrary", 50)
         parts = [int(word) for word in row.donors.split(",")]
         if row.kind == "donor":
-            assert again(donors[row.index], row) == pytest.approx(row.top1, abs=1e-4)
+            check(row, logits(donors[row.index], row.order))
         elif row.kind == "merge":
             end = "average" if row.ends == "average" else parts[0]
             model = ls.merge(donors, MergePlan(tuple(parts), stem=end, head=end))
-            assert again(model, row) == pytest.approx(row.top1, abs=1e-4)
+            check(row, logits(model, row.order))
         elif row.kind == "soup":
             taken = [donors[i] for i in parts]
             soup = ls.uniform_soup(taken) if len(taken) > 1 else taken[0]
-            assert again(soup, row) == pytest.approx(row.top1, abs=1e-4)
+            check(row, logits(soup, row.order))
+        else:
+            orders = row.order.split(";")
+            orders = orders * len(donors) if len(orders) == 1 else orders
+            members = [logits(*one) for one in zip(donors, orders, strict=True)]
+            check(row, combined(torch.stack(members), row.name.split("-")[0]))
     seeds = [orders_seed(5, 1, index=i) for i in range(4)]
     wanted = [str(Shuffled().draw(3, seed=seed, step=0)) for seed in seeds]
     assert [row.order for row in rows if row.kind == "merge"] == wanted * 2

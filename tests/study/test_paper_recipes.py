@@ -72,10 +72,12 @@ def shrunk(recipe, *, model, data, seeds):
     ]
     fit = {k: v for k, v in recipe["fit"].items() if k != "epochs"}
     fit |= {"steps": 1, "batch_size": 4, "eval_batch_size": 4, "workers": 0, "eval_orders": 1}
-    evaluate = {**recipe["evaluate"], "num_orders": 2, "batch_size": 6}
+    # What is compiled for a GPU would take minutes here.
+    evaluate = {**recipe["evaluate"], "num_orders": 2, "batch_size": 6, "compile": False}
     shrunk = {**recipe, "model": model, "data": data, "seeds": seeds[:1], "arms": arms}
     if "merging" in recipe:
-        options = {**recipe["merging"]["options"], "merges": 3, "batch_size": 6, "num_orders": 1}
+        options = {"merges": 3, "batch_size": 6, "num_orders": 1, "compile": False}
+        options = {**recipe["merging"]["options"], **options}
         shrunk["merging"] = {**recipe["merging"], "options": options}
     small = {"images": 12, "neighbours": 3, "batch_size": 6}
     shrunk["analyses"] = [
@@ -105,7 +107,13 @@ def test_end_to_end(repository, images, model, tmp_path, name, seeds, runs, othe
         if arm["method"] != "truncated":
             assert _rows(tmp_path, arm.get("name", arm["method"])), arm
     assert "Figure 4" in text
+    run = json.loads((tmp_path / "runs/baseline-seed0/result.json").read_text())
+    assert (run["eval_precision"], run["eval_blocks"]["mode"]) == ("bf16", "eager")
+    assert f"precision {run['settings']['precision']}; scores: precision bf16" in text
     if name == "imagenet-paper":
+        for arm in recipe["merging"]["arms"]:
+            merged = json.loads((tmp_path / "merging" / arm / "result.json").read_text())
+            assert merged["hardware"]["precision"] == "bf16"
         assert "Table 2 and Figure 5" in text
         assert "Paper protocol: the checkpoint was picked on the same images" in text
         short = json.loads(

@@ -1,11 +1,27 @@
 """From a recipe to tasks: runs, the budget curve, merging, analyses, and what each needs."""
 
-import pytest
+import functools
+import json
+import sys
 
+import pytest
+import torch
+from fixture import TINY
+
+import layershuffle as ls
+from layershuffle.compiling import BlockCompiler
 from layershuffle.errors import UsageError
+from layershuffle.study import probe
 from layershuffle.study.artefacts import ARTEFACTS, tasks_for
-from layershuffle.study.dry_run import block_runs, orders_of, plan_text, task_seconds
-from layershuffle.study.plan import AnalysisSpec, MergingSpec, plan_json, runs_of, tasks_of
+from layershuffle.study.dry_run import block_runs, forecast, orders_of, plan_text, task_seconds
+from layershuffle.study.plan import (
+    AnalysisSpec,
+    MergingSpec,
+    plan_json,
+    runs_of,
+    tasks_of,
+    write_plan,
+)
 from layershuffle.study.runner import startable
 from layershuffle.study.settings import StudySettings
 from layershuffle.study.speed import Speed
@@ -179,3 +195,57 @@ def test_time_adds_up(study):
         assert task_seconds(by_epochs, speed) == pytest.approx(8 + epochs * 50.0 + 36 * 1.0)
     merging = next(task for task in tasks_of(study) if isinstance(task, MergingSpec))
     assert task_seconds(merging, speed) == pytest.approx(8 + (7 + 3 * 4 * 5) * 12 * 1.0)
+
+
+def test_finished_scores_of_another_precision_are_refused(study, tmp_path):
+    """Studies from before there was a choice were scored in fp32, and go on."""
+    write_plan(study, tmp_path)
+    directory = tmp_path / "runs" / "baseline-seed0"
+    directory.mkdir(parents=True)
+    (directory / "result.json").write_text("{}")
+    path = tmp_path / "plan.json"
+    old = json.loads(path.read_text())
+    for settings in (old["recipe"]["evaluate"], old["recipe"]["merging"]["options"]):
+        del settings["precision"], settings["compile"]
+    path.write_text(json.dumps(old))
+    write_plan(study, tmp_path)
+    changed = {**RECIPE, "evaluate": {**RECIPE["evaluate"], "precision": "bf16"}}
+    with pytest.raises(
+        UsageError, match=r"settings \(evaluate\), finished already: baseline-seed0"
+    ):
+        write_plan(StudySettings(**changed), tmp_path)
+
+
+def test_the_probe_computes_as_the_tasks_will(tmp_path, monkeypatch):
+    """Training under autocast, scores in bf16 with compiled blocks, the analysis in fp32."""
+    torch._dynamo.reset()
+    eager = functools.partial(BlockCompiler, backend="eager")
+    monkeypatch.setattr(sys.modules["layershuffle.scoring"], "BlockCompiler", eager)
+    trained, scored = set(), set()
+
+    def logits_of(output, found=probe.logits_of):
+        trained.add(output.dtype)
+        return found(output)
+
+    def evaluate(model, *arguments, found=probe.evaluate, **settings):
+        compiled = {block._compiled_call_impl is not None for block in ls.blocks_of(model)}
+        scored.add((next(model.parameters()).dtype, *compiled))
+        return found(model, *arguments, **settings)
+
+    monkeypatch.setattr(probe, "logits_of", logits_of)
+    monkeypatch.setattr(probe, "evaluate", evaluate)
+    study = StudySettings(
+        **{
+            **TINY,
+            "fit": {**TINY["fit"], "precision": "bf16"},
+            "evaluate": {**TINY["evaluate"], "precision": "bf16", "compile": True},
+            "analyses": [{"name": "umap", "arm": "baseline"}],
+        }
+    )
+    found = forecast(study, tasks_of(study), out=tmp_path, workers=1)
+    assert trained == {torch.bfloat16}
+    assert scored == {(torch.bfloat16, True), (torch.float32, False)}
+    assert "in evaluation in bf16, compiled; " in found.probe
+    assert "in evaluation in fp32 (" in found.probe
+    model = ls.load(TINY["model"])
+    assert found.bytes_left == 2 * sum(p.nbytes for p in model.parameters())

@@ -116,9 +116,9 @@ def test_ctrl_c_leaves_no_process_behind(swarm):
 def test_a_thousand_requests_while_a_third_of_the_hosts_dies(repository, tmp_path):
     """0 failed, 0 late, accuracy as calibrated; a slow host; memory. benchmarks/swarm_load.py."""
     out = tmp_path / "load.json"
-    words = ["--requests", "1000", "--memory-requests", "500", "--out", str(out)]
+    words = ["--requests", "1000", "--other-requests", "400", "--memory-requests", "500"]
     done = subprocess.run(
-        [sys.executable, repository / "benchmarks" / "swarm_load.py", *words],
+        [sys.executable, repository / "benchmarks" / "swarm_load.py", *words, "--out", out],
         capture_output=True, text=True, timeout=LOAD_SECONDS, check=False,
         env={**os.environ, **ENVIRONMENT},
     )  # fmt: skip

@@ -20,13 +20,13 @@ from runs import NO_DROPOUT, assert_same_weights, settings, weights
 
 import layershuffle as ls
 from common import FAMILIES
+from layershuffle.compiling import BlockCompiler
 from layershuffle.data import DataOptions, open_data
 from layershuffle.errors import Interrupted, SettingsError, TrainingError, UsageError
 from layershuffle.models import image_view
 from layershuffle.position import PositionedModel
 from layershuffle.settings import digest
 from layershuffle.training import fit
-from layershuffle.training.compiling import BlockCompiler
 from layershuffle.training.ranks import Ranks, joined
 from layershuffle.training.sharding import idle_parameters
 from layershuffle.training.trainer import EpochSampler, OrderTrainer
@@ -43,6 +43,7 @@ ARMS = {
     "groups": GROUPS,
     "drop": DROP,
     "compiled": {**FAST, "ema": 0.9},
+    "pure": {"precision": "bf16-pure"},
     "idle": {"method": "layershuffle-predict", "model": "dinov2"},
     "fsdp": {"parallel": "fsdp", **FAST},
     "fsdp groups": {"parallel": "fsdp", **GROUPS},
@@ -50,6 +51,7 @@ ARMS = {
 }
 # After which step: in the second epoch, and when some blocks have not run yet.
 STOPPED = {"ddp": 7, "fsdp drop": 2}
+ROUNDED = {"pure": 2e-3}  # halves of a batch are summed in bf16; the run moves weights by 5e-3
 OWN = {"rank_orders": "own", "steps": 3, "eval_every": 3, "warmup": 0, "schedule": "constant"}
 
 
@@ -167,11 +169,13 @@ def alone(models, tmp_path_factory):
 @pytest.mark.parametrize("name", ARMS)
 def test_two_processes_train_the_weights_of_one(pair, alone, name):
     """Over the border of an epoch (6 steps), to rounding: halves of a batch are averaged."""
-    assert_same_weights(weights(pair[0] / name), weights(alone(name)), tolerance=2e-5)
+    tolerance = ROUNDED.get(name, 2e-5)
+    assert_same_weights(weights(pair[0] / name), weights(alone(name)), tolerance=tolerance)
     one, two = (json.loads((d / "result.json").read_text()) for d in (pair[0] / name, alone(name)))
     assert (one["processes"], two["processes"]) == (2, 1)
     assert one["selected"]["step"] == two["selected"]["step"]
-    assert one["selected"]["value"] == pytest.approx(two["selected"]["value"], rel=1e-5)
+    near = max(1e-5, ROUNDED.get(name, 0))
+    assert one["selected"]["value"] == pytest.approx(two["selected"]["value"], rel=near)
 
 
 @pytest.mark.parametrize(

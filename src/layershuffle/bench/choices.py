@@ -11,9 +11,9 @@ import torch
 from layershuffle.bench.report import Conditions
 from layershuffle.bench.settings import BenchSettings
 from layershuffle.bench.subjects import VIT_B, Subject, subject
+from layershuffle.compiling import BlockCompiler
 from layershuffle.errors import UsageError
 from layershuffle.machine import hardware
-from layershuffle.training.compiling import BlockCompiler
 
 _DEFAULTS = {"cuda": (VIT_B, 640), "cpu": ("bundled:digits", 64)}
 
@@ -26,7 +26,7 @@ class Chosen:
     batch: int
     steps: int
     device: Literal["cpu", "cuda"]
-    precision: Literal["fp32", "bf16"]
+    precision: Literal["fp32", "bf16", "bf16-pure"]
     compile: bool
     orders_per_batch: int
     workers: int

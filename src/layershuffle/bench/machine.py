@@ -24,7 +24,7 @@ _SIZE = {"cpu": 1024, "cuda": 8192}
 _CALLS, _ROUNDS = 4, 5
 # What torch says at every one. Its notice that the counting is a prototype has other words.
 _SYNC = "called a synchronizing CUDA operation"
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16-pure": torch.bfloat16}
 
 
 def matmul_ceiling(device: str, precision: str) -> float:

@@ -10,8 +10,8 @@ from layershuffle.bench.choices import Chosen
 from layershuffle.bench.machine import matmul_ceiling
 from layershuffle.bench.marks import median_phases
 from layershuffle.bench.report import Mode, Report, throughput
+from layershuffle.compiling import BlockCompiler
 from layershuffle.machine import versions
-from layershuffle.training.compiling import BlockCompiler
 
 WARM_UP, PHASED = 3, 5
 """Steps before the timed ones, which are not counted, and after them, to see the phases."""

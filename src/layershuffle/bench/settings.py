@@ -29,8 +29,9 @@ class BenchSettings(Settings):
     """Steps or merges that are timed."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes a GPU when there is one."""
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """auto: bf16 on GPUs that have it, fp32 elsewhere."""
+    precision: Literal["auto", "fp32", "bf16", "bf16-pure"] = "auto"
+    """auto: bf16 on GPUs that have it, fp32 elsewhere. train: as fit has it; others have weights
+    and states in bf16 either way."""
     threads: Positive | None = None
     """CPU threads of torch (default: torch's own choice)."""
     compile: bool | None = None

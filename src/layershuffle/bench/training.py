@@ -19,6 +19,7 @@ from layershuffle.bench.machine import Memory, Syncs
 from layershuffle.bench.marks import BlockMarks, Marks
 from layershuffle.bench.measured import PHASED, WARM_UP, Measured, mode_of
 from layershuffle.bench.subjects import Subject
+from layershuffle.compiling import BlockCompiler
 from layershuffle.data import ImageData, Split
 from layershuffle.data.contract import Item
 from layershuffle.errors import TrainingError
@@ -26,7 +27,6 @@ from layershuffle.models import host_of
 from layershuffle.position import add_position
 from layershuffle.settings import FitSettings
 from layershuffle.stack import with_parts
-from layershuffle.training.compiling import BlockCompiler
 from layershuffle.training.job import Job, trainer_arguments
 from layershuffle.training.ranks import Ranks
 from layershuffle.training.rehearsal import Rehearsal, largest_forward
@@ -125,6 +125,7 @@ def timed_trainer(
             ema_decay=None,
             finish=job.data.finish,
             recompute=settings.activation_checkpointing,
+            round_to=job.round_to,
             sharded=False,
             args=trainer_arguments(job),
             train_dataset=job.data.splits["train"].dataset,

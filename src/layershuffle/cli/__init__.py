@@ -1,11 +1,14 @@
 """The command line: a skin. One file per command; each parses, builds settings, calls one function.
 
-Exit codes: 0 done, 1 failure, 2 wrong usage, 143 stopped by a signal with a checkpoint saved.
+Exit codes: 0 done, 1 failure, 2 wrong usage, 143 stopped by a signal with a checkpoint saved, 141
+nobody reads the output any more.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import select
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -39,7 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = [word for word in arguments if word != "--debug"]
     try:
         with _warnings_shown():
-            return _dispatch(arguments)
+            code = _dispatch(arguments)
+        sys.stdout.flush()
+        return code
     except LayerShuffleError as error:
         if debug:
             raise
@@ -50,6 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     # The last line of defence: users get one paragraph, developers get --debug.
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and _nobody_reads():
+            return 141
         if debug:
             raise
         print(
@@ -58,6 +65,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 1
+
+
+def _nobody_reads() -> bool:
+    """Whether who read our output has gone, as `head` does; nothing more is written then."""
+    output, poll = sys.stdout.fileno(), select.poll()
+    poll.register(output, 0)
+    gone = any(event & select.POLLERR for _, event in poll.poll(0))
+    if gone:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), output)  # for what Python still holds
+    return gone
 
 
 @contextmanager

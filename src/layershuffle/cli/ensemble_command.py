@@ -83,7 +83,7 @@ def _text(report: dict[str, Any]) -> str:
     lines = [
         f"Ensemble of {len(report['models'])} models on {report['data']}, mean "
         f"{settings['combine']}, {settings['mode']}{orders} orders, "
-        f"{count} draw{'s' * (count > 1)}, {report['images']} images",
+        f"{count} draw{'s' * (count > 1)}, {report['images']} images, {settings['precision']}",
         f"top-1 {top1['mean']:.2f} %{spread}, 95 % {top1['low']:.1f} to {top1['high']:.1f} over "
         f"{over}; top-5 {report['top5']['mean']:.2f} %; "
         f"cross-entropy {report['cross_entropy']['mean']:.3f}",

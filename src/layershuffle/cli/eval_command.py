@@ -62,8 +62,9 @@ def _report(scoring: Scoring, settings: EvalSettings, *, model: str) -> dict[str
         "draw": f"one order per {settings.draw}",
         "seed": settings.seed,
         "batch_size": settings.batch_size,
+        "blocks": scoring.blocks,
         "modes": [_mode_report(name, group, scoring) for name, group in groups.items()],
-        "hardware": hardware("fp32"),
+        "hardware": hardware(settings.precision),
         "versions": versions(),
     }
 
@@ -100,8 +101,11 @@ def _table(report: dict[str, Any]) -> str:
         f"{'mode':<28}{'kept':>5}{'orders':>8}{'top-1 %':>9}{'sd':>6}{'95 %':>16}"
         f"{'top-5 %':>9}{'CE':>8}"
     )
+    reason = report["blocks"]["reason"]
     lines = [
-        f"{report['model']} on {report['data']}, {report['draw']}, seed {report['seed']}",
+        f"{report['model']} on {report['data']}, {report['draw']}, seed {report['seed']}, "
+        f"{report['hardware']['precision']}, "
+        + ("compiled blocks" if reason is None else f"eager mode: {reason}"),
         head,
     ]
     for mode in report["modes"]:

@@ -134,7 +134,7 @@ def _summary(rows: Sequence[MergingRow]) -> dict[str, Any]:
 def _table(report: dict[str, Any]) -> str:
     lines = [
         f"{len(report['donors'])} donors on {report['data']}, {report['mode']} order, "
-        f"seed {report['settings']['seed']}",
+        f"seed {report['settings']['seed']}, {report['settings']['precision']}",
         f"{'':<36}{'models':>7}{'orders':>7}{'top-1 %':>9}{'sd':>7}{'min':>7}{'max':>7}"
         f"{'95 %':>16}{'top-5 %':>9}{'CE':>8}",
     ]

@@ -6,19 +6,23 @@ settings give the same rows on the same machine.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import product
 
 import torch
 from torch import nn
 
+from layershuffle.compiling import BlockCompiler
 from layershuffle.data import DataOptions, ImageData, check_class_count, open_data
 from layershuffle.data.batches import Batches
 from layershuffle.data.loading import loader_processes
 from layershuffle.errors import DataError, UsageError
 from layershuffle.evaluation import Score, evaluate
+from layershuffle.machine import warn_of_slow_bf16
 from layershuffle.merging.ensembles import EnsembleScore, Variant, evaluate_ensembles
 from layershuffle.merging.family import Family
 from layershuffle.merging.fitting import shared_record
@@ -30,6 +34,7 @@ from layershuffle.models import host_of, image_view, load, num_classes_of
 from layershuffle.models.origin import trained_with
 from layershuffle.modes import Mode
 from layershuffle.policies import OrderMode
+from layershuffle.scoring import as_scored, compiler_if, run_blocks
 
 __all__ = ["load_family", "rows_csv", "score_ensemble", "score_merging"]
 
@@ -73,7 +78,8 @@ def score_merging(
     }  # fmt: skip
     opened = _open(family, data, settings=settings, holdout=settings.soups)
     test = _batches(opened, "test", settings.batch_size)
-    desk = _Desk(family, settings, mode, test, progress)
+    compiler = compiler_if(settings.compile)
+    desk = _Desk(family, settings, mode, test, compiler, progress)
     for plans in ends.values():
         family.merge(plans[0])  # ends that cannot be had are refused before hours of scoring
     desk.score_donors()
@@ -89,7 +95,7 @@ def score_merging(
         notes += _holdout_notes(family)
     desk.score_ensembles()
     if note is not None:
-        for sentence in notes:
+        for sentence in (*notes, *_compiler_notes(compiler)):
             note(sentence)
     return desk.rows
 
@@ -105,11 +111,17 @@ def score_ensemble(
     opened = _open(family, data, settings=settings, holdout=False)
     batches = _batches(opened, "test", settings.batch_size)
     variant: Variant = (settings.combine, settings.orders)
-    scores = evaluate_ensembles(
-        family.donors, batches, mode=Mode(order=settings.mode), num_orders=settings.num_orders,
-        seed=settings.seed, draw=settings.draw, variants=[variant],
+    compiler = compiler_if(settings.compile)
+    for donor in family.donors:
+        as_scored(donor, settings.precision, compiler=compiler)
+    scores = run_blocks(
+        lambda: evaluate_ensembles(
+            family.donors, batches, mode=Mode(order=settings.mode), num_orders=settings.num_orders,
+            seed=settings.seed, draw=settings.draw, variants=[variant],
+        ),
+        compiler=compiler,
     )  # fmt: skip
-    return scores[variant], opened.notes
+    return scores[variant], (*opened.notes, *_compiler_notes(compiler))
 
 
 @dataclass
@@ -120,9 +132,22 @@ class _Desk:
     settings: MergingSettings
     mode: OrderMode
     test: Batches
+    compiler: BlockCompiler | None
     progress: Progress | None
     rows: list[MergingRow] = field(default_factory=list)
     done: int = 0
+
+    @cached_property
+    def stand_in(self) -> nn.Module | None:
+        """A model in the settings' precision, compiled, that takes the weights of what is scored.
+
+        So averages stay those of fp32 weights, no merge takes memory of its own, and the blocks of
+        one model are compiled. `None` where models are scored as they are.
+        """
+        if self.settings.precision == "fp32" and self.compiler is None:
+            return None
+        one = copy.deepcopy(self.family.donors[0])
+        return as_scored(one, self.settings.precision, compiler=self.compiler)
 
     @property
     def draws(self) -> int:
@@ -176,10 +201,15 @@ class _Desk:
     def score_ensembles(self) -> None:
         """All variants of the ensemble of all donors."""
         settings, variants = self.settings, self.variants
-        found = evaluate_ensembles(
-            self.family.donors, self.test, mode=Mode(order=self.mode), num_orders=self.draws,
-            seed=orders_seed(settings.seed, _ENSEMBLES, index=0),
-            draw="batch" if settings.draw == "batch" else "pass", variants=variants,
+        for donor in self.family.donors:  # which nothing is made of after this
+            as_scored(donor, settings.precision, compiler=self.compiler)
+        found = run_blocks(
+            lambda: evaluate_ensembles(
+                self.family.donors, self.test, mode=Mode(order=self.mode), num_orders=self.draws,
+                seed=orders_seed(settings.seed, _ENSEMBLES, index=0),
+                draw="batch" if settings.draw == "batch" else "pass", variants=variants,
+            ),
+            compiler=self.compiler,
         )  # fmt: skip
         orders = settings.ensemble_orders if len(variants) > len(_COMBINE) else "same"
         for index, (variant, scores) in enumerate(found.items()):
@@ -200,10 +230,17 @@ class _Desk:
         self, model: nn.Module, batches: Batches, key: tuple[int, int], draws: int
     ) -> list[Score]:
         group, index = key
-        return evaluate(
-            model, batches, modes=[Mode(order=self.mode)], num_orders=draws,
-            seed=orders_seed(self.settings.seed, group, index=index),
-            draw="batch" if self.settings.draw == "batch" else "pass",
+        scored = model
+        if self.stand_in is not None:
+            scored = self.stand_in
+            scored.load_state_dict(model.state_dict())
+        return run_blocks(
+            lambda: evaluate(
+                scored, batches, modes=[Mode(order=self.mode)], num_orders=draws,
+                seed=orders_seed(self.settings.seed, group, index=index),
+                draw="batch" if self.settings.draw == "batch" else "pass",
+            ),
+            compiler=self.compiler,
         )  # fmt: skip
 
     def _keep(self, scores: Sequence[Score], index: int, row: Mapping[str, object]) -> None:
@@ -221,6 +258,12 @@ class _Desk:
                     cross_entropy=score.cross_entropy,
                 )
             )
+
+
+def _compiler_notes(compiler: BlockCompiler | None) -> tuple[str, ...]:
+    if compiler is None or compiler.on:
+        return ()
+    return (f"The blocks are not compiled and ran in eager mode: {compiler.reason}",)
 
 
 def _order_text(score: Score) -> str:
@@ -270,6 +313,7 @@ def _open(
     )
     opened = open_data(data, image_view(first), options=options)
     check_class_count(opened, num_classes_of(first), place=family.names[0])
+    warn_of_slow_bf16(settings.precision, _device())
     family.to(_device())
     return opened
 

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from layershuffle.settings import Positive, Seed, Settings
+from layershuffle.settings import Positive, Precision, Seed, Settings
 
 End = Literal["average", "first", "last", "donor", "base"]
 EnsembleOrders = Literal["same", "independent"]
@@ -23,6 +23,11 @@ class _Scored(Settings):
     """Orders drawn for each donor, soup and ensemble (a merge gets one)."""
     seed: Seed = 0
     """Seed of everything that is drawn: merges, ends, orders."""
+    precision: Precision = "fp32"
+    """fp32 is what scores mean; bf16, faster on GPUs, rounds weights and states to 8 bits.
+    Merges and soups are averaged in fp32 all the same."""
+    compile: bool = False
+    """Compile the blocks: for GPUs (on a CPU it takes minutes and gains nothing)."""
     batch_size: Positive = 250
     """Images per forward."""
     max_images: Positive | None = None

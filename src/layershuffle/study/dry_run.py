@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from layershuffle.machine import processor
+from layershuffle.merging.settings import MergingSettings
 from layershuffle.modes import parse_modes
 from layershuffle.settings import DEFAULT_EPOCHS, EvalSettings, FitSettings
 from layershuffle.study.facts import duration
@@ -72,20 +73,20 @@ def _arm_text(study: StudySettings, runs: Sequence[RunSpec]) -> str:
 def forecast(
     study: StudySettings, tasks: Sequence[Task], *, out: Path, workers: int | None
 ) -> Forecast:
-    """Measure a short probe per model and batch size, and add up what is not done in `out` yet."""
+    """Measure a short probe per model, batch and precision; add up what is not done in `out`."""
     from layershuffle.study.probe import measure
 
     gpus = gpu_count()
     count = workers or study.workers or gpus or len(os.sched_getaffinity(0))
-    speeds: dict[tuple[str, str, int], Speed] = {}
+    speeds: dict[tuple[str, str, int, str, bool], Speed] = {}
     runs = {task.name: task for task in tasks if isinstance(task, RunSpec)}
 
     def speed(task: Task) -> Speed:
         run = task if isinstance(task, RunSpec) else runs[task.needs[0]]
-        key = (run.settings.model, run.settings.data, run.settings.batch_size)
+        fitted, scored = run.settings, _scoring_of(task, run)
+        key = (fitted.model, fitted.data, fitted.batch_size, scored.precision, scored.compile)
         if key not in speeds:
-            threads = None if gpus else 1
-            speeds[key] = measure(run.settings, run.evaluate, threads=threads)
+            speeds[key] = measure(fitted, scored, threads=None if gpus else 1)
         return speeds[key]
 
     left = [task for task in tasks if not is_finished(task, out)]
@@ -93,8 +94,8 @@ def forecast(
     sizes = [speed(run).parameter_bytes for run in runs.values()]
     said = "; ".join(
         f"{one.step:.3g} s per step of {batch} images with {model}, {1e6 * one.image_block:.3g} us "
-        "per image and block in evaluation"
-        for (model, _, batch), one in speeds.items()
+        f"per image and block in evaluation in {precision}{', compiled' if compiled else ''}"
+        for (model, _, batch, precision, compiled), one in speeds.items()
     )
     return Forecast(
         seconds=seconds,
@@ -103,6 +104,14 @@ def forecast(
         bytes_peak=sum(sizes) + count * _CHECKPOINT_COPIES * max(sizes, default=0),
         probe=f"{said} ({processor()}, noise images, one process alone)",
     )
+
+
+def _scoring_of(task: Task, run: RunSpec) -> EvalSettings | MergingSettings:
+    if isinstance(task, MergingSpec):
+        return task.options.options
+    if isinstance(task, AnalysisSpec):  # it looks into the blocks in fp32
+        return run.evaluate.model_copy(update={"precision": "fp32", "compile": False})
+    return run.evaluate
 
 
 def task_seconds(task: Task, speed: Speed) -> float:

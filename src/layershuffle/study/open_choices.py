@@ -71,6 +71,13 @@ def _fit(*names: str, method: str = "") -> Callable[[StudySettings], tuple[str, 
     return of
 
 
+def _numerics(study: StudySettings) -> tuple[str, str]:
+    trained = _fit("schedule", "warmup", "clip", "weight_decay", "precision")(study)
+    scored = _evaluate("precision")(study)
+    default, used = (f"{fit}; scores: {one}" for fit, one in zip(trained, scored, strict=True))
+    return default, used
+
+
 def _merging(*names: str) -> Callable[[StudySettings], tuple[str, str]]:
     def of(study: StudySettings) -> tuple[str, str]:
         default = _shown(MergingSettings(), names)
@@ -176,8 +183,8 @@ QUESTIONS = (
     ),
     Question(
         number="A17", text="Schedule, clipping, weight decay, precision",
-        options="fit.schedule, .warmup, .clip, .weight_decay, .precision",
-        of=_fit("schedule", "warmup", "clip", "weight_decay", "precision"),
+        options="fit.schedule, .warmup, .clip, .weight_decay, .precision; evaluate.precision",
+        of=_numerics,
     ),
     Question(
         number="A18", text="Scope of an order under accumulation", options="fit.accumulate",

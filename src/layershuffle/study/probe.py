@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import statistics
 import time
 from collections.abc import Callable
@@ -13,9 +14,11 @@ from torch import Tensor, nn
 from layershuffle.data import DataOptions, open_data
 from layershuffle.evaluation import evaluate
 from layershuffle.machine import torch_threads
+from layershuffle.merging.settings import MergingSettings
 from layershuffle.models import image_view, load, logits_of, num_classes_of
 from layershuffle.modes import Mode
 from layershuffle.orders import ExecutionOrder
+from layershuffle.scoring import as_scored, compiler_if, run_blocks
 from layershuffle.settings import EvalSettings, FitSettings
 from layershuffle.stack import depth_of, running
 from layershuffle.study.speed import Speed
@@ -23,10 +26,13 @@ from layershuffle.study.speed import Speed
 _WARM_UP, _TIMED = 2, 5
 
 
-def measure(fitted: FitSettings, scored: EvalSettings, *, threads: int | None) -> Speed:
-    """Train and score a few batches of noise as `fitted` would. Opens the data for their sizes.
+def measure(
+    fitted: FitSettings, scored: EvalSettings | MergingSettings, *, threads: int | None
+) -> Speed:
+    """Train and score a few batches of noise as the settings say. Opens the data for their sizes.
 
-    The data's own decoding is not timed. Raises what loading model and data raise.
+    The data's own decoding is not timed, nor what compiling takes. Raises what loading model and
+    data raise.
     """
     model = load(fitted.model, seed=fitted.seed)
     view = image_view(model)
@@ -37,8 +43,8 @@ def measure(fitted: FitSettings, scored: EvalSettings, *, threads: int | None) -
     model.to(device)
     images = _noise((fitted.batch_size, view.channels, view.height, view.width), device)
     with torch_threads(threads):
-        step = _training_step(model, images)
-        forward = _evaluation(model, images[: scored.batch_size])
+        step = _training_step(model, images, fitted)
+        forward = _evaluation(copy.deepcopy(model), images[: scored.batch_size], scored)
     depth = depth_of(model)
     return Speed(
         step=step,
@@ -54,12 +60,14 @@ def _noise(shape: tuple[int, ...], device: str) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device)
 
 
-def _training_step(model: nn.Module, images: Tensor) -> float:
+def _training_step(model: nn.Module, images: Tensor, fitted: FitSettings) -> float:
     optimiser = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
     labels = torch.zeros(len(images), dtype=torch.long, device=images.device)
     order = ExecutionOrder(tuple(reversed(range(depth_of(model)))), depth_of(model))
 
-    fast = images.is_cuda and torch.cuda.is_bf16_supported()
+    default = images.is_cuda and torch.cuda.is_bf16_supported()
+    fast = default if fitted.precision == "auto" else fitted.precision != "fp32"
+    compiler = compiler_if(images.is_cuda if fitted.compile is None else fitted.compile)
 
     def step() -> None:
         with (
@@ -71,14 +79,18 @@ def _training_step(model: nn.Module, images: Tensor) -> float:
         optimiser.step()
         optimiser.zero_grad()
 
-    model.train()
-    return _timed(step)
+    as_scored(model.train(), "fp32", compiler=compiler)
+    return run_blocks(lambda: _timed(step), compiler=compiler)
 
 
-def _evaluation(model: nn.Module, images: Tensor) -> float:
+def _evaluation(model: nn.Module, images: Tensor, scored: EvalSettings | MergingSettings) -> float:
+    compiler = compiler_if(scored.compile)
+    as_scored(model, scored.precision, compiler=compiler)
     labels = torch.zeros(len(images), dtype=torch.long)
     modes = [Mode(order="sequential")]
-    return _timed(lambda: evaluate(model, [(images, labels)], modes=modes))
+    return run_blocks(
+        lambda: _timed(lambda: evaluate(model, [(images, labels)], modes=modes)), compiler=compiler
+    )
 
 
 def _timed(work: Callable[[], object]) -> float:

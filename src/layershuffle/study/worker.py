@@ -91,6 +91,8 @@ def _train_and_score(run: RunSpec, directory: Path) -> dict[str, Any]:
         "run": run.name,
         "arm": run.arm,
         "eval_seconds": seconds,
+        "eval_precision": settings.precision,
+        "eval_blocks": scoring.blocks,
         "eval_seed": settings.seed,
     }
 
@@ -138,7 +140,7 @@ def _merge(task: MergingSpec, out: Path) -> dict[str, Any]:
     )
     write_text(directory / "results.csv", rows_csv(rows))
     return {
-        **_facts(task, options, started=started),
+        **_facts(task, options, started=started, precision=options.precision),
         "donors": [run.name for run in donors],
         "mode": method.selects_by,
         "data": first.settings.data,
@@ -169,7 +171,11 @@ def _analyse(task: AnalysisSpec, out: Path) -> dict[str, Any]:
 
 
 def _facts(
-    task: MergingSpec | AnalysisSpec, options: MergingSettings | AnalysisSettings, *, started: float
+    task: MergingSpec | AnalysisSpec,
+    options: MergingSettings | AnalysisSettings,
+    *,
+    started: float,
+    precision: str = "fp32",
 ) -> dict[str, Any]:
     from layershuffle.machine import hardware, versions
 
@@ -182,7 +188,7 @@ def _facts(
         "seed": options.seed,
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "seconds": round(time.monotonic() - started, 2),
-        "hardware": hardware("fp32"),
+        "hardware": hardware(precision),
         "versions": versions(),
     }
 

@@ -171,6 +171,7 @@ def _trainer(job: Job, flow: Flow) -> OrderTrainer:
         ema_decay=job.settings.ema,
         finish=job.data.finish,
         recompute=job.settings.activation_checkpointing,
+        round_to=job.round_to,
         sharded=job.sharded,
         args=trainer_arguments(job),
         train_dataset=job.data.splits["train"].dataset,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,11 +13,12 @@ from torch import nn
 from torch.utils.data import Subset
 from transformers import TrainingArguments
 
+from layershuffle.compiling import BlockCompiler
 from layershuffle.data import DataOptions, ImageData, Split, open_data
 from layershuffle.data.batches import Batches
 from layershuffle.data.loading import loader_processes
 from layershuffle.errors import DataError, UsageError
-from layershuffle.machine import cpu_has_bf16
+from layershuffle.machine import warn_of_slow_bf16
 from layershuffle.methods import Method
 from layershuffle.models import image_view, load, num_classes_of, truncate
 from layershuffle.models.digest import weights_digest
@@ -26,12 +26,10 @@ from layershuffle.orders import ExecutionOrder
 from layershuffle.position import PositionedModel, add_position
 from layershuffle.settings import DEFAULT_EPOCHS, FitSettings
 from layershuffle.stack import depth_of, stack_of
-from layershuffle.training.compiling import BlockCompiler
 from layershuffle.training.drawing import Orders, always_runs_all
 from layershuffle.training.ranks import Ranks
 from layershuffle.training.sharding import idle_parameters
 
-_log = logging.getLogger("layershuffle")
 METRIC = "eval_{}_cross_entropy"
 
 
@@ -75,8 +73,13 @@ class Job:
 
     @property
     def precision(self) -> str:
-        """fp32 or bf16."""
+        """fp32, bf16 (autocast) or bf16-pure."""
         return _precision(self.settings)
+
+    @property
+    def round_to(self) -> torch.dtype | None:
+        """What forwards are of altogether, if not of the weights' own dtype."""
+        return torch.bfloat16 if self.precision == "bf16-pure" else None
 
     @property
     def sharded(self) -> bool:
@@ -98,8 +101,7 @@ class Job:
 def prepare(settings: FitSettings, out: Path, *, ranks: Ranks) -> Job:
     """Load the model and open the data; the head is resized to the classes of the data."""
     _images_per_forward(settings, ranks)
-    if settings.precision == "bf16" and device_of(settings) == "cpu" and not cpu_has_bf16():
-        _log.warning("this processor has no bf16 arithmetic: bf16 will be several times slower")
+    warn_of_slow_bf16(settings.precision, device_of(settings))
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise UsageError("There is no GPU that torch can use here", hint="leave --device at auto")
     method = settings.find_method()

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
+from layershuffle.compiling import OFF
 from layershuffle.errors import TrainingError
 from layershuffle.settings import FitSettings
 from layershuffle.training.sharding import is_sharded
@@ -40,7 +41,7 @@ class Rehearsal(TrainerCallback):
             compiler.give_up(error)
             rehearse(trainer, args.per_device_train_batch_size)  # what is no matter of compiling
         if compiler.on and not compiler.graphs:
-            compiler.give_up("torch.compile is switched off (TORCH_COMPILE_DISABLE or a stance)")
+            compiler.give_up(OFF)
 
 
 def forward_sizes(trainer: OrderTrainer) -> list[int]:

@@ -12,7 +12,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch.utils.data import Sampler
 from transformers import Trainer, TrainerCallback
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
+from layershuffle.compiling import BlockCompiler
 from layershuffle.draws import Stream
 from layershuffle.errors import TrainingError
 from layershuffle.models import logits_of
@@ -32,9 +33,9 @@ from layershuffle.orders import ExecutionOrder
 from layershuffle.position import PositionedModel
 from layershuffle.stack import recomputing, running
 from layershuffle.training.checkpoints import CHECKPOINT_FORM, remove_older
-from layershuffle.training.compiling import BlockCompiler
 from layershuffle.training.drawing import Orders, by_row
 from layershuffle.training.ranks import Ranks
+from layershuffle.training.rounding import rounded
 from layershuffle.training.sharding import (
     all_finite,
     gathered,
@@ -78,7 +79,8 @@ class OrderTrainer(Trainer):
     """Trains a `PositionedModel` under an order policy; see the module's first lines.
 
     `score(model)` gives the held-out metrics by name, `keep(model, metrics)` stores a new best,
-    `finish(pixels)` makes images of a batch of pixels that has arrived on the device.
+    `finish(pixels)` makes images of a batch of pixels that has arrived on the device. Forwards are
+    of `round_to` altogether, if it is given.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class OrderTrainer(Trainer):
         ema_decay: float | None,
         finish: Callable[[Tensor], Tensor],
         recompute: bool,
+        round_to: torch.dtype | None = None,
         sharded: bool = False,
         **trainer_arguments: Any,
     ) -> None:
@@ -106,7 +109,7 @@ class OrderTrainer(Trainer):
         self.ema = ModelEmaV3(model, decay=ema_decay) if ema_decay is not None else None
         # What scores and saves the model needs it whole.
         self._whole = copy.deepcopy(model) if sharded else None
-        self._recompute = recompute
+        self._recompute, self._round_to = recompute, round_to
         self.loss_is_scaled_for_ga = False
         self.model_accepts_loss_kwargs = False  # nobody needs to count labels in every step
         self._micro_batch = (-1, 0)
@@ -142,7 +145,7 @@ class OrderTrainer(Trainer):
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         arrived = super()._prepare_inputs(inputs)
-        return {**arrived, "images": self.finish(arrived["images"])}
+        return {**arrived, "images": self.finish(arrived["images"]).to(self._round_to)}
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Shards the model first, if it is to be sharded; a checkpoint's weights are in it then."""
@@ -175,8 +178,11 @@ class OrderTrainer(Trainer):
     def running(self, orders: Sequence[ExecutionOrder], images: int) -> Iterator[None]:
         """Run forwards of `images` along `orders`, as the settings say."""
         again = recomputing(self.model) if self._recompute else contextlib.nullcontext()
-        with running(self.model, by_row(orders, images)), again:
+        with running(self.model, by_row(orders, images)), again, self._rounded(self.model):
             yield
+
+    def _rounded(self, model: nn.Module) -> AbstractContextManager[None]:
+        return rounded(model, self._round_to) if self._round_to else contextlib.nullcontext()
 
     def compute_loss(
         self,
@@ -231,7 +237,7 @@ class OrderTrainer(Trainer):
         del args, kwargs
         model = self._scored_model()
         try:
-            with self.accelerator.autocast():
+            with self.accelerator.autocast(), torch.no_grad(), self._rounded(model):
                 metrics = self.compiler.or_eager(lambda: self.score(model))
         except torch.OutOfMemoryError as error:
             raise TrainingError(

@@ -27,6 +27,7 @@ T = TypeVar("T")
 _log = logging.getLogger("layershuffle")
 # A graph per block and kind of call (batch size, training or not): rates of drop-path, at worst.
 _LIMIT = 1024
+OFF = "torch.compile is switched off (TORCH_COMPILE_DISABLE or a stance)"
 
 
 class BlockCompiler:
@@ -53,6 +54,11 @@ class BlockCompiler:
     def add(self, model: nn.Module) -> None:
         """Compile the blocks of `model`, when they first run. Its `state_dict` stays as it is."""
         if not self.on:
+            return
+        from torch._dynamo import config
+
+        if config.disable:
+            self.give_up(OFF)
             return
         self._models.append(model)
         try:
