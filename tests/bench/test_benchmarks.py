@@ -1,5 +1,6 @@
 """Every file in benchmarks/ runs, and the page says what the committed results say."""
 
+import json
 import runpy
 import sys
 from dataclasses import replace
@@ -15,8 +16,8 @@ from layershuffle.errors import LayerShuffleError
 # torch's own, while it traces.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 ROOT = Path(__file__).resolve().parents[2]
-ELSEWHERE = {"swarm_load": "tests/swarm/test_swarm_up.py"}
-FILES = sorted((ROOT / "benchmarks").glob("*.py"))
+LOAD = ROOT / "benchmarks" / "swarm_load.py"  # a form of its own
+FILES = sorted({*(ROOT / "benchmarks").glob("*.py")} - {LOAD})
 MARKS = "<!-- begin: cpu -->\n<!-- end: cpu -->\n<!-- begin: gpu --><!-- end: gpu -->\n"
 
 
@@ -25,16 +26,17 @@ def quick_ceiling(monkeypatch):
     monkeypatch.setattr("layershuffle.bench.machine._SIZE", {"cpu": 64})
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_a_benchmark_runs(path, tmp_path, monkeypatch, capsys):
-    if path.stem in ELSEWHERE:
-        assert path.name in (ROOT / ELSEWHERE[path.stem]).read_text()
-        return
-    monkeypatch.setattr(sys, "argv", [str(path), "--smoke", "--out", str(tmp_path)])
+def run_smoke(path, out, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [str(path), "--smoke", "--out", str(out)])
     monkeypatch.syspath_prepend(path.parent)
     with pytest.raises(SystemExit) as left:
         runpy.run_path(str(path), run_name="__main__")
     assert left.value.code == 0, capsys.readouterr()
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_benchmark_runs(path, tmp_path, monkeypatch, capsys):
+    run_smoke(path, tmp_path, monkeypatch, capsys)
     (written,) = tmp_path.iterdir()
     result = read_result(written)
     assert result.rows
@@ -44,6 +46,19 @@ def test_a_benchmark_runs(path, tmp_path, monkeypatch, capsys):
     counts = [row for row in result.rows if row.bound is not None and row.bound.kind == "equal"]
     assert all(row.holds for row in counts)  # exact even in a smoke
     assert "failed" not in " ".join(row.name for row in result.rows)
+
+
+def test_the_swarm_under_load_runs(tmp_path, monkeypatch, capsys):
+    run_smoke(LOAD, tmp_path / "load.json", monkeypatch, capsys)
+    found = json.loads((tmp_path / "load.json").read_text())
+    for routing in ("order-free", "sequential"):
+        assert len(found[routing]["kills"]) == 2
+        shares = ("answered", "degraded", "failed", "late")
+        assert sum(found[routing][share] for share in shares) == pytest.approx(100)
+    assert found["order-free"]["failed"] == 0
+    assert found["order-free"]["degraded"] > 0
+    assert found["slow"]["p99_slow_ms"] > 0
+    assert found["memory"]["gateway_mb"][0] > 100
 
 
 def test_the_page_says_what_the_result_files_say():
@@ -61,7 +76,7 @@ def test_every_claim_has_a_result_and_every_result_a_claim():
     results = newest(ROOT / "benchmarks" / "results")
     assert all(result.complete for result in results)
     told = {result.command.rpartition("/")[2] for result in results}
-    files = {path.name for path in FILES if path.stem not in ELSEWHERE}
+    files = {path.name for path in FILES}
     assert told <= files
     assert files - told <= {"gpu.py"}
 

@@ -1,4 +1,7 @@
-"""A study is killed, restarted, and told to fail; its runs end as if nobody had."""
+"""A study is killed, restarted, and told to fail; its runs end as if nobody had.
+
+Every process of a task spends seconds on imports, so there are no more of them than a test needs.
+"""
 
 import contextlib
 import csv
@@ -21,9 +24,14 @@ from fixture import results
 import layershuffle as ls
 from layershuffle.cli import main
 from layershuffle.errors import Interrupted, UsageError
-from layershuffle.study.plan import read_plan, runs_of, write_plan
+from layershuffle.study.plan import read_plan, runs_of, tasks_of, write_plan
 from layershuffle.study.runner import failure, run_study
 from layershuffle.study.settings import StudySettings
+from layershuffle.study.worker import execute
+from once import once
+
+SECONDS = "seconds.txt"
+ONE_ARM = {**RECIPE, "arms": [{"method": "layershuffle"}]}
 
 
 def watch(states, seconds):
@@ -39,10 +47,19 @@ def recipe(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory, recipe):
-    """The study as the command line runs it."""
-    out = tmp_path_factory.mktemp("study") / "out"
-    assert main(["reproduce", str(recipe), "--out", str(out)]) == 0
-    return out
+    """The study as the command line runs it, once for all pytest workers."""
+
+    def make(out):
+        begun = time.monotonic()
+        assert main(["reproduce", str(recipe), "--out", str(out)]) == 0
+        (out / SECONDS).write_text(str(time.monotonic() - begun))
+
+    return once(tmp_path_factory, "undisturbed study", make, room="studies")
+
+
+def of_one_run(found):
+    """What `ONE_ARM` is to leave, of what both arms left."""
+    return {name: text for name, text in found.items() if name == "layershuffle-seed0"}
 
 
 def test_every_run_is_scored(undisturbed):
@@ -66,20 +83,21 @@ def test_finished_runs_are_not_repeated(undisturbed, capsys):
     assert {p: p.stat().st_mtime_ns for p in before} == before
 
 
-def test_killed_and_restarted(undisturbed, recipe, tmp_path):
+def test_killed_and_restarted(undisturbed, tmp_path):
     """kill -9 of the study in the middle of a run: its runs end with it, and nothing changes."""
-    out = tmp_path / "out"
+    out, recipe = tmp_path / "out", tmp_path / "one.yaml"
+    recipe.write_text(yaml.safe_dump(ONE_ARM))
     command = [sys.executable, "-m", "layershuffle", "reproduce", str(recipe), "--out", str(out)]
     with (tmp_path / "log").open("w") as log:
         study = subprocess.Popen([*command, "--workers", "1"], stdout=log, stderr=log)
-    progress = out / "runs" / "baseline-seed0" / "progress.json"
+    progress = out / "runs" / "layershuffle-seed0" / "progress.json"
     wait_for(progress.exists)
     workers = children_of(study.pid)
     study.kill()
     study.wait()
     wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
     assert run_study(read_plan(out), out, watch=watch) == []
-    assert results(out) == results(undisturbed)
+    assert results(out) == of_one_run(results(undisturbed))
 
 
 FIVE = {
@@ -93,30 +111,36 @@ FIVE = {
 }
 
 
-def test_killed_at_five_random_moments(tmp_path):
-    """kill -9 wherever it is: training, merging or analysing; no number changes."""
+def test_killed_at_five_random_moments(undisturbed, tmp_path):
+    """kill -9 wherever it is: training, merging or analysing; no number changes.
+
+    It takes at least twice as long as the undisturbed study: merging waits for the runs.
+    """
     path, base = tmp_path / "five.yaml", tmp_path / "base"
     ls.save(
         ls.load(RECIPE["model"].replace("depth=4", "depth=2")), base
     )  # donors must share their base
     path.write_text(yaml.safe_dump({**FIVE, "model": f"dir:{base}"}))
-    started = time.monotonic()
-    assert main(["reproduce", str(path), "--out", str(tmp_path / "calm")]) == 0
-    whole = time.monotonic() - started
+    study = StudySettings(**yaml.safe_load(path.read_text()))
+    write_plan(study, tmp_path / "calm")
+    for task in tasks_of(study):
+        task.directory(tmp_path / "calm").mkdir(parents=True)
+        execute(task, tmp_path / "calm")
+    whole = 2 * float((undisturbed / SECONDS).read_text())
     command = [sys.executable, "-m", "layershuffle", "reproduce", str(path)]
     moments = random.Random(0)
     killed = 0
     for _ in range(5):
-        study = subprocess.Popen(
+        process = subprocess.Popen(
             [*command, "--out", str(tmp_path / "rough")], stdout=subprocess.DEVNULL
         )
         time.sleep(moments.uniform(0.05, 0.35) * whole)
-        workers = children_of(study.pid) if study.poll() is None else []
-        killed += study.poll() is None
-        for pid in (*workers, study.pid):  # the writers first, as when the power goes
+        workers = children_of(process.pid) if process.poll() is None else []
+        killed += process.poll() is None
+        for pid in (*workers, process.pid):  # the writers first, as when the power goes
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        study.wait()
+        process.wait()
         wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))  # noqa: B023
     assert killed >= 3
     assert main(["reproduce", str(path), "--out", str(tmp_path / "rough")]) == 0
@@ -136,7 +160,7 @@ def numbers(out):
 
 
 def test_stopped_and_restarted(undisturbed, tmp_path):
-    out, study = tmp_path / "out", StudySettings(**RECIPE)
+    out, study = tmp_path / "out", StudySettings(**ONE_ARM)
 
     def stop_once(states, seconds):
         if any(state.phase == "running" for state in states):
@@ -145,7 +169,7 @@ def test_stopped_and_restarted(undisturbed, tmp_path):
     with pytest.raises(Interrupted, match="the same command goes on"):
         run_study(study, out, workers=1, watch=stop_once)
     assert run_study(study, out, watch=watch) == []
-    assert results(out) == results(undisturbed)
+    assert results(out) == of_one_run(results(undisturbed))
 
 
 def test_a_failing_run_is_reported_and_the_rest_goes_on(tmp_path, capsys):
@@ -191,14 +215,11 @@ def test_what_may_change_and_what_not(tmp_path):
     assert read_plan(tmp_path) == grown
 
 
-def test_modes_are_checked_before_the_training(tmp_path, capsys):
-    path = tmp_path / "r.yaml"
-    recipe = {**RECIPE, "arms": [{"method": "baseline"}], "evaluate": {"modes": "kept:9"}}
-    path.write_text(yaml.safe_dump(recipe))
-    assert main(["reproduce", str(path), "--out", str(tmp_path / "out")]) == 1
-    run = tmp_path / "out" / "runs" / "baseline-seed0"
-    assert "9 blocks cannot be kept of a model with 4" in (run / "failure.txt").read_text()
-    assert not (run / "fit").exists()
+def test_modes_are_checked_before_the_training(tmp_path):
+    (task,) = tasks_of(StudySettings(**{**ONE_ARM, "evaluate": {"modes": "kept:9"}}))
+    with pytest.raises(UsageError, match="9 blocks cannot be kept of a model with 4"):
+        execute(task, tmp_path)
+    assert not (task.directory(tmp_path) / "fit").exists()
 
 
 def test_dry_run_prints_and_does_nothing(recipe, tmp_path, capsys):

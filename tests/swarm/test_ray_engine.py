@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 from engines import BLOCKS, CHECKS, LIMITS, rig_of
 from netns import processes_with
-from once import once
 
 from layershuffle.errors import UsageError
 from layershuffle.swarm.local import LocalHosts, LocalTransport
@@ -45,6 +44,7 @@ from layershuffle.swarm.ray_settings import (
     new_token,
 )
 from layershuffle.swarm.wire import Packet
+from once import once
 
 HERE = Path(__file__).parent
 RAY_CHECKS = (
@@ -85,9 +85,40 @@ def over_ray(tmp_path_factory):
 
 
 def run_contract(out):
+    killed = killed_program()  # its processes take a minute to end, in which there is work to do
     run_program(out)
     if '"up"' not in out.read_text():
         run_program(out)  # Ray gives up where its processes need more than 30 seconds
+    tell(out, name="killed", **killed, left=left_of(killed["token"]))
+
+
+def killed_program():
+    """SIGKILL of a process that started a local swarm: nobody is there to clean up."""
+    code = (
+        "import os, sys, time\n"
+        "from layershuffle.swarm.ray_session import local_ray\n"
+        "with local_ray(['a']):\n"
+        "    print(os.environ['RAY_AUTH_TOKEN_PATH'], flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env={**os.environ, "TMPDIR": "/tmp"},
+    )  # fmt: skip
+    try:
+        token = process.stdout.readline().strip()
+        return {"token": token, "before": len(processes_with(token))}
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def left_of(token):
+    """Processes of a cluster whose program has been killed, when they had time to notice."""
+    deadline = time.monotonic() + 120  # some of Ray's own look for their parent now and then
+    while (left := processes_with(token)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return left
 
 
 def run_program(out):
@@ -104,8 +135,12 @@ def run_program(out):
     except subprocess.TimeoutExpired:
         process.kill()  # its cluster ends with it
         said, _ = process.communicate()
+    tell(out, name="ended", code=process.returncode, said=said)
+
+
+def tell(out, **said):
     with out.open("a") as file:
-        file.write(json.dumps({"name": "ended", "code": process.returncode, "said": said}) + "\n")
+        file.write(json.dumps(said) + "\n")
 
 
 @pytest.mark.parametrize("check", [*CHECKS, *RAY_CHECKS])
@@ -122,32 +157,11 @@ def test_ray_ends_with_its_program(over_ray):
     assert "(raylet)" not in ended["said"], "a dead host is told by our log, not by Ray's"
 
 
-def test_a_killed_program_leaves_no_process(tmp_path):
-    """SIGKILL of the process that started the local swarm: nobody is there to clean up."""
-    pytest.importorskip("ray")
-    code = (
-        "import os, sys, time\n"
-        "from layershuffle.swarm.ray_session import local_ray\n"
-        "with local_ray(['a']):\n"
-        "    print(os.environ['RAY_AUTH_TOKEN_PATH'], flush=True)\n"
-        "    time.sleep(60)\n"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env={**os.environ, "TMPDIR": str(short := Path("/tmp"))},
-    )  # fmt: skip
-    try:
-        token = process.stdout.readline().strip()
-        assert Path(token).parent.parent == short
-        assert len(processes_with(token)) >= 4
-    finally:
-        process.kill()
-        process.communicate()
-    deadline = time.monotonic() + 120  # some of Ray's own look for their parent now and then
-    while processes_with(token):
-        assert time.monotonic() < deadline, processes_with(token)
-        time.sleep(0.1)
-    shutil.rmtree(Path(token).parent)
+def test_a_killed_program_leaves_no_process(over_ray):
+    killed = over_ray["killed"]
+    assert killed["before"] >= 4
+    assert killed["left"] == []
+    shutil.rmtree(Path(killed["token"]).parent)
 
 
 class FakeRay:

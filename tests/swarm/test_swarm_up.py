@@ -1,4 +1,4 @@
-"""A real swarm of processes: up, asked, drilled and ended; then under load while its hosts die."""
+"""A real swarm of processes: up, asked, under load while its hosts die, and ended."""
 
 import importlib.util
 import json
@@ -15,7 +15,7 @@ import pytest
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="needs the extra `swarm` (Ray)"
 )
-START_SECONDS, END_SECONDS, LOAD_SECONDS = 300, 60, 900
+START_SECONDS, END_SECONDS = 300, 60
 # As for Ray's own tests: what this machine's user has set must not matter.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
@@ -44,10 +44,10 @@ def session_processes(leader):
 
 @pytest.fixture(scope="module")
 def swarm(tmp_path_factory):
-    """`layershuffle swarm up` with three hosts: its process, address and state directory."""
+    """`layershuffle swarm up` with six hosts: its process, address and state directory."""
     place = tmp_path_factory.mktemp("up")
     log = (place / "log").open("w+")
-    words = ["swarm", "up", "--hosts", "3", "--port", "0", "--state", str(place / "s")]
+    words = ["swarm", "up", "--hosts", "6", "--port", "0", "--state", str(place / "s")]
     process = subprocess.Popen(
         [sys.executable, "-m", "layershuffle", *words],
         stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
@@ -77,24 +77,28 @@ def test_up_answers_and_says_what_to_type(swarm, repository):
     assert sorted(answer["blocks"]) == list(range(12))
     assert answer["expected"]["kept"] == 12
     status = layershuffle("swarm", "status", "--address", address).stdout
-    assert status.count("healthy") == 3
-    assert len(session_processes(process.pid)) >= 5
+    assert status.count("healthy") == 6
+    assert len(session_processes(process.pid)) >= 8
 
 
-def test_a_drill_kills_hosts_and_the_swarm_answers(swarm):
+def test_a_thousand_requests_while_a_third_of_the_hosts_dies(swarm):
+    """None fails or is late, and as many answers are right as the calibration lets expect.
+
+    What a slow host adds, how memory grows, and the sequential router: benchmarks/swarm_load.py.
+    """
     _, address, state = swarm
-    words = ["--address", address, "--state", state, "--requests", "40", "--kill", "0.4"]
+    words = ["--address", address, "--state", state, "--requests", "1000", "--kill", "0.34"]
     done = layershuffle("swarm", "drill", *words)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"before request \d+: crash host-\d", done.stdout)
+    assert len(re.findall(r"before request \d+: crash host-\d", done.stdout)) == 2
     shares = dict(re.findall(r"^(\w[\w ]+?) +([\d.]+) %", done.stdout, re.MULTILINE))
-    assert shares["failed"] == "0.0"
+    assert (shares["failed"], shares["late"]) == ("0.0", "0.0"), done.stdout
     assert float(shares["degraded"]) > 0
     judged = re.search(r"answers: ([\d.]+) %, (\w+) what .*\(([\d.]+) to ([\d.]+)\)", done.stdout)
     top1, low, high = (float(judged[number]) for number in (1, 3, 4))
-    assert judged[2] == ("inside" if low <= top1 <= high else "OUTSIDE")
-    assert top1 > 75, "40 answers of 10 to 12 blocks, 94 % of which are right in the mean"
-    assert layershuffle("swarm", "status", "--address", address).stdout.count("healthy") == 3
+    assert judged[2] == "inside", done.stdout
+    assert low <= top1 <= high
+    assert layershuffle("swarm", "status", "--address", address).stdout.count("healthy") == 6
 
 
 def test_ctrl_c_leaves_no_process_behind(swarm):
@@ -110,22 +114,3 @@ def test_ctrl_c_leaves_no_process_behind(swarm):
     assert "Traceback" not in said
     assert said.endswith("The swarm has ended, with all its hosts.\n")
     assert layershuffle("swarm", "status", "--address", address).returncode == 1
-
-
-@pytest.mark.alone
-def test_a_thousand_requests_while_a_third_of_the_hosts_dies(repository, tmp_path):
-    """0 failed, 0 late, accuracy as calibrated; a slow host; memory. benchmarks/swarm_load.py."""
-    out = tmp_path / "load.json"
-    words = ["--requests", "1000", "--other-requests", "400", "--memory-requests", "500"]
-    done = subprocess.run(
-        [sys.executable, repository / "benchmarks" / "swarm_load.py", *words, "--out", out],
-        capture_output=True, text=True, timeout=LOAD_SECONDS, check=False,
-        env={**os.environ, **ENVIRONMENT},
-    )  # fmt: skip
-    assert out.is_file(), done.stderr[-3000:]
-    found = json.loads(out.read_text())
-    assert found["broken"] == [], json.dumps(found, indent=1)
-    assert len(found["order-free"]["kills"]) == 2
-    assert found["order-free"]["degraded"] > 0
-    sequential = found["sequential"]
-    assert sequential["failed"] == pytest.approx(sequential["foreseen"]["failed"], abs=5)

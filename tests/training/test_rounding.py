@@ -19,7 +19,10 @@ from layershuffle.training import fit
 from layershuffle.training.rounding import rounded
 
 # torch warns of its own doings while it traces.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled"),
+]
 HALF = torch.bfloat16
 JOB = sys.modules["layershuffle.training.job"]
 

@@ -1,0 +1,31 @@
+"""What is made once for all pytest workers, however many ask for it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+
+def once(
+    factory: pytest.TempPathFactory,
+    name: str,
+    make: Callable[[Path], None],
+    *,
+    room: str = "clusters",
+) -> Path:
+    """The file or directory `name`, made by `make(path)` when the first worker asks for it.
+
+    What shares a room is made one after the other: clusters starve side by side.
+    """
+    base = factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    path = shared / name
+    with (shared / f"{room}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            make(path)
+    return path
