@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from layershuffle.merging.rows import MergingRow, rows_csv
+from layershuffle.study.plan import tasks_of, write_plan
+from layershuffle.study.settings import StudySettings
+from layershuffle.study.worker import execute
 
 DEPTH, IMAGES = 12, 5000
 # sequential at 12, arbitrary at 12, arbitrary at 9 / 6 / 3, sequential at 9 / 6 / 3
@@ -36,6 +39,14 @@ TINY: dict[str, Any] = {
     "fit": {"steps": 4, "batch_size": 16, "lr": 1e-3, "eval_every": 2, "log_every": 1},
     "evaluate": {"modes": "sequential,arbitrary,kept:2:arbitrary", "num_orders": 2},
 }
+
+
+def done_here(study: StudySettings, out: Path) -> None:
+    """Do every task of a study in this process: a process each spends seconds on imports."""
+    write_plan(study, out)
+    for task in tasks_of(study):
+        task.directory(out).mkdir(parents=True)
+        execute(task, out)
 
 
 def results(out: Path) -> dict[str, str]:

@@ -1,7 +1,7 @@
-"""Run a study on a local two-node Ray cluster: `python ray_cluster.py RECIPE OUT [kill]`.
+"""Run a study on a local Ray cluster that loses a node: `python ray_cluster.py RECIPE OUT`.
 
-A program of its own, because Ray leaves threads and handlers in the process that starts it. With
-"kill" the second node dies while it trains; its run must go on elsewhere.
+A program of its own, because Ray leaves threads and handlers in the process that starts it. The
+second node dies when the study has begun to train; its run must go on elsewhere.
 """
 
 import sys
@@ -15,28 +15,27 @@ from layershuffle.cli import main
 
 
 def kill_when_training(cluster, node, out):
-    """Take the node down without a word as soon as two runs train, one of them on it."""
+    """Take the node down without a word as soon as a run trains; one of the two is on it."""
     deadline = time.monotonic() + 120
-    while len(list(out.glob("runs/*/progress.json"))) < 2:
+    while not list(out.glob("runs/*/progress.json")):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     cluster.remove_node(node, allow_graceful=False)
     print("node killed", flush=True)
 
 
-def run(recipe, out, kill):
+def run(recipe, out):
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 0})
     try:
         second = cluster.add_node(num_cpus=1, num_gpus=0)
         cluster.wait_for_nodes()
-        if kill:
-            threading.Thread(
-                target=kill_when_training, args=(cluster, second, Path(out)), daemon=True
-            ).start()
+        threading.Thread(
+            target=kill_when_training, args=(cluster, second, Path(out)), daemon=True
+        ).start()
         return main(["reproduce", recipe, "--out", out, "--ray", cluster.address])
     finally:
         cluster.shutdown()
 
 
 if __name__ == "__main__":
-    sys.exit(run(sys.argv[1], sys.argv[2], kill="kill" in sys.argv[3:]))
+    sys.exit(run(sys.argv[1], sys.argv[2]))

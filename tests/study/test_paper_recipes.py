@@ -10,13 +10,13 @@ import json
 
 import pytest
 import torch
+from fixture import done_here
 from transformers import ViTConfig, ViTForImageClassification
 
 from layershuffle.recipes import read_recipe
-from layershuffle.study.plan import RunSpec, is_finished, tasks_of, write_plan
+from layershuffle.study.plan import RunSpec, is_finished, tasks_of
 from layershuffle.study.report import write_report
 from layershuffle.study.settings import StudySettings
-from layershuffle.study.worker import execute
 
 CLASSES = ("ape", "bee", "cat")
 
@@ -95,11 +95,8 @@ def test_end_to_end(repository, images, model, tmp_path, name, seeds, runs, othe
     study = shrunk(recipe, model=model, data=f"folder:{images}", seeds=seeds)
     tasks = tasks_of(study)
     assert (sum(isinstance(task, RunSpec) for task in tasks), len(tasks)) == (runs, runs + others)
-    write_plan(study, tmp_path)
-    for task in tasks:
-        task.directory(tmp_path).mkdir(parents=True)
-        execute(task, tmp_path)
-        assert is_finished(task, tmp_path)
+    done_here(study, tmp_path)
+    assert all(is_finished(task, tmp_path) for task in tasks)
     report = write_report(tmp_path)
     assert report.complete
     text = (tmp_path / "report.md").read_text()

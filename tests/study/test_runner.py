@@ -22,6 +22,7 @@ from fixture import TINY as RECIPE
 from fixture import results
 
 import layershuffle as ls
+from forked import SERVER, ForkedPool, studying
 from layershuffle.cli import main
 from layershuffle.errors import Interrupted, UsageError
 from layershuffle.study.plan import read_plan, runs_of, tasks_of, write_plan
@@ -30,7 +31,6 @@ from layershuffle.study.settings import StudySettings
 from layershuffle.study.worker import execute
 from once import once
 
-SECONDS = "seconds.txt"
 ONE_ARM = {**RECIPE, "arms": [{"method": "layershuffle"}]}
 
 
@@ -50,9 +50,7 @@ def undisturbed(tmp_path_factory, recipe):
     """The study as the command line runs it, once for all pytest workers."""
 
     def make(out):
-        begun = time.monotonic()
         assert main(["reproduce", str(recipe), "--out", str(out)]) == 0
-        (out / SECONDS).write_text(str(time.monotonic() - begun))
 
     return once(tmp_path_factory, "undisturbed study", make, room="studies")
 
@@ -111,42 +109,41 @@ FIVE = {
 }
 
 
-def test_killed_at_five_random_moments(undisturbed, tmp_path):
+def test_killed_at_five_random_moments(tmp_path):
     """kill -9 wherever it is: training, merging or analysing; no number changes.
 
-    It takes at least twice as long as the undisturbed study: merging waits for the runs.
+    Of processes that are forked, ready to work: else most moments would be in their imports.
     """
-    path, base = tmp_path / "five.yaml", tmp_path / "base"
-    ls.save(
-        ls.load(RECIPE["model"].replace("depth=4", "depth=2")), base
-    )  # donors must share their base
-    path.write_text(yaml.safe_dump({**FIVE, "model": f"dir:{base}"}))
-    study = StudySettings(**yaml.safe_load(path.read_text()))
-    write_plan(study, tmp_path / "calm")
-    for task in tasks_of(study):
-        task.directory(tmp_path / "calm").mkdir(parents=True)
-        execute(task, tmp_path / "calm")
-    whole = 2 * float((undisturbed / SECONDS).read_text())
-    command = [sys.executable, "-m", "layershuffle", "reproduce", str(path)]
+    base = tmp_path / "base"  # donors must share theirs
+    ls.save(ls.load(RECIPE["model"].replace("depth=4", "depth=2")), base)
+    study = StudySettings(**{**FIVE, "model": f"dir:{base}"})
+    calm = studying(study, tmp_path / "calm")
+    calm.start()
+    begun = time.monotonic()
+    calm.join()
+    whole = time.monotonic() - begun
+    assert calm.exitcode == 0
     moments = random.Random(0)
     killed = 0
     for _ in range(5):
-        process = subprocess.Popen(
-            [*command, "--out", str(tmp_path / "rough")], stdout=subprocess.DEVNULL
-        )
+        rough = studying(study, tmp_path / "rough")
+        rough.start()
         time.sleep(moments.uniform(0.05, 0.35) * whole)
-        workers = children_of(process.pid) if process.poll() is None else []
-        killed += process.poll() is None
-        for pid in (*workers, process.pid):  # the writers first, as when the power goes
+        workers = children_of(rough.pid) if rough.is_alive() else []
+        killed += rough.is_alive()
+        for pid in (*workers, rough.pid):  # the writers first, as when the power goes
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        process.wait()
+        rough.join()
         wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))  # noqa: B023
     assert killed >= 3
-    assert main(["reproduce", str(path), "--out", str(tmp_path / "rough")]) == 0
-    calm, rough = (numbers(tmp_path / name) for name in ("calm", "rough"))
-    assert len(calm) == 2 + 1 + 1
-    assert rough == calm
+    last = studying(study, tmp_path / "rough")
+    last.start()
+    last.join()
+    assert last.exitcode == 0
+    found, wanted = (numbers(tmp_path / name) for name in ("rough", "calm"))
+    assert len(wanted) == 2 + 1 + 1
+    assert found == wanted
 
 
 def numbers(out):
@@ -162,13 +159,16 @@ def numbers(out):
 def test_stopped_and_restarted(undisturbed, tmp_path):
     out, study = tmp_path / "out", StudySettings(**ONE_ARM)
 
+    def pool(study, out):
+        return ForkedPool(out, SERVER), 1
+
     def stop_once(states, seconds):
         if any(state.phase == "running" for state in states):
             os.kill(os.getpid(), signal.SIGTERM)
 
     with pytest.raises(Interrupted, match="the same command goes on"):
-        run_study(study, out, workers=1, watch=stop_once)
-    assert run_study(study, out, watch=watch) == []
+        run_study(study, out, watch=stop_once, make_pool=pool)
+    assert run_study(study, out, watch=watch, make_pool=pool) == []
     assert results(out) == of_one_run(results(undisturbed))
 
 

@@ -6,7 +6,6 @@ One pair of processes runs everything once; the tests look at what it left.
 import functools
 import gc
 import json
-import multiprocessing
 import os
 import shutil
 import signal
@@ -20,6 +19,7 @@ from runs import NO_DROPOUT, assert_same_weights, settings, weights
 
 import layershuffle as ls
 from common import FAMILIES
+from forked import SERVER
 from layershuffle.compiling import BlockCompiler
 from layershuffle.data import DataOptions, open_data
 from layershuffle.errors import Interrupted, SettingsError, TrainingError, UsageError
@@ -31,8 +31,6 @@ from layershuffle.training.ranks import Ranks, joined
 from layershuffle.training.sharding import idle_parameters
 from layershuffle.training.trainer import EpochSampler, OrderTrainer
 
-SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["layershuffle.training", "layershuffle.data.digits"])
 RUN = {"model": NO_DROPOUT, "steps": 9, "eval_every": 9, "checkpoint_every": 9}
 HIDDEN = ("parallel", "compile", "activation_checkpointing")  # what must not show in the weights
 GROUPS = {"orders_per_batch": 4, "accumulate": 2, "method": "layershuffle-predict"}

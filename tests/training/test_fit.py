@@ -5,7 +5,6 @@ The oracle for the whole trainer is a plain PyTorch loop written out below.
 
 import gc
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -20,6 +19,7 @@ from runs import MODEL, assert_same_weights, losses, settings, weights
 from safetensors.torch import load_file
 
 import layershuffle as ls
+from forked import SERVER
 from layershuffle.data import DataOptions, open_data
 from layershuffle.errors import Interrupted, LayerShuffleError, TrainingError, UsageError
 from layershuffle.machine import processor
@@ -50,8 +50,6 @@ def undisturbed(tmp_path_factory):
 
 
 # Processes to be killed are forked from one that has imported everything already.
-SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["layershuffle.training", "layershuffle.data.digits"])
 
 
 def fit_until_killed(arm, out, *, kind, step):
