@@ -49,9 +49,6 @@ def undisturbed(tmp_path_factory):
     return found
 
 
-# Processes to be killed are forked from one that has imported everything already.
-
-
 def fit_until_killed(arm, out, *, kind, step):
     """A run that kills its own process, as a power cut would, at one of its events."""
 
