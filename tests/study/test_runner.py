@@ -94,7 +94,7 @@ def test_killed_and_restarted(undisturbed, tmp_path):
     study.kill()
     study.wait()
     wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
-    assert run_study(read_plan(out), out, watch=watch) == []
+    assert run_study(read_plan(out), out, watch=watch, make_pool=forked) == []
     assert results(out) == of_one_run(results(undisturbed))
 
 
@@ -156,23 +156,26 @@ def numbers(out):
     }
 
 
+def forked(study, out):
+    """In place of `local_pool`."""
+    return ForkedPool(out, SERVER), 1
+
+
 def test_stopped_and_restarted(undisturbed, tmp_path):
     out, study = tmp_path / "out", StudySettings(**ONE_ARM)
-
-    def pool(study, out):
-        return ForkedPool(out, SERVER), 1
 
     def stop_once(states, seconds):
         if any(state.phase == "running" for state in states):
             os.kill(os.getpid(), signal.SIGTERM)
 
     with pytest.raises(Interrupted, match="the same command goes on"):
-        run_study(study, out, watch=stop_once, make_pool=pool)
-    assert run_study(study, out, watch=watch, make_pool=pool) == []
+        run_study(study, out, watch=stop_once, make_pool=forked)
+    assert run_study(study, out, watch=watch, make_pool=forked) == []
     assert results(out) == of_one_run(results(undisturbed))
 
 
-def test_a_failing_run_is_reported_and_the_rest_goes_on(tmp_path, capsys):
+def test_a_failing_run_is_reported_and_the_rest_goes_on(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("layershuffle.study.runner.local_pool", forked)
     arms = [{"method": "baseline", "fit": {"lr": 1e38, "clip": None}}, {"method": "layershuffle"}]
     path = tmp_path / "r.yaml"
     path.write_text(yaml.safe_dump({**RECIPE, "arms": arms}))
