@@ -26,6 +26,8 @@ def once(
     path = shared / name
     with (shared / f"{room}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not path.exists():
+        whole = shared / f"{name}.whole"
+        if not whole.exists():
             make(path)
+            whole.touch()
     return path

@@ -19,7 +19,7 @@ from layershuffle.errors import DataError
 from layershuffle.models import logits_of
 from layershuffle.modes import Mode, parse_modes
 from layershuffle.orders import ExecutionOrder
-from layershuffle.stack import depth_of
+from layershuffle.stack import blocks_of, depth_of
 from layershuffle.trie import build_trie, forward_trie, images_at_once
 
 Draw = Literal["pass", "batch"]
@@ -128,7 +128,7 @@ def evaluate(
     """The scores of every mode and draw, from one pass over `batches`.
 
     `batches` yields (images `[n, channels, height, width]`, labels `[n]`); images are taken in the
-    dtype of the model's weights, logits are compared in fp32. `modes` as in
+    dtype of the model's blocks, logits are compared in fp32. `modes` as in
     "sequential,arbitrary,kept:9" (`layershuffle.modes`). A mode with a single
     order gets one score, the others `num_orders`. Orders with common beginnings share their work
     (`layershuffle.trie`). The model comes back in the train or eval mode it was in. Raises
@@ -177,9 +177,10 @@ def _score_batch(
 def micro_batches(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Batches:
     """A batch of images and labels for `model`, in parts that fit a CPU's cache.
 
-    They go where it is; floating images become of its weights' dtype.
+    They go where it is; floating images become of its blocks' dtype.
     """
-    weight = next(p for p in model.parameters() if p.is_floating_point())
+    block = blocks_of(model)[0]  # a norm in the stem may be of another
+    weight = next(p for p in block.parameters() if p.is_floating_point())
     images, labels = (tensor.to(weight.device) for tensor in batch)
     if images.is_floating_point():
         images = images.to(weight.dtype)

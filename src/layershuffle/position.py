@@ -116,7 +116,7 @@ class Guesses:
         _check_position(step, len(self.prediction.norms), "prediction")
         logits = self.prediction(state, step.block)
         if not step.replay:
-            self.items.append(Guess(step, logits))
+            self.items.append(Guess(step, logits.float()))  # their loss is a sum of many
 
     def loss(self) -> Tensor:
         """Cross-entropy of the true positions: mean over samples, sum or mean over positions.

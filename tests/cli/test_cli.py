@@ -187,6 +187,12 @@ def test_a_reader_that_goes_is_no_fault(words):
     assert (process.returncode, said) == (141, "")
 
 
+def test_without_an_output_nothing_fails(monkeypatch):
+    """As in a service whose standard output is closed."""
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["--version"]) == 0
+
+
 def test_commands_are_documented(repository):
     pages = {path.stem for path in (repository / "docs" / "commands").glob("*.md")}
     assert pages == set(COMMANDS)

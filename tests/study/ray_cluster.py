@@ -1,9 +1,10 @@
 """Run a study on a local Ray cluster that loses a node: `python ray_cluster.py RECIPE OUT`.
 
 A program of its own, because Ray leaves threads and handlers in the process that starts it. The
-second node dies when the study has begun to train; its run must go on elsewhere.
+second node dies while it trains; its run must go on elsewhere.
 """
 
+import contextlib
 import sys
 import threading
 import time
@@ -15,13 +16,26 @@ from layershuffle.cli import main
 
 
 def kill_when_training(cluster, node, out):
-    """Take the node down without a word as soon as a run trains; one of the two is on it."""
+    """Take the node down without a word as soon as the run that it has trains."""
+    (raylet,) = node.all_processes["raylet"]
     deadline = time.monotonic() + 120
-    while not list(out.glob("runs/*/progress.json")):
+    while not any((out / "runs" / task / "progress.json").exists() for task in tasks_of(raylet)):
         assert time.monotonic() < deadline
-        time.sleep(0.05)
+        time.sleep(0.02)
     cluster.remove_node(node, allow_graceful=False)
     print("node killed", flush=True)
+
+
+def tasks_of(raylet):
+    """Names of the tasks whose processes descend from a node's raylet."""
+    waiting, found = [raylet.process.pid], []
+    while waiting:
+        place = Path(f"/proc/{waiting.pop()}")
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            waiting += (place / "task" / place.name / "children").read_text().split()
+            words = (place / "cmdline").read_text().split("\0")
+            found += [words[-2]] if "layershuffle.study.worker" in words else []
+    return found
 
 
 def run(recipe, out):

@@ -1,8 +1,10 @@
 """From a recipe to tasks: runs, the budget curve, merging, analyses, and what each needs."""
 
+import contextlib
 import functools
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -216,34 +218,39 @@ def test_finished_scores_of_another_precision_are_refused(study, tmp_path):
         write_plan(StudySettings(**changed), tmp_path)
 
 
-def test_the_probe_computes_as_the_tasks_will(tmp_path, monkeypatch):
-    """Training under autocast, scores in bf16 with compiled blocks, the analysis in fp32."""
+@pytest.mark.parametrize(("precision", "norms"), [("bf16", "float32"), ("bf16-pure", "bfloat16")])
+def test_the_probe_computes_as_the_tasks_will(tmp_path, monkeypatch, precision, norms):
+    """Training under autocast or in pure bf16, scores in bf16 with compiled blocks, the analysis in
+    fp32. A training step is timed once, whatever is scored how."""
     torch._dynamo.reset()
     eager = functools.partial(BlockCompiler, backend="eager")
     monkeypatch.setattr(sys.modules["layershuffle.scoring"], "BlockCompiler", eager)
     trained, scored = set(), set()
 
-    def logits_of(output, found=probe.logits_of):
-        trained.add(output.dtype)
-        return found(output)
+    def training_step(model, *arguments, found=probe._training_step):
+        assert not trained
+        norm = ls.blocks_of(model)[0].norm1
+        seen = norm.register_forward_hook(lambda *call: trained.add(call[-1].dtype))
+        with contextlib.closing(SimpleNamespace(close=seen.remove)):
+            return found(model, *arguments)
 
     def evaluate(model, *arguments, found=probe.evaluate, **settings):
         compiled = {block._compiled_call_impl is not None for block in ls.blocks_of(model)}
         scored.add((next(model.parameters()).dtype, *compiled))
         return found(model, *arguments, **settings)
 
-    monkeypatch.setattr(probe, "logits_of", logits_of)
+    monkeypatch.setattr(probe, "_training_step", training_step)
     monkeypatch.setattr(probe, "evaluate", evaluate)
     study = StudySettings(
         **{
             **TINY,
-            "fit": {**TINY["fit"], "precision": "bf16"},
+            "fit": {**TINY["fit"], "precision": precision},
             "evaluate": {**TINY["evaluate"], "precision": "bf16", "compile": True},
             "analyses": [{"name": "umap", "arm": "baseline"}],
         }
     )
     found = forecast(study, tasks_of(study), out=tmp_path, workers=1)
-    assert trained == {torch.bfloat16}
+    assert trained == {getattr(torch, norms)}
     assert scored == {(torch.bfloat16, True), (torch.float32, False)}
     assert "in evaluation in bf16, compiled; " in found.probe
     assert "in evaluation in fp32 (" in found.probe

@@ -128,7 +128,7 @@ def test_killed_at_five_random_moments(tmp_path):
     for _ in range(5):
         rough = studying(study, tmp_path / "rough")
         rough.start()
-        time.sleep(moments.uniform(0.05, 0.35) * whole)
+        time.sleep(moments.uniform(0.05, 0.25) * whole)
         workers = children_of(rough.pid) if rough.is_alive() else []
         killed += rough.is_alive()
         for pid in (*workers, rough.pid):  # the writers first, as when the power goes

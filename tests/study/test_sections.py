@@ -241,7 +241,7 @@ def test_every_silence_of_the_paper_is_answered():
     assert rows["A1"][3:] == ("draw pass, num_orders 20", "draw batch, num_orders 7")
     assert rows["A3"][4] == "encoding.table shared, encoding.table_init normal"
     assert rows["A10"][4].startswith("choose last")
-    assert rows["A17"][4].endswith("precision auto; scores: precision fp32")
+    assert rows["A17"][4].endswith("precision auto; scores: precision fp32; merges: precision fp32")
     assert rows["A12"][3:] == ("ends average", "ends average/base")
     assert all(cell for row in rows.values() for cell in row)
 

@@ -24,7 +24,6 @@ from layershuffle.training import fit
 # torch warns of its own doings while it traces.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-    pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled"),
 ]
 DEPTH = 6
 JOB = sys.modules["layershuffle.training.job"]

@@ -21,7 +21,6 @@ from layershuffle.training.rounding import rounded
 # torch warns of its own doings while it traces.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-    pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled"),
 ]
 HALF = torch.bfloat16
 JOB = sys.modules["layershuffle.training.job"]
@@ -90,6 +89,32 @@ def test_everything_is_put_back_also_after_an_error():
     with pytest.raises(ZeroDivisionError):
         look_and_fail()
     assert before == {n: id(t) for n, t in (*model.named_parameters(), *model.named_buffers())}
+
+
+def test_buffers_are_rounded_once_and_anew_when_they_change(monkeypatch):
+    model = nn.Module()
+    model.register_buffer("table", torch.full((2,), 1.0 + 2**-10))
+    with rounded(model, HALF):
+        first = model.table
+        assert torch.equal(first, torch.ones(2, dtype=HALF))
+    with rounded(model, HALF):
+        assert model.table is first
+    model.table.add_(1)
+    with rounded(model, HALF):
+        assert torch.equal(model.table, torch.full((2,), 2.0, dtype=HALF))
+    model.table = torch.zeros(2)
+    with rounded(model, HALF):
+        assert torch.equal(model.table, torch.zeros(2, dtype=HALF))
+    assert model.table.dtype == torch.float32
+
+
+def test_the_loss_of_position_guesses_is_not_rounded():
+    """It is a sum over samples and blocks, of which bf16 would keep two digits."""
+    model = positioned("timm-vit").to(HALF)
+    with model.guessing() as guesses:
+        model(images(2).to(HALF))
+    assert {guess.logits.dtype for guess in guesses.items} == {torch.float32}
+    assert guesses.loss().dtype == torch.float32
 
 
 def run(tmp_path, name, **changes):

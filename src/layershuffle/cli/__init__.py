@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with _warnings_shown():
             code = _dispatch(arguments)
-        sys.stdout.flush()
+        print(end="", flush=True)
         return code
     except LayerShuffleError as error:
         if debug:
@@ -56,6 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # The last line of defence: users get one paragraph, developers get --debug.
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _nobody_reads():
+            if arguments and not {"-h", "--help"} & set(arguments):
+                print("stopped: nobody reads the output any more", file=sys.stderr)
             return 141
         if debug:
             raise
@@ -69,7 +71,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _nobody_reads() -> bool:
     """Whether who read our output has gone, as `head` does; nothing more is written then."""
-    output, poll = sys.stdout.fileno(), select.poll()
+    try:
+        output, poll = sys.stdout.fileno(), select.poll()
+    except OSError:  # not a file, as in a notebook
+        return False
     poll.register(output, 0)
     gone = any(event & select.POLLERR for _, event in poll.poll(0))
     if gone:

@@ -86,7 +86,9 @@ def forecast(
         fitted, scored = run.settings, _scoring_of(task, run)
         key = (fitted.model, fitted.data, fitted.batch_size, scored.precision, scored.compile)
         if key not in speeds:
-            speeds[key] = measure(fitted, scored, threads=None if gpus else 1)
+            known = [one.step for other, one in speeds.items() if other[:3] == key[:3]]
+            step = known[0] if known else None
+            speeds[key] = measure(fitted, scored, threads=None if gpus else 1, step=step)
         return speeds[key]
 
     left = [task for task in tasks if not is_finished(task, out)]
@@ -102,7 +104,7 @@ def forecast(
         workers=count,
         bytes_left=sum(sizes),
         bytes_peak=sum(sizes) + count * _CHECKPOINT_COPIES * max(sizes, default=0),
-        probe=f"{said} ({processor()}, noise images, one process alone)",
+        probe=f"{said} ({processor()}, noise images, one process alone, compiling not counted)",
     )
 
 

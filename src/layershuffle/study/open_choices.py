@@ -74,7 +74,11 @@ def _fit(*names: str, method: str = "") -> Callable[[StudySettings], tuple[str, 
 def _numerics(study: StudySettings) -> tuple[str, str]:
     trained = _fit("schedule", "warmup", "clip", "weight_decay", "precision")(study)
     scored = _evaluate("precision")(study)
-    default, used = (f"{fit}; scores: {one}" for fit, one in zip(trained, scored, strict=True))
+    merged = _merging("precision")(study)
+    default, used = (
+        f"{fit}; scores: {one}; merges: {other}"
+        for fit, one, other in zip(trained, scored, merged, strict=True)
+    )
     return default, used
 
 
@@ -183,7 +187,8 @@ QUESTIONS = (
     ),
     Question(
         number="A17", text="Schedule, clipping, weight decay, precision",
-        options="fit.schedule, .warmup, .clip, .weight_decay, .precision; evaluate.precision",
+        options="fit.schedule, .warmup, .clip, .weight_decay, .precision; evaluate.precision, "
+        "merging.options.precision",
         of=_numerics,
     ),
     Question(

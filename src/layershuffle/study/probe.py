@@ -6,6 +6,7 @@ import copy
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -22,16 +23,22 @@ from layershuffle.scoring import as_scored, compiler_if, run_blocks
 from layershuffle.settings import EvalSettings, FitSettings
 from layershuffle.stack import depth_of, running
 from layershuffle.study.speed import Speed
+from layershuffle.training.rounding import rounded
 
 _WARM_UP, _TIMED = 2, 5
 
 
 def measure(
-    fitted: FitSettings, scored: EvalSettings | MergingSettings, *, threads: int | None
+    fitted: FitSettings,
+    scored: EvalSettings | MergingSettings,
+    *,
+    threads: int | None,
+    step: float | None = None,
 ) -> Speed:
     """Train and score a few batches of noise as the settings say. Opens the data for their sizes.
 
-    The data's own decoding is not timed, nor what compiling takes. Raises what loading model and
+    `step`: seconds of a training step, where they are known. The data's own decoding is not timed,
+    nor what compiling takes. Raises what loading model and
     data raise.
     """
     model = load(fitted.model, seed=fitted.seed)
@@ -43,7 +50,7 @@ def measure(
     model.to(device)
     images = _noise((fitted.batch_size, view.channels, view.height, view.width), device)
     with torch_threads(threads):
-        step = _training_step(model, images, fitted)
+        step = step or _training_step(model, images, fitted)
         forward = _evaluation(copy.deepcopy(model), images[: scored.batch_size], scored)
     depth = depth_of(model)
     return Speed(
@@ -65,16 +72,19 @@ def _training_step(model: nn.Module, images: Tensor, fitted: FitSettings) -> flo
     labels = torch.zeros(len(images), dtype=torch.long, device=images.device)
     order = ExecutionOrder(tuple(reversed(range(depth_of(model)))), depth_of(model))
 
-    default = images.is_cuda and torch.cuda.is_bf16_supported()
-    fast = default if fitted.precision == "auto" else fitted.precision != "fp32"
+    default = "bf16" if images.is_cuda and torch.cuda.is_bf16_supported() else "fp32"
+    precision = default if fitted.precision == "auto" else fitted.precision
+    pure = precision == "bf16-pure"
+    images = images.bfloat16() if pure else images
     compiler = compiler_if(images.is_cuda if fitted.compile is None else fitted.compile)
 
     def step() -> None:
         with (
             running(model, order),
-            torch.autocast(images.device.type, torch.bfloat16, enabled=fast),
+            torch.autocast(images.device.type, torch.bfloat16, enabled=precision == "bf16"),
+            rounded(model, torch.bfloat16) if pure else nullcontext(),
         ):
-            loss = F.cross_entropy(logits_of(model(images)), labels)
+            loss = F.cross_entropy(logits_of(model(images)).float(), labels)
             loss.backward()  # type: ignore[no-untyped-call]
         optimiser.step()
         optimiser.zero_grad()

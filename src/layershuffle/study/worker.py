@@ -86,8 +86,11 @@ def _train_and_score(run: RunSpec, directory: Path) -> dict[str, Any]:
     rows = scores_csv(scoring, method=run.arm, seed=run.settings.seed, draw=run.evaluate.draw)
     write_text(directory / "results.csv", rows)
     seconds = round(time.monotonic() - started, 2)
+    facts = asdict(fitted)
+    if settings.compile and scoring.blocks["mode"] == "eager":
+        facts["data"]["notes"].append(f"scored in eager mode: {scoring.blocks['reason']}")
     return {
-        **asdict(fitted),
+        **facts,
         "run": run.name,
         "arm": run.arm,
         "eval_seconds": seconds,

@@ -13,10 +13,18 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _NormBase
+
+_Tensors = dict[str, Any]  # nn.Module's own types allow a Parameter, which a copy is not
+# By module: its exact buffers with their versions, and the rounded ones. Some classes compute
+# theirs on the host, which in every forward would make the host wait for the GPU.
+_BUFFERS: WeakKeyDictionary[nn.Module, tuple[list[tuple[Tensor, int]], _Tensors]] = (
+    WeakKeyDictionary()
+)
 
 
 @contextmanager
@@ -24,19 +32,19 @@ def rounded(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Inside, `model` computes with its weights and floating buffers rounded to `dtype`.
 
     Its input has to be of that dtype too. Gradients reach the true weights in their own dtype. Keep
-    `backward` inside where activations are recomputed. Batch norms, whose statistics change in
-    place and which take any input, stay as they are.
+    `backward` inside where activations are recomputed. Norms with running statistics, which change
+    in place and take any input, stay as they are; what a forward writes into another floating
+    buffer is lost.
     """
     made: dict[int, Tensor] = {}
-    modules = [module for module in model.modules() if not isinstance(module, _BatchNorm)]
-    # Any: nn.Module's own types allow a Parameter there and nothing else, which a copy is not.
-    places: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    for module in modules:
-        places += [
-            (module._parameters, _rounded_weights(module, dtype, made)),
-            (module._buffers, _rounded_buffers(module, dtype)),
-        ]
-    before = [dict(place) for place, _ in places]
+    places: list[tuple[_Tensors, _Tensors]] = []
+    for module in model.modules():
+        if not isinstance(module, _NormBase):
+            places += [
+                (module._parameters, _rounded_weights(module, dtype, made)),
+                (module._buffers, _rounded_buffers(module, dtype)),
+            ]
+    before = [{name: place[name] for name in new} for place, new in places]
     try:
         for place, new in places:
             place.update(new)
@@ -46,9 +54,7 @@ def rounded(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
             place.update(old)
 
 
-def _rounded_weights(
-    module: nn.Module, dtype: torch.dtype, made: dict[int, Tensor]
-) -> dict[str, Tensor]:
+def _rounded_weights(module: nn.Module, dtype: torch.dtype, made: dict[int, Tensor]) -> _Tensors:
     """What is shared stays shared: `made` holds the copies by the weights they are of."""
     held = {n: w for n, w in module._parameters.items() if w is not None and w.is_floating_point()}
     for weight in held.values():
@@ -57,10 +63,21 @@ def _rounded_weights(
     return {name: made[id(weight)] for name, weight in held.items()}
 
 
-def _rounded_buffers(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor | None]:
+def _rounded_buffers(module: nn.Module, dtype: torch.dtype) -> _Tensors:
     """As `.to(dtype)` makes them: some classes keep theirs exact, such as timm's rotary periods."""
-    if not any(b is not None and b.is_floating_point() for b in module._buffers.values()):
+    held = {n: b for n, b in module._buffers.items() if b is not None and b.is_floating_point()}
+    if not held:
         return {}
+    exact, made = _BUFFERS.get(module, ([], {}))
+    as_before = len(exact) == len(held) and all(
+        one is other and version == other._version
+        for (one, version), other in zip(exact, held.values(), strict=True)
+    )
+    if as_before:
+        return made
     twin = copy.copy(module)
     twin._parameters, twin._modules, twin._buffers = {}, {}, dict(module._buffers)
-    return twin.to(dtype)._buffers
+    twin.to(dtype)
+    made = {name: twin._buffers[name] for name in held}
+    _BUFFERS[module] = [(buffer, buffer._version) for buffer in held.values()], made
+    return made

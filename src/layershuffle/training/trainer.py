@@ -145,7 +145,8 @@ class OrderTrainer(Trainer):
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         arrived = super()._prepare_inputs(inputs)
-        return {**arrived, "images": self.finish(arrived["images"]).to(self._round_to)}
+        images = self.finish(arrived["images"])
+        return {**arrived, "images": images.to(self._round_to) if self._round_to else images}
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Shards the model first, if it is to be sharded; a checkpoint's weights are in it then."""
