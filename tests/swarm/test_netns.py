@@ -20,7 +20,6 @@ import netns
 import numpy as np
 import pytest
 from engines import pico, run_blocks
-from once import once
 
 from layershuffle.swarm.bundle import make_bundle
 from layershuffle.swarm.limits import Limits
@@ -34,6 +33,7 @@ from layershuffle.swarm.ray_settings import (
     host_command,
     new_token,
 )
+from once import once
 
 pytestmark = [
     pytest.mark.netns,

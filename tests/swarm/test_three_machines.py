@@ -12,11 +12,11 @@ from types import SimpleNamespace
 
 import netns
 import pytest
-from once import once
 
 from layershuffle.models import load
 from layershuffle.swarm.asking import labelled_images
 from layershuffle.swarm.plan import DEFAULT_MODEL, HostPlan, SwarmPlan, plan_text
+from once import once
 
 pytestmark = [
     pytest.mark.netns,
