@@ -11,8 +11,6 @@ import os
 import random
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -83,16 +81,14 @@ def test_finished_runs_are_not_repeated(undisturbed, capsys):
 
 def test_killed_and_restarted(undisturbed, tmp_path):
     """kill -9 of the study in the middle of a run: its runs end with it, and nothing changes."""
-    out, recipe = tmp_path / "out", tmp_path / "one.yaml"
-    recipe.write_text(yaml.safe_dump(ONE_ARM))
-    command = [sys.executable, "-m", "layershuffle", "reproduce", str(recipe), "--out", str(out)]
-    with (tmp_path / "log").open("w") as log:
-        study = subprocess.Popen([*command, "--workers", "1"], stdout=log, stderr=log)
+    out = tmp_path / "out"
+    study = studying(StudySettings(**ONE_ARM), out)
+    study.start()
     progress = out / "runs" / "layershuffle-seed0" / "progress.json"
     wait_for(progress.exists)
     workers = children_of(study.pid)
     study.kill()
-    study.wait()
+    study.join()
     wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
     assert run_study(read_plan(out), out, watch=watch, make_pool=forked) == []
     assert results(out) == of_one_run(results(undisturbed))
