@@ -65,14 +65,9 @@ def test_sections_that_find_no_time_are_rows_too(script, monkeypatch):
     assert "eight minutes" in rows[0].what
 
 
-def test_graphs_are_counted_after_the_pairs(script):
-    compiler = BlockCompiler(backend="eager")
-
-    def side():
-        compiler.graphs += 1
-        return 1.0
-
-    row = script.compared_blocks(
+def against_two_seconds(script, side, compiler):
+    """The row of a compiled side, which takes as long as it says."""
+    return script.compared_blocks(
         "inference, compiled",
         a=lambda: 2.0,
         b=side,
@@ -80,6 +75,16 @@ def test_graphs_are_counted_after_the_pairs(script):
         compiler=compiler,
         compiled=[side],
     )
+
+
+def test_graphs_are_counted_after_the_pairs(script):
+    compiler = BlockCompiler(backend="eager")
+
+    def side():
+        compiler.graphs += 1
+        return 1.0
+
+    row = against_two_seconds(script, side, compiler)
     # One by `compiled` itself; the warm-up and the pair are two more, after it.
     assert row.facts == {"name": "compiled", "reason": None, "graphs": 3, "recompiles": 2}
     assert row.what == "eager / compiled"
@@ -92,14 +97,7 @@ def test_what_fell_back_says_so_in_its_row(script):
         compiler.give_up("no compiler here")
         return 1.0
 
-    row = script.compared_blocks(
-        "inference, compiled",
-        a=lambda: 2.0,
-        b=side,
-        effort=ONCE,
-        compiler=compiler,
-        compiled=[side],
-    )
+    row = against_two_seconds(script, side, compiler)
     assert row.facts["name"] == "eager"
     assert row.what == "eager / compiled, NOT compiled: no compiler here"
 

@@ -159,6 +159,7 @@ def test_ray_ends_with_its_program(over_ray):
 
 def test_a_killed_program_leaves_no_process(over_ray):
     killed = over_ray["killed"]
+    assert Path(killed["token"]).parent.parent == Path("/tmp")
     assert killed["before"] >= 4
     assert killed["left"] == []
     shutil.rmtree(Path(killed["token"]).parent)

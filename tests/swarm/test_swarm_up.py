@@ -81,8 +81,9 @@ def test_up_answers_and_says_what_to_type(swarm, repository):
     assert len(session_processes(process.pid)) >= 8
 
 
+@pytest.mark.alone
 def test_a_thousand_requests_while_a_third_of_the_hosts_dies(swarm):
-    """None fails, hardly one is late, and as many answers are right as the calibration lets expect.
+    """None fails or is late, and as many answers are right as the calibration lets expect.
 
     What a slow host adds, how memory grows, and the sequential router: benchmarks/swarm_load.py.
     """
@@ -92,9 +93,7 @@ def test_a_thousand_requests_while_a_third_of_the_hosts_dies(swarm):
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(re.findall(r"before request \d+: crash host-\d", done.stdout)) == 2
     shares = dict(re.findall(r"^(\w[\w ]+?) +([\d.]+) %", done.stdout, re.MULTILINE))
-    assert shares["failed"] == "0.0", done.stdout
-    # Other tests share the machine: a stall of theirs may last for longer than a deadline.
-    assert float(shares["late"]) <= 0.4, done.stdout
+    assert (shares["failed"], shares["late"]) == ("0.0", "0.0"), done.stdout
     assert float(shares["degraded"]) > 0
     judged = re.search(r"answers: ([\d.]+) %, (\w+) what .*\(([\d.]+) to ([\d.]+)\)", done.stdout)
     top1, low, high = (float(judged[number]) for number in (1, 3, 4))
