@@ -42,7 +42,7 @@ from common import (
     score,
 )
 from layershuffle.errors import UsageError
-from layershuffle.parts import TapRecord
+from layershuffle.hooks import TapRecord
 from layershuffle.stack import BlockStack
 
 Gradients = dict[str, Tensor | None]

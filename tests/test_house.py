@@ -19,8 +19,8 @@ PACKAGE = "layershuffle"
 # layer or from below. A package stands where its name does.
 LAYERS = (
     ("errors", "_version"),
-    ("files", "draws", "orders", "position_forms", "plotting"),
-    ("policies", "parts", "discovery", "grouped", "modes", "machine"),
+    ("files", "draws", "orders", "position_forms", "plotting", "stats", "text"),
+    ("policies", "hooks", "discovery", "grouped", "modes", "machine"),
     ("stack", "methods"),
     ("position", "trie", "settings", "compiling"),
     ("recipes",),
@@ -30,7 +30,7 @@ LAYERS = (
     ("cli", "__main__"),
 )
 GROUND = ("errors", "files", "draws", "orders", "policies", "position_forms")
-FUNCTION_LINES, FILE_LINES, POSITIONAL = 50, 400, 2
+FUNCTION_LINES, FILE_LINES, POSITIONAL = 80, 450, 2
 
 TREES = {
     ".".join(path.relative_to(SOURCE).with_suffix("").parts): ast.parse(path.read_text("utf-8"))

@@ -26,7 +26,7 @@ from common import (
     logits_of,
 )
 from layershuffle.errors import StackError, UsageError
-from layershuffle.parts import Step
+from layershuffle.hooks import Step
 from layershuffle.position import (
     Guess,
     PositionEncoding,

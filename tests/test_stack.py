@@ -16,8 +16,8 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 import layershuffle as ls
 from common import DEPTH, FAMILIES, LONGER, PERMUTED, PRUNED, SEQUENTIAL, images, logits_of, score
 from layershuffle.errors import StackError, UsageError
-from layershuffle.parts import Step
-from layershuffle.stack import BlockStack, stack_of, walking, with_parts
+from layershuffle.hooks import Step
+from layershuffle.stack import BlockStack, stack_of, walking, with_hooks
 
 VIT, TORCHVISION = FAMILIES["timm-vit"], FAMILIES["torchvision-vit"]
 
@@ -181,7 +181,7 @@ class Recording:
 def test_parts_run_in_the_order_they_were_added(model: nn.Module) -> None:
     calls: list[tuple[str, Step]] = []
     first, second = Recording(1.0, calls), Recording(2.0, calls)
-    with with_parts(model, first), ls.running(model, PRUNED), with_parts(model, second):
+    with with_hooks(model, first), ls.running(model, PRUNED), with_hooks(model, second):
         model(images())
     names = ["before 1.0", "before 2.0", "after 1.0", "after 2.0"]
     assert [name for name, _ in calls] == names * 2
@@ -202,7 +202,7 @@ def test_replays_are_marked(model: nn.Module) -> None:
     calls: list[tuple[str, Step]] = []
     model.set_grad_checkpointing(True)
     model.train()
-    with with_parts(model, Recording(0.0, calls)), ls.running(model, PERMUTED):
+    with with_hooks(model, Recording(0.0, calls)), ls.running(model, PERMUTED):
         out = model(images())
         assert not any(step.replay for _, step in calls)
         forward = len(calls)

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
 from layershuffle.errors import StackError, UsageError
+from layershuffle.hooks import Step
 from layershuffle.machine import uploaded
-from layershuffle.parts import Step
 from layershuffle.position_forms import EncodingForm, PredictionForm
-from layershuffle.stack import depth_of, stack_of, with_parts, wrap
+from layershuffle.stack import depth_of, stack_of, with_hooks, wrap
 
 _LATE_CLASS_TOKEN = ("cls_attn_blocks", "blocks_token_only")  # XCiT, CaiT
 _WIDTH_NAMES = ("embed_dim", "hidden_dim", "hidden_size", "num_features")
@@ -32,7 +32,7 @@ _WIDTH_NAMES = ("embed_dim", "hidden_dim", "hidden_size", "num_features")
 class PositionEncoding(nn.Module):
     """Tells a block its position: z + Dropout(GELU(Linear(LayerNorm([z; e])))) before it runs.
 
-    e is row `position` of the block's table. A part of the stack (`layershuffle.parts.Part`).
+    e is row `position` of the block's table. A part of the stack (`layershuffle.hooks.BlockHook`).
     Raises `UsageError` at positions from `depth` on, which orders with repeats can reach.
     """
 
@@ -200,7 +200,7 @@ class PositionedModel(nn.Module):
         """The host's own output, every block told its position if there is an encoding."""
         if self.encoding is None:
             return self.host(*args, **kwargs)
-        with with_parts(self.host, self.encoding):
+        with with_hooks(self.host, self.encoding):
             return self.host(*args, **kwargs)
 
     @contextmanager
@@ -211,7 +211,7 @@ class PositionedModel(nn.Module):
                 "This model has no position prediction", hint="add_position(model, prediction=...)"
             )
         guesses = Guesses(self.prediction)
-        with with_parts(self.host, guesses):
+        with with_hooks(self.host, guesses):
             yield guesses
 
 

@@ -27,8 +27,8 @@ from torch.utils.checkpoint import checkpoint
 from layershuffle.discovery import find_blocks
 from layershuffle.errors import StackError, UsageError
 from layershuffle.grouped import run_grouped
+from layershuffle.hooks import BlockHook, Step, Tap
 from layershuffle.orders import ExecutionOrder, order_of
-from layershuffle.parts import Part, Step, Tap
 
 BlockCall = Callable[[int, int, Tensor, "tuple[int, ...] | None"], Tensor]
 Walk = Callable[[BlockCall, Tensor], Tensor]
@@ -36,10 +36,10 @@ Walk = Callable[[BlockCall, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Run:
-    """How one stack is to run: an order, the parts around its blocks, or a walk of its own."""
+    """How one stack is to run: an order, the hooks around its blocks, or a walk of its own."""
 
     order: tuple[int, ...] | None = None
-    parts: tuple[Part, ...] = ()
+    hooks: tuple[BlockHook, ...] = ()
     walk: Walk | None = None
     recompute: bool = False
 
@@ -71,7 +71,7 @@ class BlockStack(nn.ModuleList):
         if run.walk is not None:
             return [_Walked(self, run.walk, run)]
         order = range(len(blocks)) if run.order is None else run.order
-        if not run.parts and not run.recompute:
+        if not run.hooks and not run.recompute:
             return [blocks[block] for block in order]
         return [
             Placed(blocks[block], Step(position, block), run)
@@ -144,24 +144,24 @@ class BlockStack(nn.ModuleList):
 
 
 class Placed:
-    """A block at a position with the parts around it; everything else is the block's own."""
+    """A block at a position with the hooks around it; everything else is the block's own."""
 
     def __init__(self, module: nn.Module, step: Step, run: Run) -> None:
         self._module, self._step, self._run = module, step, run
 
     def __call__(self, state: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The block's output for the input `state`, parts included."""
+        """The block's output for the input `state`, hooks included."""
         if self._run.recompute and torch.is_grad_enabled():
             return checkpoint(self._compute, state, *args, use_reentrant=False, **kwargs)
         return self._compute(state, *args, **kwargs)
 
     def _compute(self, state: Tensor, *args: Any, **kwargs: Any) -> Any:
         step = replace(self._step, replay=_in_backward())
-        for part in self._run.parts:
-            state = part.before(state, step)
+        for hook in self._run.hooks:
+            state = hook.before(state, step)
         out = self._module(state, *args, **kwargs)
-        for part in self._run.parts:
-            part.after(_state_of(out), step)
+        for hook in self._run.hooks:
+            hook.after(_state_of(out), step)
         return out
 
     def __getattr__(self, name: str) -> Any:
@@ -273,7 +273,7 @@ def running(
 def walking(model: nn.Module, walk: Walk) -> Iterator[None]:
     """Let `walk(call, state) -> state` stand for the whole stack, in this thread.
 
-    `call(block, position, chunk, rows)` runs one block, parts included, with the other arguments
+    `call(block, position, chunk, rows)` runs one block, hooks included, with the other arguments
     that the host model gave; `rows` names the samples in `chunk`, `None` meaning all.
     """
     with _set(stack_of(model), order=None, walk=walk):
@@ -292,10 +292,10 @@ def recomputing(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def with_parts(model: nn.Module, *parts: Part) -> Iterator[None]:
-    """Add `parts` around every block inside the `with` block, after those already there."""
+def with_hooks(model: nn.Module, *hooks: BlockHook) -> Iterator[None]:
+    """Add `hooks` around every block inside the `with` block, after those already there."""
     stack = stack_of(model)
-    with _set(stack, parts=(*_RUNS.get().get(id(stack), _PLAIN).parts, *parts)):
+    with _set(stack, hooks=(*_RUNS.get().get(id(stack), _PLAIN).hooks, *hooks)):
         yield
 
 
@@ -306,7 +306,7 @@ def tap(model: nn.Module) -> Iterator[Tap]:
     `tap.records` holds the last forward. Records keep their graph and their memory alive.
     """
     recorder = Tap()
-    with with_parts(model, recorder):
+    with with_hooks(model, recorder):
         yield recorder
 
 

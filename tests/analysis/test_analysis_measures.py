@@ -18,7 +18,7 @@ from layershuffle.analysis.norms import BranchWatch
 from layershuffle.analysis.subject import DoesNotApply
 from layershuffle.models import logits_of
 from layershuffle.orders import ExecutionOrder
-from layershuffle.stack import blocks_of, running, with_parts
+from layershuffle.stack import blocks_of, running, with_hooks
 
 ORDER = ExecutionOrder(PERMUTED, DEPTH)
 NO_ATTENTION = {"timm-xcit", "timm-mixer"}
@@ -75,7 +75,7 @@ def test_branches_are_what_the_blocks_modules_give(name):
             if child in WORKERS:
                 module.register_forward_hook(note)
     watch = BranchWatch(model)
-    with torch.inference_mode(), watch, running(model, ORDER), with_parts(model, Check()):
+    with torch.inference_mode(), watch, running(model, ORDER), with_hooks(model, Check()):
         model(images())
     assert len(taken) == DEPTH
 
@@ -133,7 +133,7 @@ def test_attention_is_seen_in_every_block(name):
     model = FAMILIES[name].wrapped()
     watch = AttentionWatch()
     plain = logits_of(model(images()))
-    with torch.inference_mode(), with_parts(model, watch), watch:
+    with torch.inference_mode(), with_hooks(model, watch), watch:
         watched = logits_of(model(images()))
     assert_close(watched, plain.detach(), tolerance=1e-5)
     assert watch.grid == (4, 4)
@@ -156,7 +156,7 @@ def test_attention_against_numpy_loops():
     model = FAMILIES["timm-vit"].wrapped()
     batch = images(2)
     watch = AttentionWatch()
-    with torch.inference_mode(), running(model, ORDER), with_parts(model, watch), watch:
+    with torch.inference_mode(), running(model, ORDER), with_hooks(model, watch), watch:
         model(batch)
     with torch.inference_mode(), running(model, ORDER), ls.tap(model) as tap:
         model(batch)

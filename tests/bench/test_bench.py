@@ -25,7 +25,7 @@ from layershuffle.bench.training import TimedTrainer
 from layershuffle.cli.bench_command import run
 from layershuffle.errors import TrainingError, UsageError
 from layershuffle.models import image_view
-from layershuffle.stack import running, with_parts
+from layershuffle.stack import running, with_hooks
 
 # torch's own, while it traces.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -261,7 +261,7 @@ def test_marks_are_read_by_step_and_phase():
 def test_blocks_are_marked_whatever_the_order():
     ticks = count()
     on, marks = subject(PICO, batch=2), Marks("cpu", clock=lambda: float(next(ticks)))
-    with torch.no_grad(), running(on.model, (3, 1)), with_parts(on.model, BlockMarks(marks)):
+    with torch.no_grad(), running(on.model, (3, 1)), with_hooks(on.model, BlockMarks(marks)):
         on.model(on.images)
     assert [phase for phase, _ in marks.spans()] == ["blocks", "head", "blocks"]
 

@@ -15,9 +15,9 @@ from fixture import LEVELS, write_study
 
 from layershuffle.errors import LayerShuffleError
 from layershuffle.files import write_bytes
+from layershuffle.stats import estimate
 from layershuffle.study.facts import duration, flatten
 from layershuffle.study.report import Report, write_report
-from layershuffle.study.statistics import estimate
 from layershuffle.study.summary import label
 
 FILES = [

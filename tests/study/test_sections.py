@@ -8,6 +8,7 @@ import re
 import pytest
 from fixture import facts, merging_rows, write_merging, write_rows, write_study
 
+from layershuffle.stats import mean
 from layershuffle.study.budget import budget_points, budget_section
 from layershuffle.study.claims import CLAIMS, claims_section, judge
 from layershuffle.study.merging_report import draw_swarm, merging_section, swarm
@@ -16,7 +17,6 @@ from layershuffle.study.pieces import read_pieces
 from layershuffle.study.report import write_report
 from layershuffle.study.results import StudyError, read_study
 from layershuffle.study.settings import StudySettings
-from layershuffle.study.statistics import mean
 from layershuffle.study.summary import Column, summarise
 from layershuffle.study.table1 import choices_table, table_1
 

@@ -20,7 +20,7 @@ from layershuffle.modes import Mode
 from layershuffle.position import add_position
 from layershuffle.position_forms import EncodingForm
 from layershuffle.stack import running
-from layershuffle.study.statistics import t_interval, wilson_interval
+from layershuffle.stats import t_interval, wilson_interval
 from layershuffle.swarm.calibration import (
     Calibration,
     Row,

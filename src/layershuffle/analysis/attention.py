@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from layershuffle.analysis.cells import Cells, cell_table, cells_of, draw_maps
 from layershuffle.analysis.results import Facts, Measured, Table, Tables
 from layershuffle.analysis.subject import DoesNotApply, Subject
-from layershuffle.parts import Step
+from layershuffle.hooks import Step
 from layershuffle.plotting import INK, RULE, new_figure, style_axes
 
 if TYPE_CHECKING:

@@ -22,9 +22,9 @@ from torch.overrides import TorchFunctionMode
 from layershuffle.analysis.cells import Cells, cell_table, cells_of, draw_maps, home_effect
 from layershuffle.analysis.results import Facts, Measured, Table, Tables, spread
 from layershuffle.analysis.subject import DoesNotApply, Subject
+from layershuffle.hooks import Step
 from layershuffle.orders import ExecutionOrder
-from layershuffle.parts import Step
-from layershuffle.stack import running, walking, with_parts
+from layershuffle.stack import running, walking, with_hooks
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -109,7 +109,7 @@ def split_logits(
     Raises `DoesNotApply` if they do not add up, because the head is not affine.
     """
     updates = _Updates()
-    with torch.no_grad(), running(subject.model, order), with_parts(subject.model, updates):
+    with torch.no_grad(), running(subject.model, order), with_hooks(subject.model, updates):
         logit = _centred(subject.logits(images), labels)
     last = updates.states[-1].detach().requires_grad_(True)
     with torch.enable_grad():

@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from layershuffle.parts import Step
+from layershuffle.hooks import Step
 
 Token = Literal["class", "mean"]
 

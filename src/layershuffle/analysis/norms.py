@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from layershuffle.analysis.cells import Cells, cell_table, cells_of, draw_maps, home_effect, stacked
 from layershuffle.analysis.results import Facts, Measured, Table, Tables
 from layershuffle.analysis.subject import DoesNotApply, Subject
-from layershuffle.parts import Step
+from layershuffle.hooks import Step
 from layershuffle.stack import blocks_of
 
 if TYPE_CHECKING:

@@ -16,11 +16,11 @@ from layershuffle.data.batches import Batches
 from layershuffle.data.contract import limited_test
 from layershuffle.data.loading import loader_processes
 from layershuffle.errors import DataError, UsageError
+from layershuffle.hooks import BlockHook
 from layershuffle.models import host_of, image_view, load, logits_of, num_classes_of
 from layershuffle.models.origin import trained_with
 from layershuffle.orders import ExecutionOrder
-from layershuffle.parts import Part
-from layershuffle.stack import depth_of, running, with_parts
+from layershuffle.stack import depth_of, running, with_hooks
 
 Progress = Callable[[str], None]
 AnyOrder = ExecutionOrder | Sequence[ExecutionOrder]
@@ -58,12 +58,12 @@ class Subject:
         """Logits `[n, classes]`."""
         return logits_of(self.model(images))
 
-    def run(self, images: Tensor, order: AnyOrder, *parts: Part) -> Tensor:
+    def run(self, images: Tensor, order: AnyOrder, *parts: BlockHook) -> Tensor:
         """Logits `[n, classes]` under one order or one per image, with parts around the blocks."""
         with (
             torch.inference_mode(),
             running(self.model, order),
-            with_parts(self.model, *parts),
+            with_hooks(self.model, *parts),
         ):
             return self.logits(images)
 

@@ -12,7 +12,7 @@ from layershuffle.bench.report import Report
 from layershuffle.bench.subjects import Subject, converted
 from layershuffle.models import image_view, logits_of
 from layershuffle.policies import Shuffled
-from layershuffle.stack import depth_of, running, with_parts
+from layershuffle.stack import depth_of, running, with_hooks
 
 
 def bench_eval(chosen: Chosen) -> Report:
@@ -40,7 +40,7 @@ def _measured(chosen: Chosen, on: Subject) -> Measured:
         with syncs.counted(chosen.device):
             forwards.run(chosen.steps)
         peak = memory.peak()
-        with with_parts(on.model, BlockMarks(forwards.marks)):
+        with with_hooks(on.model, BlockMarks(forwards.marks)):
             forwards.run(PHASED)
     forwards.marks.mark("data")
     found = forwards.marks.steps("data")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layershuffle.parts import Step
+from layershuffle.hooks import Step
 
 
 class Marks:
@@ -57,7 +57,7 @@ class Marks:
 
 
 class BlockMarks:
-    """A part of the stack (`layershuffle.parts.Part`) that marks where blocks begin and end."""
+    """A hook (`layershuffle.hooks.BlockHook`) that marks where blocks begin and end."""
 
     def __init__(self, marks: Marks) -> None:
         self._marks = marks

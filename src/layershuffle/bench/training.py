@@ -26,7 +26,7 @@ from layershuffle.errors import TrainingError
 from layershuffle.models import host_of
 from layershuffle.position import add_position
 from layershuffle.settings import FitSettings
-from layershuffle.stack import with_parts
+from layershuffle.stack import with_hooks
 from layershuffle.training.job import Job, trainer_arguments
 from layershuffle.training.ranks import Ranks
 from layershuffle.training.rehearsal import Rehearsal, largest_forward
@@ -83,7 +83,7 @@ class TimedTrainer(OrderTrainer):
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any) -> Tensor:
         """Forward and backward."""
         phased = self.state.global_step >= self.timed.stop
-        with with_parts(self.model, BlockMarks(self.marks)) if phased else nullcontext():
+        with with_hooks(self.model, BlockMarks(self.marks)) if phased else nullcontext():
             loss = super().training_step(model, inputs, *args)
         self.marks.mark("optimiser")
         return loss

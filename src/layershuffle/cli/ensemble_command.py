@@ -52,7 +52,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _summary(scores: Sequence[EnsembleScore]) -> dict[str, Any]:
-    from layershuffle.study.statistics import estimate
+    from layershuffle.stats import estimate
 
     return {
         name: asdict(

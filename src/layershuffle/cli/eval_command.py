@@ -70,7 +70,7 @@ def _report(scoring: Scoring, settings: EvalSettings, *, model: str) -> dict[str
 
 
 def _mode_report(name: str, scores: list[Score], scoring: Scoring) -> dict[str, Any]:
-    from layershuffle.study.statistics import estimate
+    from layershuffle.stats import estimate
 
     images = scores[0].images
     return {

@@ -113,7 +113,7 @@ def _run_random(random: str | None, words: Sequence[str]) -> int:
 
 def _summary(rows: Sequence[MergingRow]) -> dict[str, Any]:
     """Means per model, then over models: the interval covers models where there are several."""
-    from layershuffle.study.statistics import estimate
+    from layershuffle.stats import estimate
 
     def over_models(metric: str, *, percent: bool) -> dict[str, Any]:
         return asdict(estimate(by_model(rows, metric), images=rows[0].n, percent=percent))

@@ -15,7 +15,7 @@ from layershuffle.errors import UsageError
 from layershuffle.models import host_of
 from layershuffle.models.files import shapes_of
 from layershuffle.models.origin import origin_of
-from layershuffle.models.parts import position_facts
+from layershuffle.models.position_files import position_facts
 from layershuffle.models.store import image_view, library_of, num_classes_of
 from layershuffle.position import width_of
 from layershuffle.stack import depth_of

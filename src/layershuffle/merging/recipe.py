@@ -135,9 +135,9 @@ def file_digests(spec: str) -> dict[str, str]:
 
     Empty for models that the host libraries fetch or make.
     """
-    from layershuffle.models.facts import FACTS
     from layershuffle.models.files import weight_files
-    from layershuffle.models.parts import PARTS
+    from layershuffle.models.metadata import FACTS
+    from layershuffle.models.position_files import PARTS
     from layershuffle.models.spec import parse_spec
 
     parsed = parse_spec(spec)

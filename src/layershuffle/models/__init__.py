@@ -4,7 +4,7 @@
 `torchvision_host`); `files` and `facts` check everything that is read.
 """
 
-from layershuffle.models.facts import read_record
+from layershuffle.models.metadata import read_record
 from layershuffle.models.store import (
     host_of,
     image_view,

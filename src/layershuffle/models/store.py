@@ -28,15 +28,6 @@ from layershuffle.discovery import find_blocks
 from layershuffle.errors import ModelFileError, StackError, UsageError
 from layershuffle.files import staged_directory
 from layershuffle.models.card import render
-from layershuffle.models.facts import (
-    FACTS,
-    RECORD_KEYS,
-    SCHEMA,
-    Facts,
-    checked_record,
-    read_facts,
-    read_record,
-)
 from layershuffle.models.files import (
     CONFIG,
     PICKLE_SUFFIXES,
@@ -45,6 +36,15 @@ from layershuffle.models.files import (
     read_json,
     refuse_pickle,
 )
+from layershuffle.models.metadata import (
+    FACTS,
+    RECORD_KEYS,
+    SCHEMA,
+    Facts,
+    checked_record,
+    read_facts,
+    read_record,
+)
 from layershuffle.models.origin import (
     origin_of,
     remember,
@@ -52,7 +52,7 @@ from layershuffle.models.origin import (
     view_from_json,
     view_to_json,
 )
-from layershuffle.models.parts import PARTS, position_facts, with_stored_parts, write_parts
+from layershuffle.models.position_files import PARTS, position_facts, with_stored_parts, write_parts
 from layershuffle.models.spec import ModelSpec, parse_spec
 from layershuffle.position import PositionedModel
 from layershuffle.stack import BlockStack, depth_of, wrap

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from layershuffle.plotting import INK, RULE, figure_bytes, new_figure, style_axes
+from layershuffle.stats import Estimate, estimate
 from layershuffle.study.facts import Table
 from layershuffle.study.figures import STYLES, error_bars
 from layershuffle.study.results import Run, Study
 from layershuffle.study.sections import Picture, Section
-from layershuffle.study.statistics import Estimate, estimate
 from layershuffle.study.summary import Summary, label
 from layershuffle.study.tables import interval_text
 

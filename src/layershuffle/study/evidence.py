@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from layershuffle.merging.rows import MergingRow, by_model, group_rows
+from layershuffle.stats import Estimate, deviation, mean
 from layershuffle.study.merging_report import score_of
 from layershuffle.study.pieces import Piece
-from layershuffle.study.statistics import Estimate, deviation, mean
 from layershuffle.study.summary import Column, Summary
 
 

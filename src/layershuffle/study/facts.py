@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from layershuffle.stats import Estimate
 from layershuffle.study.results import Run, RunFacts, Study
-from layershuffle.study.statistics import Estimate
 from layershuffle.study.summary import Cell, Summary, label
 from layershuffle.study.tables import choice_words, interval_text
 

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from layershuffle.plotting import GROUND, INK, RULE, figure_bytes, new_figure, style_axes
+from layershuffle.stats import Estimate
 from layershuffle.study.paper import PaperNumber
-from layershuffle.study.statistics import Estimate
 from layershuffle.study.summary import Cell, Column, Summary, label
 
 if TYPE_CHECKING:

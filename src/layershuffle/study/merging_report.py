@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from layershuffle.merging.rows import MergingRow, by_model, group_rows
 from layershuffle.plotting import INK, RULE, figure_bytes, new_figure, style_axes
+from layershuffle.stats import Estimate, estimate, mean
 from layershuffle.study.facts import Table
 from layershuffle.study.figures import STYLES
 from layershuffle.study.paper import MERGES
 from layershuffle.study.pieces import Piece
 from layershuffle.study.sections import Picture, Section
-from layershuffle.study.statistics import Estimate, estimate, mean
 from layershuffle.study.summary import label
 from layershuffle.study.tables import interval_text
 

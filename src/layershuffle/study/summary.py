@@ -9,9 +9,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from layershuffle.stats import Estimate, estimate, mean
 from layershuffle.study.paper import PaperNumber, paper_number
 from layershuffle.study.results import CHOICES, DRAWS, MODES, PlannedRun, Row, Study
-from layershuffle.study.statistics import Estimate, estimate, mean
 
 _MOST_LEVELS = 3
 _QUARTERS = (3, 2, 1)

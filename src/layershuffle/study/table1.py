@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from layershuffle.plotting import figure_bytes
+from layershuffle.stats import Estimate, mean, welch_interval
 from layershuffle.study.facts import Table
 from layershuffle.study.figures import draw_figure
 from layershuffle.study.results import MODES
 from layershuffle.study.sections import Picture, Section
-from layershuffle.study.statistics import Estimate, mean, welch_interval
 from layershuffle.study.summary import Cell, Column, Summary, label, shown_arm
 from layershuffle.study.tables import choice_words, interval_text
 

@@ -9,9 +9,9 @@ import re
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 
+from layershuffle.stats import Estimate
 from layershuffle.study.paper import REFERENCE, SETTING, PaperNumber
 from layershuffle.study.results import Study
-from layershuffle.study.statistics import Estimate
 from layershuffle.study.summary import Column, Summary, label, printable
 
 WIDTH = 100

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from layershuffle.errors import ModelFileError, UsageError
 from layershuffle.files import write_text
 from layershuffle.modes import Mode
-from layershuffle.study.statistics import deviation, mean, t_interval, wilson_interval
+from layershuffle.stats import deviation, mean, t_interval, wilson_interval
 from layershuffle.swarm.gateway.answers import CalibrationFacts, Expected
 
 if TYPE_CHECKING:
@@ -208,7 +208,7 @@ def calibration_path(model: str) -> Path:
 
     Raises `UsageError` for models without a directory of their own.
     """
-    from layershuffle.models.facts import FACTS
+    from layershuffle.models.metadata import FACTS
     from layershuffle.models.spec import parse_spec
 
     spec = parse_spec(model)

@@ -16,8 +16,8 @@ from torch import nn
 from layershuffle.data.view import ImageView
 from layershuffle.errors import ModelFileError, UsageError
 from layershuffle.models.digest import weights_digest
-from layershuffle.models.facts import FACTS, Facts, read_facts
 from layershuffle.models.files import Shape, read_json, shapes_of, tensor_shapes, weight_files
+from layershuffle.models.metadata import FACTS, Facts, read_facts
 from layershuffle.models.origin import origin_of, seeded, view_from_json
 from layershuffle.models.store import host_of, image_view
 from layershuffle.stack import blocks_of, stack_of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from layershuffle.stats import deviation, mean, welch_interval
 from layershuffle.study.claims.base import (
     SLIGHT,
     Judgement,
@@ -12,7 +13,6 @@ from layershuffle.study.claims.base import (
     within,
 )
 from layershuffle.study.evidence import Evidence
-from layershuffle.study.statistics import deviation, mean, welch_interval
 
 
 @claim(

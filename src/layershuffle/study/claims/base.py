@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from layershuffle.stats import mean, welch_interval
 from layershuffle.study.evidence import Evidence
-from layershuffle.study.statistics import mean, welch_interval
 
 Verdict = Literal["holds", "holds partly", "does not hold", "not measured"]
 Judgement = tuple[Verdict, str] | None

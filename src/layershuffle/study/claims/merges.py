@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from layershuffle.stats import mean, welch_interval
 from layershuffle.study.claims.base import PAR, SLIGHT, Judgement, Verdict, claim, difference
 from layershuffle.study.evidence import Evidence
-from layershuffle.study.statistics import mean, welch_interval
 
 
 @claim(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from layershuffle.stats import mean, welch_interval
 from layershuffle.study.claims.base import (
     PAR,
     SLIGHT,
@@ -12,7 +13,6 @@ from layershuffle.study.claims.base import (
     graded,
 )
 from layershuffle.study.evidence import Evidence
-from layershuffle.study.statistics import mean, welch_interval
 
 
 @claim(

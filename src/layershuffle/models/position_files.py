@@ -9,7 +9,6 @@ from typing import Any, cast
 from torch import nn
 
 from layershuffle.errors import ModelFileError
-from layershuffle.models.facts import FACTS, Facts, form_of
 from layershuffle.models.files import (
     Shape,
     check_depth,
@@ -19,6 +18,7 @@ from layershuffle.models.files import (
     tensor_shapes,
     write_tensors,
 )
+from layershuffle.models.metadata import FACTS, Facts, form_of
 from layershuffle.position import PositionedModel, PositionEncoding, PositionPrediction, width_of
 from layershuffle.position_forms import EncodingForm, PredictionForm
 

@@ -1,4 +1,4 @@
-"""What can run around every block of a stack: the `Part` protocol, and the tap that records.
+"""What can run around every block of a stack: the `BlockHook` protocol, and the tap that records.
 
 Position encoding and prediction (`layershuffle.position`) are parts too.
 """
@@ -25,7 +25,7 @@ class Step:
     replay: bool = False
 
 
-class Part(Protocol):
+class BlockHook(Protocol):
     """Something that runs around every block.
 
     Both methods must be pure functions of their arguments, up to keeping results under the step:

@@ -8,7 +8,7 @@ import random
 import pytest
 from scipy import stats
 
-from layershuffle.study.statistics import (
+from layershuffle.stats import (
     deviation,
     estimate,
     mean,

@@ -1,0 +1,59 @@
+"""Words for people: the nearest spelling, shortened lists, one-line errors, tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from io import StringIO
+
+TABLE_WIDTH = 100
+"""Columns of a table that no terminal bounds: pipes and files get the same text everywhere."""
+
+
+def nearest(word: str, choices: Iterable[str]) -> str | None:
+    """The choice that `word` most probably misspells, `None` if none is close."""
+    matches = get_close_matches(word, list(choices), n=1)
+    return matches[0] if matches else None
+
+
+def did_you_mean(word: str, choices: Iterable[str], *, otherwise: str = "") -> str:
+    """A hint for a misspelt word: "did you mean 'x'?", or `otherwise` if nothing is close."""
+    match = nearest(word, choices)
+    return f"did you mean {match!r}?" if match else otherwise
+
+
+def shortened(names: Iterable[str], *, limit: int = 3) -> str:
+    """The first `limit` names and how many more there are: "a, b, c and 4 more"."""
+    listed = list(names)
+    shown = ", ".join(listed[:limit])
+    more = len(listed) - limit
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+def one_line(error: object, *, limit: int = 300) -> str:
+    """The message of an error on one line of at most `limit` characters.
+
+    Libraries spread their messages over many lines; ours stand in the middle of a sentence. An
+    error without a message is named by its type.
+    """
+    return " ".join(str(error).split())[:limit] or type(error).__name__
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, width: int = TABLE_WIDTH) -> str:
+    """A plain-text table: the first column is aligned to the left, the others to the right.
+
+    Cells that are too long for `width` columns are wrapped inside their column, never cut.
+    """
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    grid = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for index, name in enumerate(header):
+        grid.add_column(name, justify="left" if index == 0 else "right", overflow="fold")
+    for row in rows:
+        grid.add_row(*row)
+    console = Console(file=StringIO(), width=width, color_system=None, highlight=False)
+    with console.capture() as capture:
+        console.print(grid, markup=False)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
