@@ -22,10 +22,10 @@ from layershuffle.stack import blocks_of, depth_of
 from layershuffle.swarm.asking import asker, client_inside, labelled_images
 from layershuffle.swarm.drill import run_drill
 from layershuffle.swarm.faults import Fault, Kind
-from layershuffle.swarm.front import served_host
 from layershuffle.swarm.messages import Route
 from layershuffle.swarm.plan import DEFAULT_MODEL, HostPlan, SwarmPlan, even_plan
 from layershuffle.swarm.ray_session import local_ray
+from layershuffle.swarm.remote_model import served_host
 from layershuffle.swarm.service import Service, swarm_on
 from layershuffle.swarm.wire import Wire
 

@@ -1,6 +1,6 @@
 """What every engine of the swarm promises: one function per promise, each takes a `Rig`.
 
-`test_ray_engine.py` runs all of them over hosts in its own process, and over Ray. A rig has the
+`test_ray_hosts.py` runs all of them over hosts in its own process, and over Ray. A rig has the
 hosts "a" (blocks 0, 2), "b" and "c" (1, 3) of a pico model; nothing watches them but the check
 itself. Some engines take long to start a host, so rigs are shared, and healed between checks.
 """
@@ -25,7 +25,6 @@ from common import FAMILIES, images, logits_of, redraw
 from layershuffle.swarm.bundle import Bundle, make_bundle
 from layershuffle.swarm.coordinator import Coordinator
 from layershuffle.swarm.faults import Fault
-from layershuffle.swarm.front import Front
 from layershuffle.swarm.health import agrees
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import (
@@ -40,6 +39,7 @@ from layershuffle.swarm.messages import (
 )
 from layershuffle.swarm.placement import Places
 from layershuffle.swarm.plan import HostPlan, SwarmPlan
+from layershuffle.swarm.remote_model import RemoteModel
 from layershuffle.swarm.router import Router
 from layershuffle.swarm.wire import Packet, pack, unpack
 
@@ -158,7 +158,7 @@ def run_blocks(model: nn.Module, start: np.ndarray, order: tuple[int, ...]) -> n
 
 async def answers_equal_the_model_bit_for_bit(rig: Rig) -> None:
     batch = images(2)
-    front = Front(copy.deepcopy(rig.model), rig.router, asyncio.get_running_loop())
+    front = RemoteModel(copy.deepcopy(rig.model), rig.router, asyncio.get_running_loop())
     try:
         for order in (None, (3, 0, 2, 1), (2, 1), (1,)):
             asked = {} if order is None else {"order": order}

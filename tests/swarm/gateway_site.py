@@ -17,13 +17,13 @@ from PIL import Image
 
 from common import DEPTH, FAMILIES, SIZE
 from layershuffle.stack import blocks_of
-from layershuffle.swarm.front import Front
-from layershuffle.swarm.gateway import serving
-from layershuffle.swarm.gateway.app import create_app
-from layershuffle.swarm.gateway.limits import GatewayLimits
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Answer
+from layershuffle.swarm.remote_model import RemoteModel
 from layershuffle.swarm.router import Router
+from layershuffle.swarm.server import run as serving
+from layershuffle.swarm.server.app import create_app
+from layershuffle.swarm.server.limits import GatewayLimits
 from layershuffle.swarm.state import HostView, Swarm
 from layershuffle.swarm.wire import pack, unpack
 
@@ -63,7 +63,7 @@ class Site:
     """Everything that is running."""
 
     app: Any
-    front: Front
+    front: RemoteModel
     router: Router
     blocks: Blocks
     client: httpx.AsyncClient
@@ -97,7 +97,7 @@ async def site(
     blocks = Blocks(VIT.wrapped())
     router = Router(blocks, depth=DEPTH, limits=swarm)
     router.swarm = Swarm(HostView(name, frozenset(held)) for name, held in hosts.items())
-    front = Front(VIT.wrapped(), router, asyncio.get_running_loop())
+    front = RemoteModel(VIT.wrapped(), router, asyncio.get_running_loop())
     app = create_app(front, **options)
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=raises)
     async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:

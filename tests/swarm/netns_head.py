@@ -23,9 +23,9 @@ import numpy as np
 from layershuffle.errors import UsageError
 from layershuffle.swarm.coordinator import Coordinator
 from layershuffle.swarm.plan import SwarmPlan
-from layershuffle.swarm.ray_engine import RayHosts
+from layershuffle.swarm.ray_config import HEAD_PORT, Tls, environment, head_command
+from layershuffle.swarm.ray_hosts import RayHosts
 from layershuffle.swarm.ray_session import check_answers, joined_ray
-from layershuffle.swarm.ray_settings import HEAD_PORT, Tls, environment, head_command
 from layershuffle.swarm.router import Router
 
 CLIENTS = 2

@@ -22,7 +22,7 @@ from engines import BLOCKS, CHECKS, LIMITS, PLAN, Rig, rig_of, until
 from netns import processes_with
 
 from layershuffle.swarm.coordinator import Coordinator
-from layershuffle.swarm.ray_engine import RayHosts
+from layershuffle.swarm.ray_hosts import RayHosts
 from layershuffle.swarm.ray_session import local_ray
 from layershuffle.swarm.router import Router
 

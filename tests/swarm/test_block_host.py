@@ -25,13 +25,13 @@ from layershuffle.position import add_position
 from layershuffle.position_forms import EncodingForm, PredictionForm
 from layershuffle.stack import blocks_of, walking
 from layershuffle.swarm import program as programs
+from layershuffle.swarm.batching import PATIENCE, Job, choose
 from layershuffle.swarm.bundle import check_sibling, make_bundle
 from layershuffle.swarm.donors import read_block
 from layershuffle.swarm.host import BlockHost
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import HostFailed, HostUnavailable, WorkExpired
 from layershuffle.swarm.program import pack_tensors, read_program
-from layershuffle.swarm.turns import PATIENCE, Job, choose
 from layershuffle.swarm.wire import Packet, pack, unpack
 
 LONG = 60_000.0  # ms

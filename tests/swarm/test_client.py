@@ -22,12 +22,12 @@ from layershuffle.cli.swarm.status import Gateway, client_options
 from layershuffle.errors import UsageError
 from layershuffle.swarm.bundle import make_bundle
 from layershuffle.swarm.client import AsyncSwarmClient, SwarmClient, SwarmError
-from layershuffle.swarm.gateway.https import client_context, server_context
-from layershuffle.swarm.gateway.limits import GatewayLimits
 from layershuffle.swarm.local import LocalHosts
 from layershuffle.swarm.messages import HostGone
-from layershuffle.swarm.operating import state_directory
 from layershuffle.swarm.plan import HostPlan, SwarmPlan
+from layershuffle.swarm.server.admin import state_directory
+from layershuffle.swarm.server.limits import GatewayLimits
+from layershuffle.swarm.server.tls import client_context, server_context
 from layershuffle.swarm.service import Cargo, running_service
 from layershuffle.swarm.state import Swarm
 

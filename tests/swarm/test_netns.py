@@ -24,7 +24,7 @@ from engines import pico, run_blocks
 from layershuffle.swarm.bundle import make_bundle
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.plan import HostPlan, SwarmPlan
-from layershuffle.swarm.ray_settings import (
+from layershuffle.swarm.ray_config import (
     HEAD_PORT,
     HOST_PORT,
     PORT_SPAN,

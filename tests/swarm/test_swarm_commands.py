@@ -20,8 +20,8 @@ from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.swarm import service as services
 from layershuffle.swarm.bundle import make_bundle
 from layershuffle.swarm.local import LocalHosts
-from layershuffle.swarm.operating import Operator, scratch_directory, state_directory
 from layershuffle.swarm.plan import HostPlan, SwarmPlan
+from layershuffle.swarm.server.admin import Operator, scratch_directory, state_directory
 from layershuffle.swarm.service import Cargo, running_service
 
 FLAGS = {

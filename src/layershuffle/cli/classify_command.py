@@ -14,7 +14,7 @@ from layershuffle.cli.parsing import parse
 from layershuffle.cli.swarm.status import Gateway, client_options
 
 if TYPE_CHECKING:
-    from layershuffle.swarm.gateway.answers import Classification
+    from layershuffle.swarm.server.schemas import Classification
 
 
 @dataclass(kw_only=True)

@@ -16,7 +16,7 @@ from layershuffle.data import DataOptions, open_data
 from layershuffle.models import image_view
 from layershuffle.swarm.client import AsyncSwarmClient, SwarmError
 from layershuffle.swarm.drill import Ended, Reply
-from layershuffle.swarm.front import resize_of
+from layershuffle.swarm.remote_model import resize_of
 
 if TYPE_CHECKING:
     from layershuffle.swarm.service import Service
@@ -94,8 +94,8 @@ def client_inside(service: Service) -> AsyncSwarmClient:
     """A client of the gateway of `service`, in this process and with no bound on its rate."""
     import httpx  # of the extra `swarm`, as the gateway
 
-    from layershuffle.swarm.gateway.app import create_app
-    from layershuffle.swarm.gateway.limits import GatewayLimits
+    from layershuffle.swarm.server.app import create_app
+    from layershuffle.swarm.server.limits import GatewayLimits
 
     app = create_app(
         service.front,

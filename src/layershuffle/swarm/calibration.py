@@ -20,7 +20,7 @@ from layershuffle.errors import ModelFileError, UsageError
 from layershuffle.files import write_text
 from layershuffle.modes import Mode
 from layershuffle.stats import deviation, mean, t_interval, wilson_interval
-from layershuffle.swarm.gateway.answers import CalibrationFacts, Expected
+from layershuffle.swarm.server.schemas import CalibrationFacts, Expected
 
 if TYPE_CHECKING:
     from torch import nn
@@ -90,7 +90,7 @@ def calibrate(
     from layershuffle.data import DataOptions, check_class_count, open_data
     from layershuffle.models import image_view, num_classes_of
     from layershuffle.models.digest import weights_digest
-    from layershuffle.swarm.front import resize_of, served_host
+    from layershuffle.swarm.remote_model import resize_of, served_host
 
     if orders < 2:
         raise UsageError("A calibration takes two orders or more", hint="20 is a good number")

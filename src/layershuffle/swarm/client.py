@@ -17,9 +17,9 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from layershuffle.errors import LayerShuffleError, UsageError
-from layershuffle.swarm.gateway.access import is_loopback
-from layershuffle.swarm.gateway.answers import Classification, ErrorAnswer, Health, SwarmAnswer
-from layershuffle.swarm.gateway.https import client_context
+from layershuffle.swarm.server.auth import is_loopback
+from layershuffle.swarm.server.schemas import Classification, ErrorAnswer, Health, SwarmAnswer
+from layershuffle.swarm.server.tls import client_context
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -1,7 +1,7 @@
 """A block host: holds some blocks, runs visits through them, several at a time where they meet.
 
 Visits wait in one queue. One thread computes, so that the event loop stays free to answer; each of
-its turns runs one block on the visits that need it next (`layershuffle.swarm.turns`). Needs torch,
+its turns runs one block on the visits that need it next (`swarm.batching`). Needs torch,
 numpy and the light modules of this package, nothing else.
 """
 
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from layershuffle.errors import UsageError
+from layershuffle.swarm.batching import Job, choose
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import (
     Answer,
@@ -30,7 +31,6 @@ from layershuffle.swarm.messages import (
     WorkExpired,
 )
 from layershuffle.swarm.program import Block, digest_of, read_program
-from layershuffle.swarm.turns import Job, choose
 from layershuffle.swarm.wire import Packet, pack, unpack
 
 Misbehaviour = Literal["slow", "wrong", "none"]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from layershuffle.errors import LayerShuffleError, UsageError
-from layershuffle.swarm.ray_settings import (
+from layershuffle.swarm.ray_config import (
     CALL_CONFIG,
     LOOPBACK,
     NAMESPACE,

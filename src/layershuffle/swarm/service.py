@@ -25,12 +25,12 @@ from layershuffle.swarm.bundle import Bundle, Canary, check_sibling, make_bundle
 from layershuffle.swarm.calibration import Calibration, calibration_path, read_calibration
 from layershuffle.swarm.coordinator import Coordinator
 from layershuffle.swarm.donors import check_blocks, lineage_of, read_block, read_lineage
-from layershuffle.swarm.front import Front, served_host
 from layershuffle.swarm.messages import Transport
 from layershuffle.swarm.placement import Places
 from layershuffle.swarm.plan import SwarmPlan
 from layershuffle.swarm.planning.hosts import ModelFacts, facts_of
 from layershuffle.swarm.program import pack_tensors, read_program
+from layershuffle.swarm.remote_model import RemoteModel, served_host
 from layershuffle.swarm.router import Router
 from layershuffle.swarm.wire import Wire
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from layershuffle.swarm.local import LocalHosts
-    from layershuffle.swarm.ray_engine import RayHosts
+    from layershuffle.swarm.ray_hosts import RayHosts
 
 _TIMED = 30
 _MILLI = 1000.0
@@ -158,7 +158,7 @@ class Service:
     plan: SwarmPlan
     router: Router
     coordinator: Coordinator
-    front: Front
+    front: RemoteModel
     calibration: Calibration | None
     missing: tuple[str, ...]
 
@@ -187,7 +187,7 @@ async def running_service(
     )
     coordinator = Coordinator(plan, router=router, places=places, bundles=cargo.bundles)
     watch = asyncio.create_task(_watch(coordinator))
-    front = Front(cargo.model, router, asyncio.get_running_loop())
+    front = RemoteModel(cargo.model, router, asyncio.get_running_loop())
     try:
         missing = await coordinator.ready(within=within)
         yield Service(plan, router, coordinator, front, cargo.calibration, missing)
@@ -218,7 +218,7 @@ async def swarm_on(ray: Any | None, plan: SwarmPlan) -> AsyncIterator[Service]:
 
         places: LocalHosts | RayHosts = Hosts(list(plan.hosts), limits=plan.limits)
     else:
-        from layershuffle.swarm.ray_engine import RayHosts as Actors
+        from layershuffle.swarm.ray_hosts import RayHosts as Actors
 
         places = Actors(ray, limits=plan.limits, only=plan.hosts)
     async with running_service(

@@ -66,8 +66,8 @@ def run(argv: Sequence[str]) -> int:
     options = parse(Options, argv, command="swarm deploy PLAN", about=_ABOUT)
     require_extra()
 
-    from layershuffle.swarm.gateway.access import check_address, in_clear
     from layershuffle.swarm.plan import read_plan
+    from layershuffle.swarm.server.auth import check_address, in_clear
     from layershuffle.swarm.service import load_cargo
 
     plan = read_plan(options.plan)
@@ -90,10 +90,10 @@ async def _serve(
     keys: tuple[str, ...],
     tls: ssl.SSLContext | None,
 ) -> None:
-    from layershuffle.swarm.operating import state_directory
-    from layershuffle.swarm.ray_engine import RayHosts
+    from layershuffle.swarm.ray_config import default_token
+    from layershuffle.swarm.ray_hosts import RayHosts
     from layershuffle.swarm.ray_session import joined_ray
-    from layershuffle.swarm.ray_settings import default_token
+    from layershuffle.swarm.server.admin import state_directory
     from layershuffle.swarm.service import running_service
 
     state = state_directory(options.state)

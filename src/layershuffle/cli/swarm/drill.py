@@ -19,8 +19,8 @@ from layershuffle.swarm.policy import Routing
 
 if TYPE_CHECKING:
     from layershuffle.swarm.client import AsyncSwarmClient
-    from layershuffle.swarm.operating import Operator
     from layershuffle.swarm.plan import SwarmPlan
+    from layershuffle.swarm.server.admin import Operator
 
 _ABOUT = (
     "Send labelled images to a running swarm while failures from a seeded plan happen to its "
@@ -63,8 +63,8 @@ def run(argv: Sequence[str]) -> int:
     options = parse(Options, argv, command="swarm drill [PLAN]", about=_ABOUT)
     require_extra()
 
-    from layershuffle.swarm.operating import operator_of
     from layershuffle.swarm.plan import SwarmPlan, read_plan
+    from layershuffle.swarm.server.admin import operator_of
 
     with operator_of(options.state) as operator:
         plan = SwarmPlan(**operator.plan())
@@ -85,7 +85,7 @@ async def _drill(plan: SwarmPlan, operator: Operator, options: Options) -> int:
     from layershuffle.swarm.asking import asker, labelled_images
     from layershuffle.swarm.client import AsyncSwarmClient
     from layershuffle.swarm.drill import drill_report, foreseen, judged, run_drill
-    from layershuffle.swarm.front import served_host
+    from layershuffle.swarm.remote_model import served_host
     from layershuffle.swarm.service import calibration_of
 
     host = served_host(load(plan.model))

@@ -13,7 +13,7 @@ from layershuffle.cli.swarm.serving import require_extra
 from layershuffle.errors import UsageError
 
 if TYPE_CHECKING:
-    from layershuffle.swarm.ray_settings import Tls
+    from layershuffle.swarm.ray_config import Tls
 
 _ABOUT = (
     "Start the head of a swarm of several machines, in the foreground. Makes the token on the "
@@ -54,8 +54,8 @@ def run(argv: Sequence[str]) -> int:
     options = parse(Options, argv, command="swarm head", about=_ABOUT)
     require_extra()
 
-    from layershuffle.swarm.operating import scratch_directory, state_directory
-    from layershuffle.swarm.ray_settings import default_token, environment, head_command, new_token
+    from layershuffle.swarm.ray_config import default_token, environment, head_command, new_token
+    from layershuffle.swarm.server.admin import scratch_directory, state_directory
 
     token = options.token or default_token()
     if not token.exists():
@@ -78,7 +78,7 @@ def run(argv: Sequence[str]) -> int:
 
 def tls_of(options: Security) -> Tls | None:
     """The TLS files of the flags, all three or none. Raises `UsageError` for some of them."""
-    from layershuffle.swarm.ray_settings import Tls, check_tls
+    from layershuffle.swarm.ray_config import Tls, check_tls
 
     given = (options.tls_certificate, options.tls_key, options.tls_authority)
     if not any(given):

@@ -36,14 +36,14 @@ def run(argv: Sequence[str]) -> int:
     options = parse(Options, argv, command="swarm host", about=_ABOUT)
     require_extra()
 
-    from layershuffle.swarm.operating import scratch_directory
-    from layershuffle.swarm.ray_session import check_answers
-    from layershuffle.swarm.ray_settings import (
+    from layershuffle.swarm.ray_config import (
         check_token,
         default_token,
         environment,
         host_command,
     )
+    from layershuffle.swarm.ray_session import check_answers
+    from layershuffle.swarm.server.admin import scratch_directory
 
     token = options.token or default_token()
     check_token(token)  # Ray itself would try for 20 seconds

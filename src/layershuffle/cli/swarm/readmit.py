@@ -15,7 +15,7 @@ def run(argv: Sequence[str]) -> int:
     options = parse(Options, argv, command="swarm readmit", about=about)
     require_extra()
 
-    from layershuffle.swarm.operating import operator_of
+    from layershuffle.swarm.server.admin import operator_of
 
     with operator_of(options.state) as operator:
         operator.readmit(options.host)

@@ -31,7 +31,7 @@ class Https:
 def context_of(options: Https) -> ssl.SSLContext | None:
     """What the flags make the gateway speak; `None` for plain http. Raises `UsageError` for one
     file without the other, and for files that cannot be used."""
-    from layershuffle.swarm.gateway.https import server_context
+    from layershuffle.swarm.server.tls import server_context
 
     certificate, key = options.https_certificate, options.https_key
     if certificate is None and key is None:
@@ -49,7 +49,7 @@ def read_keys(path: Path | None) -> tuple[str, ...]:
 
     Raises `UsageError` if it cannot be read, holds none, or others may read it.
     """
-    from layershuffle.swarm.ray_settings import check_secret
+    from layershuffle.swarm.ray_config import check_secret
 
     if path is None:
         return ()
@@ -95,7 +95,7 @@ async def operator_door(service: Service, state: Path) -> AsyncIterator[None]:
 
     import uvicorn
 
-    from layershuffle.swarm.operating import SOCKET, listens, operator_app
+    from layershuffle.swarm.server.admin import SOCKET, listens, operator_app
 
     class Quiet(uvicorn.Server):
         def capture_signals(self) -> Any:  # the gateway's server listens to them
@@ -137,8 +137,8 @@ async def serve_service(
     ready: Callable[[str], None],
 ) -> None:
     """Gateway and operator's door, until SIGINT or SIGTERM."""
-    from layershuffle.swarm.gateway.app import create_app
-    from layershuffle.swarm.gateway.serving import serve
+    from layershuffle.swarm.server.app import create_app
+    from layershuffle.swarm.server.run import serve
 
     coordinator, health = service.coordinator, service.coordinator.health
     app = create_app(

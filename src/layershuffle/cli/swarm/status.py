@@ -14,7 +14,7 @@ from layershuffle.cli.swarm.serving import read_keys, require_extra
 from layershuffle.errors import UsageError
 
 if TYPE_CHECKING:
-    from layershuffle.swarm.gateway.answers import SwarmAnswer
+    from layershuffle.swarm.server.schemas import SwarmAnswer
 
 ADDRESS = "http://127.0.0.1:8000"
 KEY_VARIABLE = "LAYERSHUFFLE_API_KEY"

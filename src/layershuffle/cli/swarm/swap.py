@@ -31,7 +31,7 @@ def run(argv: Sequence[str]) -> int:
     options = parse(Options, argv, command="swarm swap", about=about)
     require_extra()
 
-    from layershuffle.swarm.operating import operator_of
+    from layershuffle.swarm.server.admin import operator_of
 
     with operator_of(options.state) as operator:
         operator.swap(options.host, options.block, donor=options.donor)

@@ -91,9 +91,9 @@ def plan_of(options: Options) -> SwarmPlan:
 async def _up(
     plan: SwarmPlan, cargo: Cargo, options: Options, *, tls: ssl.SSLContext | None
 ) -> None:
-    from layershuffle.swarm.operating import state_directory
-    from layershuffle.swarm.ray_engine import RayHosts
+    from layershuffle.swarm.ray_hosts import RayHosts
     from layershuffle.swarm.ray_session import local_ray
+    from layershuffle.swarm.server.admin import state_directory
     from layershuffle.swarm.service import running_service
 
     state = state_directory(options.state)

@@ -1,6 +1,6 @@
 """Simulated hosts: a queue, one worker, a link, and everything that can go wrong with them.
 
-The worker takes turns as the real host's does (`layershuffle.swarm.turns`): one block at a time, on
+The worker takes turns as the real host's does (`swarm.batching`): one block at a time, on
 the visits that need it. What the router knows of a host is not known here.
 """
 
@@ -12,11 +12,11 @@ from typing import Any
 
 import simpy
 
+from layershuffle.swarm.batching import choose
 from layershuffle.swarm.faults import SLOW_FACTOR
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Outcome, Visit
 from layershuffle.swarm.simulation.scenario import HostTimes, Profile
-from layershuffle.swarm.turns import choose
 
 _MILLI = 1000.0
 

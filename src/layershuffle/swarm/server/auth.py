@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from layershuffle.errors import UsageError
-from layershuffle.swarm.gateway.limits import GatewayLimits
+from layershuffle.swarm.server.limits import GatewayLimits
 
 _IPV6_NETWORK = 64  # one client commands as many addresses as it likes below such a prefix
 _SHORTEST_KEY = 16

@@ -9,9 +9,9 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TypeVar
 
-from layershuffle.swarm.gateway.access import client_of
-from layershuffle.swarm.gateway.limits import GatewayLimits
-from layershuffle.swarm.gateway.refusals import busy
+from layershuffle.swarm.server.auth import client_of
+from layershuffle.swarm.server.errors import busy
+from layershuffle.swarm.server.limits import GatewayLimits
 
 _Result = TypeVar("_Result")
 

@@ -22,8 +22,8 @@ from layershuffle.data.images import BOMBS, DECODE_ERRORS, to_mode
 from layershuffle.data.transforms import PlainTransform, resized_size
 from layershuffle.data.view import Finish, ImageView
 from layershuffle.errors import DataError
-from layershuffle.swarm.gateway.bombs import MOST_SCANS, lean, scans_of
-from layershuffle.swarm.gateway.limits import GatewayLimits
+from layershuffle.swarm.server.bombs import MOST_SCANS, lean, scans_of
+from layershuffle.swarm.server.limits import GatewayLimits
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
 _FORMATS_HINT = f"send {', '.join(FORMATS[:-1])} or {FORMATS[-1]}"

@@ -10,8 +10,8 @@ from http import HTTPStatus
 
 from starlette.requests import Request
 
-from layershuffle.swarm.gateway.limits import GatewayLimits
-from layershuffle.swarm.gateway.refusals import Refused, busy
+from layershuffle.swarm.server.errors import Refused, busy
+from layershuffle.swarm.server.limits import GatewayLimits
 
 _MILLI = 1000.0
 _MAX_DIGITS = 18  # of a Content-Length that is worth reading as a number

@@ -16,9 +16,9 @@ from gateway_site import VIT, file_of, picture, site
 from common import CLASSES
 from layershuffle.models import image_view
 from layershuffle.stack import running
-from layershuffle.swarm.gateway.images import Decoder
-from layershuffle.swarm.gateway.limits import GatewayLimits
 from layershuffle.swarm.limits import Limits
+from layershuffle.swarm.server.images import Decoder
+from layershuffle.swarm.server.limits import GatewayLimits
 
 REQUESTS, EVERY = 2000, 100
 KEY = "the-key-of-this-test"

@@ -16,9 +16,9 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 
 from layershuffle.errors import UsageError
 from layershuffle.orders import order_of
-from layershuffle.swarm.gateway.limits import GatewayLimits
-from layershuffle.swarm.gateway.refusals import Refused
 from layershuffle.swarm.limits import Limits
+from layershuffle.swarm.server.errors import Refused
+from layershuffle.swarm.server.limits import GatewayLimits
 
 JSON, MULTIPART = "application/json", "multipart/form-data"
 IMAGE_FIELD = "image"

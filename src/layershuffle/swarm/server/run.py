@@ -12,9 +12,9 @@ import uvicorn
 from fastapi import FastAPI
 
 from layershuffle.errors import LayerShuffleError
-from layershuffle.swarm.gateway.access import check_address
-from layershuffle.swarm.gateway.door import Door, Punctual
-from layershuffle.swarm.gateway.limits import GatewayLimits
+from layershuffle.swarm.server.auth import check_address
+from layershuffle.swarm.server.door import Door, Punctual
+from layershuffle.swarm.server.limits import GatewayLimits
 
 PORT = 8000
 _GRACE = 5  # seconds that requests under way get when the server is told to end

@@ -11,8 +11,8 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from layershuffle.swarm.gateway.access import client_of
-from layershuffle.swarm.gateway.limits import GatewayLimits
+from layershuffle.swarm.server.auth import client_of
+from layershuffle.swarm.server.limits import GatewayLimits
 
 
 class Door(socket.socket):

@@ -39,19 +39,26 @@ from layershuffle.models.origin import Origin, remember
 from layershuffle.position import add_position
 from layershuffle.position_forms import EncodingForm, PredictionForm
 from layershuffle.stack import running
-from layershuffle.swarm import front as front_module
+from layershuffle.swarm import remote_model as front_module
 from layershuffle.swarm.calibration import Calibration, Row
-from layershuffle.swarm.front import Front, Unanswered, class_names, drop_blocks, resize_of
-from layershuffle.swarm.gateway import access, answers, bombs, serving
-from layershuffle.swarm.gateway.access import Bucket, Keys, Rates, take
-from layershuffle.swarm.gateway.clients import Clients
-from layershuffle.swarm.gateway.images import Decoder
-from layershuffle.swarm.gateway.limits import GatewayLimits
-from layershuffle.swarm.gateway.metrics import Metrics
-from layershuffle.swarm.gateway.refusals import Refused
-from layershuffle.swarm.gateway.serving import serve, server_config
 from layershuffle.swarm.messages import HostFailed, HostGone, Route
+from layershuffle.swarm.remote_model import (
+    NotAnswered,
+    RemoteModel,
+    class_names,
+    drop_blocks,
+    resize_of,
+)
 from layershuffle.swarm.router import Router
+from layershuffle.swarm.server import auth, bombs, schemas
+from layershuffle.swarm.server import run as serving
+from layershuffle.swarm.server.auth import Bucket, Keys, Rates, take
+from layershuffle.swarm.server.clients import Clients
+from layershuffle.swarm.server.errors import Refused
+from layershuffle.swarm.server.images import Decoder
+from layershuffle.swarm.server.limits import GatewayLimits
+from layershuffle.swarm.server.metrics import Metrics
+from layershuffle.swarm.server.run import serve, server_config
 from layershuffle.swarm.state import HostView, Swarm
 
 KEY = "a-key-of-some-length"
@@ -89,7 +96,7 @@ def test_front_equals_the_forward_of_the_route(family):
     async def go():
         router = Router(Blocks(FAMILIES[family].wrapped()), depth=DEPTH, limits=LIMITS)
         router.swarm = Swarm(HostView(name, frozenset(held)) for name, held in HOSTS.items())
-        front = Front(FAMILIES[family].wrapped(), router, asyncio.get_running_loop())
+        front = RemoteModel(FAMILIES[family].wrapped(), router, asyncio.get_running_loop())
         now = router.clock()
         free = await front.classify(batch, deadline=now + 5)
         asked = await front.classify(batch, deadline=now + 5, order=(3, 0, 1))
@@ -110,7 +117,7 @@ def test_front_drops_the_blocks():
     model = VIT.wrapped()
     block_bytes = sum(p.nbytes for p in model.blocks.parameters())
     rest = sum(p.nbytes for p in model.parameters()) - block_bytes
-    front = Front(model, Router(Blocks(model), depth=DEPTH, limits=LIMITS), loop=None)
+    front = RemoteModel(model, Router(Blocks(model), depth=DEPTH, limits=LIMITS), loop=None)
     assert front.saved_bytes == block_bytes
     assert sum(p.nbytes for p in model.parameters() if not p.is_meta) == rest
     assert all(p.is_meta for p in model.blocks.parameters())
@@ -131,11 +138,11 @@ def test_front_refuses_position_encoding_and_other_depths():
     router = Router(Blocks(VIT.wrapped()), depth=DEPTH, limits=LIMITS)
     encoded = add_position(VIT.wrapped(), encoding=EncodingForm())
     with pytest.raises(StackError, match="something else at every position"):
-        Front(encoded, router, loop=None)
+        RemoteModel(encoded, router, loop=None)
     predicted = add_position(VIT.wrapped(), prediction=PredictionForm())
-    Front(predicted, router, loop=None).close()
+    RemoteModel(predicted, router, loop=None).close()
     with pytest.raises(UsageError, match="3 blocks, the model has 4"):
-        Front(VIT.wrapped(), Router(Blocks(None), depth=3, limits=LIMITS), loop=None)
+        RemoteModel(VIT.wrapped(), Router(Blocks(None), depth=3, limits=LIMITS), loop=None)
 
 
 def test_front_does_not_wait_for_a_stuck_router(monkeypatch):
@@ -147,9 +154,9 @@ def test_front_does_not_wait_for_a_stuck_router(monkeypatch):
 
     async def go():
         router = Stuck(Blocks(None), depth=DEPTH, limits=LIMITS)
-        front = Front(VIT.wrapped(), router, asyncio.get_running_loop())
+        front = RemoteModel(VIT.wrapped(), router, asyncio.get_running_loop())
         begun = router.clock()
-        with pytest.raises(Unanswered, match="gave no answer before the deadline"):
+        with pytest.raises(NotAnswered, match="gave no answer before the deadline"):
             await front.classify(torch.zeros(1, 3, 32, 32), deadline=begun + 0.1)
         waited = router.clock() - begun
         front.close()
@@ -1021,13 +1028,13 @@ def test_keys():
 def test_keys_compare_in_constant_time(monkeypatch):
     """Every comparison is hmac's, of digests of one length, and all keys are compared."""
     compared = []
-    genuine = access.hmac.compare_digest
+    genuine = auth.hmac.compare_digest
 
     def spy(one, two):
         compared.append((len(one), len(two)))
         return genuine(one, two)
 
-    monkeypatch.setattr(access.hmac, "compare_digest", spy)
+    monkeypatch.setattr(auth.hmac, "compare_digest", spy)
     keys = Keys([KEY, KEY + "2", KEY + "3"])
     assert keys.open_for(KEY.encode())
     assert not keys.open_for(b"x")
@@ -1110,14 +1117,14 @@ def test_other_machines_need_a_key():
     for host, keyed, encrypted in [
         ("10.0.0.1", False, False), ("10.0.0.1", True, True), ("127.0.0.1", True, False),
     ]:  # fmt: skip
-        assert access.in_clear(host, keyed=keyed, encrypted=encrypted) == ""
-    warning = access.in_clear("10.0.0.1", keyed=True, encrypted=False)
+        assert auth.in_clear(host, keyed=keyed, encrypted=encrypted) == ""
+    warning = auth.in_clear("10.0.0.1", keyed=True, encrypted=False)
     assert warning.startswith("API keys, images and answers travel to and from 10.0.0.1 in clear")
     for host, keyed, public in [
         ("0.0.0.0", True, False), ("0.0.0.0", False, True), ("127.0.0.1", False, False),
         ("::1", False, False), ("localhost", False, False), ("127.8.8.8", False, False),
     ]:  # fmt: skip
-        access.check_address(host, keyed=keyed, public=public)
+        auth.check_address(host, keyed=keyed, public=public)
 
 
 def test_the_listener():
@@ -1279,10 +1286,10 @@ def test_degraded_is_about_what_was_asked():
     def route(*order):
         return Route(4, order, {}, (), "complete", 1.0)
 
-    assert not answers.is_degraded(route(3, 1, 0, 2), order=None)
-    assert answers.is_degraded(route(3, 1, 0), order=None)
-    assert not answers.is_degraded(route(3, 1), order=(3, 1))
-    assert answers.is_degraded(route(3), order=(3, 1))
+    assert not schemas.is_degraded(route(3, 1, 0, 2), order=None)
+    assert schemas.is_degraded(route(3, 1, 0), order=None)
+    assert not schemas.is_degraded(route(3, 1), order=(3, 1))
+    assert schemas.is_degraded(route(3), order=(3, 1))
 
 
 def test_retry_after_is_the_next_probe():
@@ -1291,9 +1298,9 @@ def test_retry_after_is_the_next_probe():
         HostView("b", frozenset({1}), condition="suspect", retry_at=6.0),
         HostView("c", frozenset({2}), condition="gone", retry_at=1.0),
     ]
-    assert answers.retry_after(Swarm(hosts), now=5) == 1
-    assert answers.retry_after(Swarm(hosts), now=9) == 0
-    assert answers.retry_after(Swarm(hosts[2:]), now=5) == 1
+    assert schemas.retry_after(Swarm(hosts), now=5) == 1
+    assert schemas.retry_after(Swarm(hosts), now=9) == 0
+    assert schemas.retry_after(Swarm(hosts[2:]), now=5) == 1
 
 
 def test_labels_must_fit():

@@ -46,7 +46,7 @@ class Classified:
     head_ms: float
 
 
-class Unanswered(LayerShuffleError):
+class NotAnswered(LayerShuffleError):
     """A request that the swarm could not answer; `route` says how far it came, if it began."""
 
     def __init__(self, cause: str, *, route: Route | None = None, hint: str | None = None) -> None:
@@ -54,7 +54,7 @@ class Unanswered(LayerShuffleError):
         self.route = route
 
 
-class Front:
+class RemoteModel:
     """A model whose forward walks the swarm. It takes `model` over and drops its blocks' weights.
 
     `loop` is the router's event loop; `workers` bounds the forwards under way, each in a thread.
@@ -92,7 +92,7 @@ class Front:
     ) -> Classified:
         """What the model says of `images` `[n, channels, height, width]`, as its view wants them.
 
-        `deadline` in seconds of the router's clock. Raises `Unanswered` for fewer than `min_blocks`
+        `deadline` by the router's clock. Raises `NotAnswered` for fewer than `min_blocks`
         blocks and for a fixed-order pipeline that broke. Being cancelled ends the walk as well.
         """
         errand = _Errand(self.router, self.loop, deadline, min_blocks, order)
@@ -117,7 +117,7 @@ class Front:
         if errand.route is None:
             raise StackError(f"{type(self.model).__name__} never called its block stack")
         if not bool(torch.isfinite(logits).all()):
-            raise Unanswered(
+            raise NotAnswered(
                 "The model's head gave numbers that are not finite", route=errand.route
             )
         self._head += _HEAD_WEIGHT * (ended - errand.left - self._head)
@@ -172,7 +172,7 @@ class _Errand:
     def _sent(self, start: State) -> tuple[State, Route]:
         with self._lock:
             if self._cancelled:
-                raise Unanswered("The request was given up")
+                raise NotAnswered("The request was given up")
             walk = self.router.walk(
                 start, deadline=self.deadline, min_blocks=self.min_blocks, order=self.order
             )
@@ -182,36 +182,36 @@ class _Errand:
             return self._call.result(timeout=patience)
         except TimeoutError as error:
             self._call.cancel()
-            raise Unanswered(
+            raise NotAnswered(
                 "The router gave no answer before the deadline", hint="its event loop is blocked"
             ) from error
         except concurrent.futures.CancelledError as error:
-            raise Unanswered("The request was given up") from error
+            raise NotAnswered("The request was given up") from error
 
 
 def _submitted(
     walk: Coroutine[Any, Any, tuple[State, Route]], loop: asyncio.AbstractEventLoop
 ) -> concurrent.futures.Future[tuple[State, Route]]:
-    """`walk` under way on `loop`; raises `Unanswered` if that loop has ended."""
+    """`walk` under way on `loop`; raises `NotAnswered` if that loop has ended."""
     try:
         return asyncio.run_coroutine_threadsafe(walk, loop)
     except RuntimeError as error:
         walk.close()
-        raise Unanswered("The swarm has been shut down") from error
+        raise NotAnswered("The swarm has been shut down") from error
 
 
 def check_enough(route: Route, *, min_blocks: int) -> None:
-    """Raises `Unanswered` if a route is none to answer from: too few blocks ran, or it broke."""
+    """Raises `NotAnswered` if a route is none to answer from: too few blocks ran, or it broke."""
     if route.ending == "lost":
         first = min(route.skipped, default=0)
-        raise Unanswered(
+        raise NotAnswered(
             f"The pipeline broke at block {first}: {route.skipped.get(first, 'no reason known')}",
             route=route,
             hint="order-free routing would go on without it",
         )
     if len(route.order) < min_blocks:
         why = sorted(set(route.skipped.values()))
-        raise Unanswered(
+        raise NotAnswered(
             f"{len(route.order)} of {route.depth} blocks could be run, {min_blocks} are needed "
             f"({'; '.join(why[:3]) or 'no reason known'})",
             route=route,

@@ -7,8 +7,8 @@ from http import HTTPStatus
 from typing import Any
 
 from layershuffle.errors import DataError, LayerShuffleError, UsageError
-from layershuffle.swarm.front import Unanswered
-from layershuffle.swarm.gateway.answers import ErrorAnswer, Problem
+from layershuffle.swarm.remote_model import NotAnswered
+from layershuffle.swarm.server.schemas import ErrorAnswer, Problem
 
 _SOON = 1.0  # seconds after which a busy gateway is worth another try
 _LONGEST = 500  # characters of a cause: some of them repeat what the client sent
@@ -38,7 +38,7 @@ def status_of(error: LayerShuffleError) -> HTTPStatus:
     """The HTTP status that tells a client of `error`."""
     if isinstance(error, Refused):
         return error.status
-    if isinstance(error, Unanswered):
+    if isinstance(error, NotAnswered):
         return HTTPStatus.SERVICE_UNAVAILABLE
     if isinstance(error, UsageError | DataError):
         return HTTPStatus.UNPROCESSABLE_ENTITY

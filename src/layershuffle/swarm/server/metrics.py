@@ -12,9 +12,9 @@ import prometheus_client as prometheus
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from layershuffle.swarm.gateway.answers import Audits, Classification, health
 from layershuffle.swarm.messages import Outcome, Visited
 from layershuffle.swarm.router import Router, State
+from layershuffle.swarm.server.schemas import Audits, Classification, health
 
 CONTENT_TYPE = prometheus.CONTENT_TYPE_LATEST
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from layershuffle.errors import UsageError
-from layershuffle.swarm.ray_settings import check_secret
+from layershuffle.swarm.ray_config import check_secret
 
 
 def server_context(certificate: Path, key: Path) -> ssl.SSLContext:

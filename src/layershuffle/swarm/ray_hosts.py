@@ -29,7 +29,7 @@ from layershuffle.swarm.messages import (
     VisitError,
 )
 from layershuffle.swarm.placement import Node
-from layershuffle.swarm.ray_settings import HOST_MARK, host_names
+from layershuffle.swarm.ray_config import HOST_MARK, host_names
 from layershuffle.swarm.wire import Packet, unpack
 
 if TYPE_CHECKING:

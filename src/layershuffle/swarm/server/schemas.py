@@ -17,7 +17,7 @@ from layershuffle.swarm.wire import Wire
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from layershuffle.swarm.front import Classified
+    from layershuffle.swarm.remote_model import Classified
 
 _MILLI = 1000.0
 

@@ -15,15 +15,15 @@ from torch import Tensor
 
 from layershuffle.models import image_view
 from layershuffle.swarm.calibration import NEVER, Calibration, expected_at
-from layershuffle.swarm.front import Classified, Front, Unanswered, resize_of
-from layershuffle.swarm.gateway.answers import Classification, Expected, classification
-from layershuffle.swarm.gateway.bodies import Budget, read_body
-from layershuffle.swarm.gateway.clients import Client, Clients
-from layershuffle.swarm.gateway.images import Decoder
-from layershuffle.swarm.gateway.intake import Bounds, Query, kind_of, query_of
-from layershuffle.swarm.gateway.limits import GatewayLimits
-from layershuffle.swarm.gateway.refusals import busy
 from layershuffle.swarm.messages import Route
+from layershuffle.swarm.remote_model import Classified, NotAnswered, RemoteModel, resize_of
+from layershuffle.swarm.server.bodies import Budget, read_body
+from layershuffle.swarm.server.clients import Client, Clients
+from layershuffle.swarm.server.errors import busy
+from layershuffle.swarm.server.images import Decoder
+from layershuffle.swarm.server.limits import GatewayLimits
+from layershuffle.swarm.server.requests import Bounds, Query, kind_of, query_of
+from layershuffle.swarm.server.schemas import Classification, Expected, classification
 
 Strangers = frozenset[tuple[str, int]]
 """Blocks of another model than the swarm's, each with the host that holds it so."""
@@ -32,7 +32,7 @@ _READERS = 2  # threads that take bodies apart, some ms for a large one
 _T = TypeVar("_T")
 
 
-class Desk:
+class RequestScheduler:
     """Carries out classifications, as many at a time as the limits allow.
 
     The class names in `labels` stand in the order of the model's logits. `strangers` says which
@@ -41,7 +41,7 @@ class Desk:
 
     def __init__(
         self,
-        front: Front,
+        front: RemoteModel,
         *,
         limits: GatewayLimits,
         labels: Sequence[str],
@@ -61,7 +61,7 @@ class Desk:
         self._held = Budget(limits.held_bytes)
 
     async def classify(self, request: Request) -> Classification:
-        """The answer to `request`. Raises `Refused`, `Unanswered`, `UsageError`, `DataError`.
+        """The answer to `request`. Raises `Refused`, `NotAnswered`, `UsageError`, `DataError`.
 
         The deadline counts from when the body is in, and covers all that follows: the waits for a
         decoder and for a turn, decoding, the walk. A client that goes away ends the work with
@@ -175,8 +175,8 @@ def not_calibrated(route: Route, strange: Strangers) -> str:
     return f"blocks of another model than the calibrated one took part ({told})"
 
 
-def _too_late(what: str) -> Unanswered:
-    return Unanswered(
+def _too_late(what: str) -> NotAnswered:
+    return NotAnswered(
         f"The deadline passed before {what}",
         hint="try again later, allow a later deadline, or send fewer or smaller images",
     )

@@ -28,15 +28,15 @@ from layershuffle._version import __version__
 from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.models import num_classes_of
 from layershuffle.swarm.calibration import Calibration
-from layershuffle.swarm.front import Front, class_names
-from layershuffle.swarm.gateway import answers
-from layershuffle.swarm.gateway.access import Keys, Rates, key_in
-from layershuffle.swarm.gateway.answers import Classification, ErrorAnswer, Health, SwarmAnswer
-from layershuffle.swarm.gateway.intake import BODY_SCHEMA
-from layershuffle.swarm.gateway.limits import GatewayLimits
-from layershuffle.swarm.gateway.metrics import CONTENT_TYPE, Metrics
-from layershuffle.swarm.gateway.refusals import Refused, body_of, busy, retry_seconds, status_of
-from layershuffle.swarm.gateway.work import Desk, Strangers
+from layershuffle.swarm.remote_model import RemoteModel, class_names
+from layershuffle.swarm.server import schemas
+from layershuffle.swarm.server.auth import Keys, Rates, key_in
+from layershuffle.swarm.server.errors import Refused, body_of, busy, retry_seconds, status_of
+from layershuffle.swarm.server.limits import GatewayLimits
+from layershuffle.swarm.server.metrics import CONTENT_TYPE, Metrics
+from layershuffle.swarm.server.requests import BODY_SCHEMA
+from layershuffle.swarm.server.scheduler import RequestScheduler, Strangers
+from layershuffle.swarm.server.schemas import Classification, ErrorAnswer, Health, SwarmAnswer
 
 LOG = logging.getLogger("layershuffle")
 _CLASSIFY = "/v1/classify"
@@ -59,7 +59,7 @@ _GUARDED: dict[int | str, dict[str, Any]] = {status: _ERRORS[status] for status 
 
 
 def create_app(
-    front: Front,
+    front: RemoteModel,
     *,
     limits: GatewayLimits | None = None,
     labels: Sequence[str] | None = None,
@@ -81,7 +81,9 @@ def create_app(
     """
     limits = limits or GatewayLimits()
     names = _labels(front, labels=labels, calibration=calibration)
-    desk = Desk(front, limits=limits, labels=names, calibration=calibration, strangers=strangers)
+    desk = RequestScheduler(
+        front, limits=limits, labels=names, calibration=calibration, strangers=strangers
+    )
     metrics = Metrics(front.router, watching=watching, audits=audits)
     gateway = _Gateway(desk, Keys(keys), model, metrics)
 
@@ -159,7 +161,7 @@ _Header = Annotated[str | None, Depends(APIKeyHeader(name="X-API-Key", auto_erro
 class _Gateway:
     """What the routes share."""
 
-    def __init__(self, desk: Desk, keys: Keys, model: str, metrics: Metrics) -> None:
+    def __init__(self, desk: RequestScheduler, keys: Keys, model: str, metrics: Metrics) -> None:
         self.desk, self.keys, self.model, self.metrics = desk, keys, model, metrics
         self.router = desk.front.router
         self._rates = Rates(desk.limits)
@@ -188,8 +190,8 @@ class _Gateway:
             classes=len(self.desk.labels),
             routing=router.routing,
             wire=router.wire,
-            unreachable_blocks=answers.unreachable(router.swarm, depth=router.depth),
-            hosts=answers.hosts_of(router.swarm, now=router.clock()),
+            unreachable_blocks=schemas.unreachable(router.swarm, depth=router.depth),
+            hosts=schemas.hosts_of(router.swarm, now=router.clock()),
             counters=dict(self.metrics.counters),
             audits=self.metrics.audits(),
             calibration=None if calibration is None else calibration.facts,
@@ -199,7 +201,7 @@ class _Gateway:
     def health(self) -> Health:
         """What /healthz says."""
         watching = self.metrics.watching() if self.metrics.watching is not None else None
-        return answers.health(self.router.swarm, depth=self.router.depth, watching=watching)
+        return schemas.health(self.router.swarm, depth=self.router.depth, watching=watching)
 
     async def told(self, request: Request, error: Exception) -> Response:
         """The answer to a request that was refused or could not be answered."""
@@ -227,7 +229,7 @@ class _Gateway:
             return {"WWW-Authenticate": "Bearer"}
         wait = error.retry_after if isinstance(error, Refused) else None
         if status == HTTPStatus.SERVICE_UNAVAILABLE:
-            wait = answers.retry_after(self.router.swarm, now=self.router.clock())
+            wait = schemas.retry_after(self.router.swarm, now=self.router.clock())
         return {} if wait is None else {"Retry-After": str(retry_seconds(wait))}
 
     def _count(self, request: Request, status: HTTPStatus) -> None:
@@ -251,7 +253,7 @@ async def _gone(request: Request, error: Exception) -> Response:
 
 
 def _labels(
-    front: Front, *, labels: Sequence[str] | None, calibration: Calibration | None
+    front: RemoteModel, *, labels: Sequence[str] | None, calibration: Calibration | None
 ) -> tuple[str, ...]:
     classes = num_classes_of(front.model)
     if calibration is not None and len(calibration.rows) != front.depth:

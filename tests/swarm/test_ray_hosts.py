@@ -29,9 +29,7 @@ from layershuffle.swarm.messages import (
     Visit,
     WorkExpired,
 )
-from layershuffle.swarm.ray_engine import RayHosts, RayTransport, called
-from layershuffle.swarm.ray_session import check_answers, joined_ray
-from layershuffle.swarm.ray_settings import (
+from layershuffle.swarm.ray_config import (
     SYSTEM_CONFIG,
     Tls,
     check_tls,
@@ -43,6 +41,8 @@ from layershuffle.swarm.ray_settings import (
     host_resources,
     new_token,
 )
+from layershuffle.swarm.ray_hosts import RayHosts, RayTransport, called
+from layershuffle.swarm.ray_session import check_answers, joined_ray
 from layershuffle.swarm.wire import Packet
 from once import once
 
