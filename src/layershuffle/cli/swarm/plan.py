@@ -10,7 +10,7 @@ import tyro
 
 from layershuffle.cli.parsing import parse
 from layershuffle.swarm.plan import DEFAULT_MODEL
-from layershuffle.swarm.planning.problem import Objective
+from layershuffle.swarm.planning.hosts import Objective
 from layershuffle.swarm.wire import Wire
 
 _ABOUT = (

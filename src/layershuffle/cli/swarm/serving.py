@@ -64,7 +64,7 @@ def require_extra() -> None:
     """Raises `UsageError` where the swarm's libraries are not installed."""
     from importlib.util import find_spec
 
-    needed = ("ray", "fastapi", "uvicorn", "httpx", "simpy")
+    needed = ("ray", "fastapi", "uvicorn", "httpx")
     missing = [name for name in needed if find_spec(name) is None]
     if missing:
         raise UsageError(
