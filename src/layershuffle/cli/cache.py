@@ -51,6 +51,6 @@ class CacheCommand(Command):
         if self.verify:
             processes = loader_processes() if settings.workers is None else settings.workers
             count = verify_cache(out, processes=processes, progress=Counter("images checked"))
-            print(f"All {count:,} images have the contents that were written")
+            print(f"All {count:,} images are what was written")
         print(f"Next: layershuffle fit --data {quote(f'folder:{out}')} ...")
         return 0

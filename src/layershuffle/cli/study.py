@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
@@ -16,6 +16,9 @@ from layershuffle.study.artefacts import tasks_for
 from layershuffle.study.dry_run import forecast, forecast_text, plan_text
 from layershuffle.study.plan import read_plan
 from layershuffle.study.settings import StudySettings
+
+if TYPE_CHECKING:
+    from layershuffle.study.runner import MakePool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +61,7 @@ class ReproduceCommand(Command):
         from layershuffle.cli.progress import study_watcher
         from layershuffle.study.runner import local_pool, run_study
 
-        make_pool = local_pool
+        make_pool: MakePool = local_pool
         if self.ray is not None:
             from layershuffle.study.ray_pool import ray_pool
 

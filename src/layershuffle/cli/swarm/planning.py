@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -12,9 +12,7 @@ from layershuffle.cli.command import Command
 from layershuffle.cli.swarm.serving import require_extra
 from layershuffle.errors import UsageError
 from layershuffle.swarm.plan import DEFAULT_MODEL
-from layershuffle.swarm.planning.problem import Objective
 from layershuffle.swarm.policy import ROUTINGS, Routing
-from layershuffle.swarm.wire import Wire
 from layershuffle.text import table
 
 
@@ -25,11 +23,11 @@ class PlanCommand(Command):
     Prints the same figures for fixed-order pipelines beside it.
     """
 
-    hosts: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="HOSTS.yaml")]
+    hosts: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="HOSTS")]
     """The hosts and how large, fast, far away and reliable they are: YAML, see docs/swarm.md."""
     model: str = DEFAULT_MODEL
     """Model to serve."""
-    objective: Objective = "latency"
+    objective: Literal["throughput", "latency", "lifetime"] = "latency"
     """throughput, latency, or lifetime (the smallest battery lasts longest)."""
     replicas: int = 1
     """Hosts that hold each block."""
@@ -37,7 +35,7 @@ class PlanCommand(Command):
     """Probability with which each block is to be reachable."""
     floor: float | None = None
     """lifetime: requests may leave out blocks while this accuracy (percent) is still reached."""
-    wire: Wire = "fp32"
+    wire: Literal["fp32", "fp16", "int8"] = "fp32"
     """Type of states on the wire."""
     time_limit: float = 20.0
     """Seconds for the exact solver."""
@@ -83,7 +81,7 @@ class SimulateCommand(Command):
     failures and requests.
     """
 
-    plan: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="PLAN.yaml")]
+    plan: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="PLAN")]
     """The plan, as for `swarm deploy`."""
     profile: Path | None = None
     """HOSTS.yaml that the plan was made from: how fast its hosts are. Default: 5 ms per block, 5 ms

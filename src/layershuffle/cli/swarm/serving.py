@@ -19,7 +19,7 @@ from contextlib import (
 )
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -27,7 +27,6 @@ from layershuffle.cli.command import Command
 from layershuffle.errors import Interrupted, UsageError
 from layershuffle.swarm.plan import DEFAULT_MODEL, SwarmPlan, even_plan, read_plan
 from layershuffle.swarm.policy import Routing
-from layershuffle.swarm.wire import Wire
 from layershuffle.text import listing
 
 if TYPE_CHECKING:
@@ -251,11 +250,11 @@ class _ServingCommand(HttpsOptions):
         host: str = "127.0.0.1",
         keys: tuple[str, ...] = (),
         public: bool = False,
-        wait: float | None = None,
+        wait: float = 120.0,
     ) -> None:
         """Serve the plan by the hosts of a Ray session, until SIGINT or SIGTERM.
 
-        `wait`: seconds until the server starts without hosts that are not up; `None` needs all.
+        `wait`: seconds until the server starts without the hosts that are not up by then.
         """
         from layershuffle.swarm.ray_hosts import RayHosts
         from layershuffle.swarm.server.admin import state_directory
@@ -302,7 +301,7 @@ class UpCommand(_ServingCommand):
     routing: Routing = "order-free"
     """Order of the blocks: order-free, sequential (a classical pipeline) or
     replicated-sequential."""
-    wire: Wire = "fp32"
+    wire: Literal["fp32", "fp16", "int8"] = "fp32"
     """Type of states on the wire."""
 
     def run(self) -> int:
@@ -341,7 +340,7 @@ class DeployCommand(TlsOptions, _ServingCommand):
     without those that leave.
     """
 
-    plan: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="PLAN.yaml")]
+    plan: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="PLAN")]
     """The plan: YAML with the model, the hosts and their blocks."""
     address: str
     """Address of the head, as the head printed it."""
