@@ -25,7 +25,7 @@ LAYERS = (
     ("position", "trie", "settings", "compiling"),
     ("recipes",),
     ("models", "data"),
-    ("scoring", "evaluation", "training", "merging", "analysis"),
+    ("evaluation", "training", "merging", "analysis"),
     ("study", "swarm", "bench"),
     ("cli", "__main__"),
 )

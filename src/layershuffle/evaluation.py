@@ -1,9 +1,9 @@
 """Score a model under many execution orders in one pass over the data.
 
-`evaluate` takes a model and batches, `evaluate_spec` opens both by their specs first. The orders are
-given one by one, or drawn for a *mode* (`layershuffle.modes`); every score carries its order, so that
-it can be replayed. There are two ways to draw: one order per pass over the data, and one per batch,
-as the paper's section 4.2 has it ("randomly for every forward path").
+`evaluate` takes a model and batches, `evaluate_spec` opens both by their specs first. The orders
+are given one by one, or drawn for a *mode* (`layershuffle.modes`); every score carries its order,
+so that it can be replayed. There are two ways to draw: one order per pass over the data, and one
+per batch, as the paper's section 4.2 has it ("randomly for every forward path").
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from layershuffle.machine import warn_of_slow_bf16
 from layershuffle.models import image_view, load, logits_of, num_classes_of
 from layershuffle.modes import Mode, parse_modes
 from layershuffle.orders import ExecutionOrder, order_of
+from layershuffle.results import ScoreRow
 from layershuffle.settings import EvalSettings, FitSettings, Precision
 from layershuffle.stack import blocks_of, depth_of
 from layershuffle.trie import build_trie, forward_trie, images_at_once
@@ -259,7 +260,7 @@ def evaluate_spec(
 
 
 def compiler_for(wanted: bool) -> BlockCompiler:
-    """What compiles the blocks of the models that are scored; it leaves them alone if not wanted."""
+    """What compiles the blocks of models that are scored; if not `wanted`, it compiles nothing."""
     return BlockCompiler(reason=None if wanted else "compile is off")
 
 
@@ -276,3 +277,25 @@ def check_modes(fitted: FitSettings, settings: EvalSettings) -> None:
     depth = fitted.kept or depth_of(load(fitted.model))
     for mode in parse_modes(settings.modes):
         mode.policy().draw(depth, seed=settings.seed, step=0)
+
+
+def score_rows(scores: Iterable[Score], *, method: str, seed: int, draw: Draw) -> list[ScoreRow]:
+    """Scores of drawn orders as rows of results.csv, for the model of that method and seed."""
+    return [
+        ScoreRow(
+            method=method,
+            seed=seed,
+            mode=score.mode.order,
+            kept=score.kept,
+            choose="" if score.mode.kept is None else score.mode.choose,
+            order_seed=score.index,
+            order="" if score.order is None else str(score.order),
+            n=score.images,
+            top1=score.top1,
+            top5=score.top5,
+            cross_entropy=score.cross_entropy,
+            draw=draw,
+        )
+        for score in scores
+        if score.mode is not None
+    ]

@@ -90,8 +90,8 @@ def scored(values, *, images):
     """Scores of one block in as many orders, with these accuracies."""
     return [
         Score(
-            mode=Mode(order="arbitrary", kept=1), index=index, order=None, images=images,
-            top1=value, top5=0.0, cross_entropy=0.0,
+            mode=Mode(order="arbitrary", kept=1), index=index, images=images,
+            order=ExecutionOrder((0,), 1), top1=value, top5=0.0, cross_entropy=0.0,
         )
         for index, value in enumerate(values)
     ]  # fmt: skip
