@@ -17,6 +17,7 @@ from layershuffle.evaluation import Score
 from layershuffle.models import image_view, truncate
 from layershuffle.models.digest import weights_digest
 from layershuffle.modes import Mode
+from layershuffle.orders import ExecutionOrder
 from layershuffle.position import add_position
 from layershuffle.position_forms import EncodingForm
 from layershuffle.stack import running
