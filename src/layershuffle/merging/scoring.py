@@ -192,14 +192,14 @@ class MergeScorer:
         """Every donor alone."""
         group = self.group
         for index, (donor, name) in enumerate(zip(group.donors, group.names, strict=True)):
-            scores = self.evaluate(donor, self.test, _DONORS, index)
+            scores = self.evaluate(donor, self.test, kind=_DONORS, index=index)
             self.add(scores, kind="donor", index=index, name=name, donors=str(index))
 
     def score_merges(self, end: End, plans: Sequence[MergePlan]) -> None:
         """The merges of `plans`, each in one order."""
         for index, plan in enumerate(plans):
             merged = self.group.merge(plan)
-            scores = self.evaluate(merged, self.test, _MERGES, index, draws=1)
+            scores = self.evaluate(merged, self.test, kind=_MERGES, index=index, draws=1)
             main = int(end == self.settings.ends[0])
             self.add(scores, kind="merge", index=index, ends=end, donors=str(plan), main=main)
 
@@ -208,13 +208,13 @@ class MergeScorer:
         donors = self.group.donors
 
         def held_out_top1(model: nn.Module) -> float:
-            scores = self.evaluate(model, holdout, _HOLDOUT, 0)
+            scores = self.evaluate(model, holdout, kind=_HOLDOUT, index=0)
             return sum(score.top1 for score in scores) / len(scores)
 
         greedy, chosen = greedy_soup(donors, held_out_top1)
         soups = (("uniform", uniform_soup(donors), range(len(donors))), ("greedy", greedy, chosen))
         for index, (name, soup, members) in enumerate(soups):
-            scores = self.evaluate(soup, self.test, _SOUPS, index)
+            scores = self.evaluate(soup, self.test, kind=_SOUPS, index=index)
             self.add(scores, kind="soup", index=index, name=name, donors=_numbers(members))
 
     def score_ensembles(self) -> None:
@@ -238,7 +238,7 @@ class MergeScorer:
         self.tick(self.ensemble_passes)
 
     def evaluate(
-        self, model: nn.Module, batches: Batches, kind: int, index: int, *, draws: int | None = None
+        self, model: nn.Module, batches: Batches, *, kind: int, index: int, draws: int | None = None
     ) -> list[Score]:
         """Scores of one model; its orders are those of number `index` of its kind."""
         scored = model
