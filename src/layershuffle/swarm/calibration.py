@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -20,7 +21,6 @@ from layershuffle.errors import ModelFileError, UsageError
 from layershuffle.files import write_text
 from layershuffle.modes import Mode
 from layershuffle.stats import deviation, mean, t_interval, wilson_interval
-from layershuffle.swarm.server.schemas import CalibrationFacts, Expected
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,6 +36,34 @@ _SURE = 1.96  # standard deviations on either side of a 95 % interval
 
 Percent = Annotated[float, Field(ge=0, le=100)]
 Count = Annotated[int, Field(ge=1)]
+
+
+@dataclass(frozen=True)
+class CalibrationFacts:
+    """What the expected accuracies were measured on."""
+
+    data: str
+    split: str
+    orders: int
+    images: int
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The accuracy of answers with this many blocks in arbitrary order, from the calibration.
+
+    Percent of the first guesses that were right; `low` and `high` bound it at 95 %, over orders and
+    over images.
+    """
+
+    top1: float
+    low: float
+    high: float
+    kept: int
+    orders: int
+    images: int
+    data: str
+    split: str
 
 
 class _Strict(BaseModel):
@@ -177,7 +205,10 @@ def expected_at(calibration: Calibration, kept: int) -> Expected | None:
                 low=row.low,
                 high=row.high,
                 kept=kept,
-                **calibration.facts.model_dump(),
+                orders=calibration.orders,
+                images=calibration.images,
+                data=calibration.data,
+                split=calibration.split,
             )
     return None
 
