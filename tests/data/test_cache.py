@@ -18,8 +18,14 @@ from PIL import Image
 
 from layershuffle.cli import main
 from layershuffle.data import DataOptions, ImageView, cache, open_data
-from layershuffle.data.cache import build_cache, class_folders, default_out, partial_of, shrunk
-from layershuffle.data.cache_files import verify_cache
+from layershuffle.data.cache import (
+    build_cache,
+    class_folders,
+    default_out,
+    partial_of,
+    shrunk,
+    verify_cache,
+)
 from layershuffle.errors import DataError, UsageError
 from layershuffle.settings import CacheSettings
 

@@ -64,24 +64,13 @@ class ImageTable(Protocol):
 
 
 class TransformedImages(Dataset[Item]):
-    """The images `indices` of a table, each through one deterministic transform."""
+    """The images `indices` of a table, each through one deterministic transform.
 
-    def __init__(self, table: ImageTable, indices: Sequence[int], transform: Transform) -> None:
-        self.table, self.indices, self.transform = table, indices, transform
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __getitem__(self, index: int) -> Item:
-        row = self.indices[index]
-        return self.transform(self.table.image(row)), int(self.table.labels[row])
-
-
-class TrainingImages(Dataset[Item]):
-    """`TransformedImages` without Pillow where that is possible, for training."""
+    A `PixelTransform` (training) reads them without Pillow where that is possible.
+    """
 
     def __init__(
-        self, table: ImageTable, indices: Sequence[int], transform: PixelTransform
+        self, table: ImageTable, indices: Sequence[int], transform: Transform | PixelTransform
     ) -> None:
         self.table, self.indices, self.transform = table, indices, transform
 
@@ -90,7 +79,10 @@ class TrainingImages(Dataset[Item]):
 
     def __getitem__(self, index: int) -> Item:
         row = self.indices[index]
-        return self.transform(self.table.pixels(row)), int(self.table.labels[row])
+        label = int(self.table.labels[row])
+        if isinstance(self.transform, PixelTransform):
+            return self.transform(self.table.pixels(row)), label
+        return self.transform(self.table.image(row)), label
 
 
 class AugmentedImages(Dataset[Item]):
@@ -230,7 +222,7 @@ def _fitted(
         return TransformedImages(table, kept, PlainTransform(view, options.resize))
     if not decodes_jpeg():
         notes.append(NO_JPEG)
-    return TrainingImages(table, kept, PixelTransform(view, options.resize))
+    return TransformedImages(table, kept, PixelTransform(view, options.resize))
 
 
 def _cut(
