@@ -84,7 +84,7 @@ def _told(report: CacheReport) -> str:
     images = ", ".join(f"{count:,} {folder}" for folder, count in report.images.items())
     lines = [
         f"{images} images in {report.out} ({report.bytes / 1e9:.2f} GB), "
-        f"{report.made:,} of them made now"
+        f"{report.written:,} of them made now"
     ]
     if report.skipped:
         names = "; ".join(report.skipped[:5])

@@ -55,14 +55,14 @@ Header = dict[str, Any]
 class CacheReport:
     """A whole cache: images per split folder, bytes of all images, and what was left out.
 
-    `made`: number of images that this call wrote.
+    `written`: number of images that this call wrote.
     """
 
     out: Path
     images: Mapping[str, int]
     bytes: int
     skipped: tuple[str, ...]
-    made: int
+    written: int
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def _build(
     with explained(out):
         os.replace(work, out)
         (out / ".lock").unlink()
-    return _report(out, header, made=written)
+    return _report(out, header, written=written)
 
 
 def _open(spec: str) -> list[Part]:
@@ -288,13 +288,13 @@ def _counts(work: Path, parts: Sequence[Part]) -> Header:
     return {"images": images, "bytes": size, "skipped": skipped, "manifest": digest}
 
 
-def _report(out: Path, header: Header, *, made: int = 0) -> CacheReport:
+def _report(out: Path, header: Header, *, written: int = 0) -> CacheReport:
     return CacheReport(
         out=out,
         images=header["images"],
         bytes=header["bytes"],
         skipped=tuple(header["skipped"]),
-        made=made,
+        written=written,
     )
 
 

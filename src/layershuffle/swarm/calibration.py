@@ -118,14 +118,14 @@ def _scores(
 ) -> list[Score]:
     import torch
 
-    from layershuffle.data.batches import Batches
+    from layershuffle.data.batches import DeviceBatches
     from layershuffle.data.loading import loader_processes
     from layershuffle.evaluation import evaluate
     from layershuffle.stack import depth_of
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     host.to(device)
-    batches = Batches(
+    batches = DeviceBatches(
         data.splits[SPLIT],
         data.finish,
         batch_size=batch_size,
