@@ -187,7 +187,7 @@ async def running_service(
     )
     coordinator = Coordinator(plan, router=router, places=places, bundles=cargo.bundles)
     watch = asyncio.create_task(_watch(coordinator))
-    front = RemoteModel(cargo.model, router, asyncio.get_running_loop())
+    front = RemoteModel(cargo.model, router)
     try:
         missing = await coordinator.ready(within=within)
         yield Service(plan, router, coordinator, front, cargo.calibration, missing)
