@@ -21,7 +21,7 @@ from layershuffle.errors import DataError, UsageError
 from layershuffle.machine import warn_of_slow_bf16
 from layershuffle.methods import Method
 from layershuffle.models import image_view, load, num_classes_of, truncate
-from layershuffle.models.digest import weights_digest
+from layershuffle.models.files import weights_digest
 from layershuffle.orders import ExecutionOrder
 from layershuffle.position import PositionedModel, add_position
 from layershuffle.settings import DEFAULT_EPOCHS, FitSettings
