@@ -117,7 +117,7 @@ def calibrate(
     """
     from layershuffle.data import DataOptions, check_class_count, open_data
     from layershuffle.models import image_view, num_classes_of
-    from layershuffle.models.digest import weights_digest
+    from layershuffle.models.files import weights_digest
     from layershuffle.swarm.remote_model import resize_of, served_host
 
     if orders < 2:
@@ -146,14 +146,14 @@ def _scores(
 ) -> list[Score]:
     import torch
 
-    from layershuffle.data.batches import Batches
+    from layershuffle.data.batches import DeviceBatches
     from layershuffle.data.loading import loader_processes
     from layershuffle.evaluation import evaluate
     from layershuffle.stack import depth_of
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     host.to(device)
-    batches = Batches(
+    batches = DeviceBatches(
         data.splits[SPLIT],
         data.finish,
         batch_size=batch_size,
@@ -239,7 +239,7 @@ def calibration_path(model: str) -> Path:
 
     Raises `UsageError` for models without a directory of their own.
     """
-    from layershuffle.models.metadata import FACTS
+    from layershuffle.models.metadata import METADATA_FILE
     from layershuffle.models.spec import parse_spec
 
     spec = parse_spec(model)
@@ -253,7 +253,7 @@ def calibration_path(model: str) -> Path:
             hint="save it first: layershuffle.save(model, DIR), or layershuffle fit",
         )
     place = Path(spec.place).expanduser()
-    inside = place if (place / FACTS).is_file() else place / "model"
+    inside = place if (place / METADATA_FILE).is_file() else place / "model"
     return inside / CALIBRATION
 
 
