@@ -12,8 +12,7 @@ from layershuffle.errors import UsageError
 from layershuffle.settings import EvalSettings
 
 if TYPE_CHECKING:
-    from layershuffle.evaluation import Score
-    from layershuffle.scoring import Scoring
+    from layershuffle.evaluation import Evaluation, Score
 
 _ABOUT = (
     "Score a model under many execution orders, in one pass over the data. MODEL is the directory "
@@ -34,10 +33,10 @@ def run(argv: Sequence[str]) -> int:
     if data is None or model is None:
         raise UsageError("eval needs a model and --data SPEC", hint="layershuffle eval --help")
 
-    from layershuffle.scoring import score_model
+    from layershuffle.evaluation import evaluate_spec
 
-    scoring = score_model(model, data, settings=settings, order=order)
-    report = _report(scoring, settings, model=model)
+    evaluation = evaluate_spec(model, data, settings=settings, order=order)
+    report = _report(evaluation, settings, model=model)
     print(json.dumps(report, indent=2) if as_json else _table(report))
     return 0
 
@@ -48,34 +47,34 @@ def _take_model(words: list[str]) -> tuple[str | None, list[str]]:
     return words[0], words[1:]
 
 
-def _report(scoring: Scoring, settings: EvalSettings, *, model: str) -> dict[str, Any]:
+def _report(evaluation: Evaluation, settings: EvalSettings, *, model: str) -> dict[str, Any]:
     from layershuffle.machine import hardware, versions
 
     groups: dict[str, list[Score]] = {}
-    for score in scoring.scores:
-        groups.setdefault(str(score.mode), []).append(score)
+    for score in evaluation.scores:
+        groups.setdefault(score.label, []).append(score)
     return {
         "model": model,
-        "data": scoring.data.spec,
+        "data": evaluation.data.spec,
         "split": "test",
-        "notes": list(scoring.data.notes),
+        "notes": list(evaluation.data.notes),
         "draw": f"one order per {settings.draw}",
         "seed": settings.seed,
         "batch_size": settings.batch_size,
-        "blocks": scoring.blocks,
-        "modes": [_mode_report(name, group, scoring) for name, group in groups.items()],
+        "blocks": evaluation.blocks,
+        "modes": [_mode_report(name, group) for name, group in groups.items()],
         "hardware": hardware(settings.precision),
         "versions": versions(),
     }
 
 
-def _mode_report(name: str, scores: list[Score], scoring: Scoring) -> dict[str, Any]:
+def _mode_report(name: str, scores: list[Score]) -> dict[str, Any]:
     from layershuffle.stats import estimate
 
     images = scores[0].images
     return {
         "mode": name,
-        "kept": scoring.kept(scores[0]),
+        "kept": scores[0].kept,
         "orders": len(scores),
         "images": images,
         "top1": asdict(estimate({0: [s.top1 for s in scores]}, images=images)),

@@ -195,7 +195,7 @@ def _selection_scores(job: Job, model: nn.Module) -> dict[str, float]:
     )
     metrics = {}
     for mode in ("sequential", "arbitrary"):
-        rows = [score for score in scores if score.mode.order == mode]
+        rows = [score for score in scores if score.label == mode]
         metrics[METRIC.format(mode)] = sum(row.cross_entropy for row in rows) / len(rows)
         metrics[f"eval_{mode}_top1"] = sum(row.top1 for row in rows) / len(rows)
     if job.ranks.count == 1:
