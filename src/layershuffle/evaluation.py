@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from layershuffle.compiling import BlockCompiler
 from layershuffle.data import DataOptions, ImageData, check_class_count, open_data
-from layershuffle.data.batches import Batches as SplitBatches
+from layershuffle.data.batches import DeviceBatches
 from layershuffle.data.loading import loader_processes
 from layershuffle.errors import DataError
 from layershuffle.machine import warn_of_slow_bf16
@@ -236,7 +236,7 @@ def evaluate_spec(
     warn_of_slow_bf16(settings.precision, device)
     compiler = compiler_for(settings.compile)
     prepare(model.to(device), settings.precision, compiler=compiler)
-    batches = SplitBatches(
+    batches = DeviceBatches(
         data.splits["test"],
         data.finish,
         batch_size=settings.batch_size,

@@ -98,9 +98,9 @@ def test_no_step_waits_for_the_device(tmp_path, monkeypatch):
         (sys.modules["layershuffle.training.events"].Flow, "on_step_end"),
     ):
         monkeypatch.setattr(owner, name, counting(getattr(owner, name)))
-    # On a CPU `uploaded` leaves tensors where they are; on GPUs it is told not to wait.
+    # On a CPU `to_device` leaves tensors where they are; on GPUs it is told not to wait.
     for user in ("grouped", "position"):
-        monkeypatch.setattr(f"layershuffle.{user}.uploaded", lambda tensor, device: tensor)
+        monkeypatch.setattr(f"layershuffle.{user}.to_device", lambda tensor, device: tensor)
     monkeypatch.setattr(Syncs, "found", 0)
     run = {"method": "layershuffle-depth", "ema": 0.9, "orders_per_batch": 3, "steps": 3}
     fit(settings(log_every=10, **run), tmp_path / "one")

@@ -16,7 +16,7 @@ from layershuffle.errors import UsageError
 from layershuffle.models import host_of
 from layershuffle.models.files import shapes_of
 from layershuffle.models.origin import origin_of
-from layershuffle.models.position_files import position_facts
+from layershuffle.models.position_files import position_to_json
 from layershuffle.models.store import image_view, library_of, num_classes_of
 from layershuffle.position import width_of
 from layershuffle.stack import depth_of
@@ -101,7 +101,7 @@ def _architecture(donor: nn.Module) -> dict[str, Any]:
         pass  # a model of the caller's own: its classes and its view are not known
     else:
         facts |= {"number of classes": num_classes_of(host), "image view": image_view(host)}
-    return {**facts, "position parts": position_facts(donor)}
+    return {**facts, "position parts": position_to_json(donor)}
 
 
 def _base(donor: nn.Module) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from torch import nn
 
 from layershuffle.compiling import BlockCompiler
 from layershuffle.data import DataOptions, ImageData, check_class_count, open_data
-from layershuffle.data.batches import Batches
+from layershuffle.data.batches import DeviceBatches
 from layershuffle.data.loading import loader_processes
 from layershuffle.errors import DataError, UsageError
 from layershuffle.evaluation import Score, compiler_for, evaluate, prepare
@@ -142,7 +142,7 @@ class MergeScorer:
     group: MergeGroup
     settings: MergingSettings
     mode: Mode
-    test: Batches
+    test: DeviceBatches
     compiler: BlockCompiler
     progress: Progress | None
     rows: list[MergingRow] = field(default_factory=list)
@@ -203,7 +203,7 @@ class MergeScorer:
             main = int(end == self.settings.ends[0])
             self.add(scores, kind="merge", index=index, ends=end, donors=str(plan), main=main)
 
-    def score_soups(self, holdout: Batches) -> None:
+    def score_soups(self, holdout: DeviceBatches) -> None:
         """The uniform soup, and the greedy one, which is chosen on `holdout`."""
         donors = self.group.donors
 
@@ -238,7 +238,13 @@ class MergeScorer:
         self.tick(self.ensemble_passes)
 
     def evaluate(
-        self, model: nn.Module, batches: Batches, *, kind: int, index: int, draws: int | None = None
+        self,
+        model: nn.Module,
+        batches: DeviceBatches,
+        *,
+        kind: int,
+        index: int,
+        draws: int | None = None,
     ) -> list[Score]:
         """Scores of one model; its orders are those of number `index` of its kind."""
         scored = model
@@ -333,11 +339,11 @@ def _open(
     return opened
 
 
-def _batches(data: ImageData, name: str, batch_size: int) -> Batches:
+def _batches(data: ImageData, name: str, batch_size: int) -> DeviceBatches:
     """Batches of a split where the models are; kept on the GPU if they fit, else up to 1 GiB."""
     split, view = data.splits[name], data.finish.view
     size = math.inf if split.size is None else split.size * view.channels * math.prod(view.size)
-    return Batches(
+    return DeviceBatches(
         split,
         data.finish,
         batch_size=batch_size,

@@ -15,13 +15,13 @@ from transformers import TrainingArguments
 
 from layershuffle.compiling import BlockCompiler
 from layershuffle.data import DataOptions, ImageData, Split, open_data
-from layershuffle.data.batches import Batches
+from layershuffle.data.batches import DeviceBatches
 from layershuffle.data.loading import loader_processes
 from layershuffle.errors import DataError, UsageError
 from layershuffle.machine import warn_of_slow_bf16
 from layershuffle.methods import Method
 from layershuffle.models import image_view, load, num_classes_of, truncate
-from layershuffle.models.digest import weights_digest
+from layershuffle.models.files import weights_digest
 from layershuffle.orders import ExecutionOrder
 from layershuffle.position import PositionedModel, add_position
 from layershuffle.settings import DEFAULT_EPOCHS, FitSettings
@@ -60,9 +60,9 @@ class Job:
         return "test" if self.settings.paper_protocol else "holdout"
 
     @cached_property
-    def selection_batches(self) -> Batches:
+    def selection_batches(self) -> DeviceBatches:
         """Of that split what this process scores; it stays on the GPU if there is room for it."""
-        return Batches(
+        return DeviceBatches(
             _share(self.data.splits[self.selection_split], self.ranks),
             self.data.finish,
             batch_size=self.settings.eval_batch_size,
