@@ -19,7 +19,7 @@ PACKAGE = "layershuffle"
 # layer or from below. A package stands where its name does.
 LAYERS = (
     ("errors", "_version"),
-    ("files", "draws", "orders", "position_forms", "plotting", "stats", "text"),
+    ("files", "draws", "orders", "position_forms", "plotting", "results", "stats", "text"),
     ("policies", "hooks", "discovery", "grouped", "modes", "machine"),
     ("stack", "methods"),
     ("position", "trie", "settings", "compiling"),

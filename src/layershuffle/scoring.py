@@ -14,7 +14,7 @@ from torch import nn
 
 from layershuffle.compiling import OFF, BlockCompiler
 from layershuffle.data import DataOptions, ImageData, check_class_count, open_data
-from layershuffle.data.batches import Batches
+from layershuffle.data.batches import DeviceBatches
 from layershuffle.data.loading import loader_processes
 from layershuffle.evaluation import Score, evaluate
 from layershuffle.machine import warn_of_slow_bf16
@@ -81,7 +81,7 @@ def score_model(
     warn_of_slow_bf16(settings.precision, device)
     compiler = compiler_if(settings.compile)
     as_scored(model.to(device), settings.precision, compiler=compiler)
-    batches = Batches(
+    batches = DeviceBatches(
         data.splits["test"],
         data.finish,
         batch_size=settings.batch_size,

@@ -77,10 +77,10 @@ def test_what_fell_back_is_marked_eager(caplog):
 def test_a_batch_that_does_not_fit_names_one_that_does(monkeypatch):
     whole = TrainState.loss_and_logits
 
-    def small_memory(self, model, images, labels):
+    def small_memory(self, model, *, images, labels):
         if len(labels) > 3:
             raise torch.OutOfMemoryError("out of memory")
-        return whole(self, model, images, labels)
+        return whole(self, model, images=images, labels=labels)
 
     monkeypatch.setattr(TrainState, "loss_and_logits", small_memory)
     with pytest.raises(TrainingError, match=r"A step of 8 images .* is 2\. Next: --batch 2"):
@@ -93,12 +93,12 @@ def test_what_fits_leaves_room_for_the_moments_of_adam(steps_before, copies, mon
     reserved, held = [], []
     whole, empty_like = TrainState.loss_and_logits, torch.empty_like
 
-    def loss_and_logits(self, *args):
+    def loss_and_logits(self, *args, **kwargs):
         if self.step == steps_before:
             # Only now: before the first step the run tries a forward of its own batch.
             monkeypatch.setattr("layershuffle.training.warmup.try_forward", try_forward)
             raise torch.OutOfMemoryError("out of memory")
-        return whole(self, *args)
+        return whole(self, *args, **kwargs)
 
     def noted(tensor, **kwargs):
         made = empty_like(tensor, **kwargs)
@@ -130,10 +130,10 @@ def test_counting_of_syncs_ends_with_the_step_that_fails(monkeypatch):
         finally:
             ended.append(device)
 
-    def fails(self, *args):
+    def fails(self, *args, **kwargs):
         if self.step == WARM_UP + 1:
             raise FloatingPointError("no number")
-        return whole(self, *args)
+        return whole(self, *args, **kwargs)
 
     whole = TrainState.loss_and_logits
     monkeypatch.setattr(Syncs, "counted", counted)

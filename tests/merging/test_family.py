@@ -16,7 +16,7 @@ from layershuffle.errors import UsageError
 from layershuffle.evaluation import evaluate
 from layershuffle.merging.family import Family, averaged, ends_of, merge
 from layershuffle.merging.plans import MergePlan, sample_plans
-from layershuffle.models.digest import weights_digest
+from layershuffle.models.files import weights_digest
 from layershuffle.models.origin import Origin, remember
 from layershuffle.stack import running
 

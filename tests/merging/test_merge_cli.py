@@ -18,7 +18,7 @@ from common import redraw
 from layershuffle.cli import main
 from layershuffle.compiling import BlockCompiler
 from layershuffle.data import DataOptions, open_data
-from layershuffle.data.batches import Batches
+from layershuffle.data.batches import DeviceBatches
 from layershuffle.evaluation import evaluate
 from layershuffle.merging.ensembles import combined
 from layershuffle.merging.plans import MergePlan, orders_seed, sample_plans
@@ -174,7 +174,7 @@ def test_rows_equal_the_slow_path(work, compilers, precision, graphs):
     assert [kinds.count(k) for k in ("donor", "merge", "soup", "ensemble")] == [6, 8, 4, 8]
     donors = [ls.load(spec) for spec in specs]
     data = open_data(DATA, image_view(donors[0]), options=DataOptions(train=False))
-    batches = list(Batches(data.splits["test"], data.finish, batch_size=250, device="cpu"))
+    batches = list(DeviceBatches(data.splits["test"], data.finish, batch_size=250, device="cpu"))
 
     (images, labels) = batches[0]
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
@@ -245,7 +245,7 @@ def test_a_new_order_for_every_batch(work):
     (first, second) = (row for row in rows if row.kind == "merge")
     model = ls.merge([ls.load(spec) for spec in specs], sample_plans(3, 3, count=1, seed=0)[0])
     data = open_data(DATA, image_view(model), options=DataOptions(train=False))
-    batches = Batches(data.splits["test"], data.finish, batch_size=20, device="cpu")
+    batches = DeviceBatches(data.splits["test"], data.finish, batch_size=20, device="cpu")
     (score,) = evaluate(
         model, batches, modes="arbitrary", num_orders=1, seed=orders_seed(0, 1, index=0),
         draw="batch",

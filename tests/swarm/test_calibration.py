@@ -15,7 +15,7 @@ from layershuffle.data import DataOptions, open_data
 from layershuffle.errors import DataError, ModelFileError, StackError, UsageError
 from layershuffle.evaluation import Score
 from layershuffle.models import image_view, truncate
-from layershuffle.models.digest import weights_digest
+from layershuffle.models.files import weights_digest
 from layershuffle.modes import Mode
 from layershuffle.position import add_position
 from layershuffle.position_forms import EncodingForm

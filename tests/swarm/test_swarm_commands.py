@@ -5,6 +5,7 @@ import dataclasses
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from importlib import import_module
 
 import pytest
@@ -142,11 +143,16 @@ def test_directories_that_others_may_enter_are_refused(tmp_path):
 PLAN = SwarmPlan(model="pico", hosts={"a": HostPlan(blocks=(0, 2)), "b": HostPlan(blocks=(1, 3))})
 
 
+# The event loop of the swarm, for work that runs in a thread beside it.
+LOOP = ContextVar("LOOP")
+
+
 def served(tmp_path, work, model=None):
     """`work(operator, service)` in a thread, beside a swarm in this process with its door open."""
 
     async def go():
         nonlocal model
+        LOOP.set(asyncio.get_running_loop())
         model = model or FAMILIES["timm-vit"].wrapped()
         cargo = Cargo(model, {"pico": make_bundle(model)}, None)
         places = LocalHosts(list(PLAN.hosts), limits=PLAN.limits)
@@ -223,7 +229,7 @@ def answer(service, batch, **asked):
     """What the swarm says, and how many seconds it took."""
     begun = time.monotonic()
     coroutine = service.front.classify(batch, deadline=service.router.clock() + 5, **asked)
-    got = asyncio.run_coroutine_threadsafe(coroutine, service.front.loop).result(10)
+    got = asyncio.run_coroutine_threadsafe(coroutine, LOOP.get()).result(10)
     return got, time.monotonic() - begun
 
 

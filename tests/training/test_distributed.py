@@ -74,12 +74,12 @@ class SeenForwards(list):
         self.phase = phase
 
     def recorded(self, loss_and_logits):
-        def record(state, model, images, labels):
+        def record(state, model, *, images, labels):
             if self.phase == "forward":  # and not while blocks are compiled before the first step
                 unused = getattr(model, "find_unused_parameters", None)
                 kind = [type(model).__name__, unused, type(next(model.parameters())).__name__]
                 self.append([kind, sorted(labels.tolist())])
-            return loss_and_logits(state, model, images, labels)
+            return loss_and_logits(state, model, images=images, labels=labels)
 
         return record
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from layershuffle.analysis.settings import AnalysisSettings
 from layershuffle.analysis.squares import balanced_orders
 from layershuffle.data import DataOptions, ImageData, Split, check_class_count, open_data
-from layershuffle.data.batches import Batches
+from layershuffle.data.batches import DeviceBatches
 from layershuffle.data.contract import limited_test
 from layershuffle.data.loading import loader_processes
 from layershuffle.errors import DataError, UsageError
@@ -103,9 +103,9 @@ class Subject:
         return limited_test(split.dataset, split.size, limit=self.settings.images)
 
     def _loader(self, split: Split) -> Iterator[tuple[Tensor, Tensor]]:
-        """Batches up to the wanted number of images, which a stream does not know of."""
+        """DeviceBatches up to the wanted number of images, which a stream does not know of."""
         left = self.settings.images
-        for images, labels in Batches(
+        for images, labels in DeviceBatches(
             split,
             self.data.finish,
             batch_size=self.settings.batch_size,

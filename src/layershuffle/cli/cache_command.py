@@ -14,7 +14,7 @@ from layershuffle.errors import UsageError
 from layershuffle.settings import CacheSettings
 
 if TYPE_CHECKING:
-    from layershuffle.data.cache_files import CacheReport
+    from layershuffle.data.cache import CacheReport
 
 _ABOUT = (
     "Make a copy of image data (folder:, hf:, wds:, cifar100:) as JPEG files with --size pixels on "
@@ -34,8 +34,7 @@ def run(argv: Sequence[str]) -> int:
     if not named:
         raise UsageError("cache needs the data", hint="layershuffle cache folder:DIR")
 
-    from layershuffle.data.cache import build_cache, default_out
-    from layershuffle.data.cache_files import verify_cache
+    from layershuffle.data.cache import build_cache, default_out, verify_cache
     from layershuffle.data.loading import loader_processes
 
     place = Path(out) if out is not None else default_out(named[0], settings.size)
@@ -85,7 +84,7 @@ def _told(report: CacheReport) -> str:
     images = ", ".join(f"{count:,} {folder}" for folder, count in report.images.items())
     lines = [
         f"{images} images in {report.out} ({report.bytes / 1e9:.2f} GB), "
-        f"{report.made:,} of them made now"
+        f"{report.written:,} of them made now"
     ]
     if report.skipped:
         names = "; ".join(report.skipped[:5])

@@ -15,7 +15,7 @@ from layershuffle.errors import UsageError
 from layershuffle.models import host_of
 from layershuffle.models.files import shapes_of
 from layershuffle.models.origin import origin_of
-from layershuffle.models.position_files import position_facts
+from layershuffle.models.position_files import position_to_json
 from layershuffle.models.store import image_view, library_of, num_classes_of
 from layershuffle.position import width_of
 from layershuffle.stack import depth_of
@@ -98,7 +98,7 @@ def _facts(donor: nn.Module) -> dict[str, Any]:
     }
     if _has_library(host):
         facts |= {"number of classes": num_classes_of(host), "image view": image_view(host)}
-    return {**facts, "position parts": position_facts(donor)}
+    return {**facts, "position parts": position_to_json(donor)}
 
 
 def _has_library(host: nn.Module) -> bool:

@@ -136,7 +136,7 @@ def file_digests(spec: str) -> dict[str, str]:
     Empty for models that the host libraries fetch or make.
     """
     from layershuffle.models.files import weight_files
-    from layershuffle.models.metadata import FACTS
+    from layershuffle.models.metadata import METADATA_FILE
     from layershuffle.models.position_files import PARTS
     from layershuffle.models.spec import parse_spec
 
@@ -145,7 +145,7 @@ def file_digests(spec: str) -> dict[str, str]:
         place = Path(str(resources.files("layershuffle").joinpath("assets", parsed.place)))
     elif parsed.scheme == "dir":
         given = Path(parsed.place).expanduser()
-        place = given if (given / FACTS).is_file() else given / "model"
+        place = given if (given / METADATA_FILE).is_file() else given / "model"
     else:
         return {}
     parts = [place / PARTS] if (place / PARTS).is_file() else []

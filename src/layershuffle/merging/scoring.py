@@ -18,7 +18,7 @@ from torch import nn
 
 from layershuffle.compiling import BlockCompiler
 from layershuffle.data import DataOptions, ImageData, check_class_count, open_data
-from layershuffle.data.batches import Batches
+from layershuffle.data.batches import DeviceBatches
 from layershuffle.data.loading import loader_processes
 from layershuffle.errors import DataError, UsageError
 from layershuffle.evaluation import Score, evaluate
@@ -131,7 +131,7 @@ class _Desk:
     family: Family
     settings: MergingSettings
     mode: OrderMode
-    test: Batches
+    test: DeviceBatches
     compiler: BlockCompiler | None
     progress: Progress | None
     rows: list[MergingRow] = field(default_factory=list)
@@ -182,7 +182,7 @@ class _Desk:
             row = {"kind": "donor", "name": name, "donors": str(index)}
             self.score(donor, _DONORS, index, row=row)
 
-    def score_soups(self, holdout: Batches) -> None:
+    def score_soups(self, holdout: DeviceBatches) -> None:
         """The uniform soup, and the greedy one, which is made on `holdout`."""
         donors = self.family.donors
 
@@ -227,7 +227,7 @@ class _Desk:
         self.tick(draws)
 
     def _evaluate(
-        self, model: nn.Module, batches: Batches, key: tuple[int, int], draws: int
+        self, model: nn.Module, batches: DeviceBatches, key: tuple[int, int], draws: int
     ) -> list[Score]:
         group, index = key
         scored = model
@@ -327,11 +327,11 @@ def _holdout_notes(family: Family) -> tuple[str, ...]:
     )
 
 
-def _batches(data: ImageData, name: str, batch_size: int) -> Batches:
+def _batches(data: ImageData, name: str, batch_size: int) -> DeviceBatches:
     """Batches of a split where the models are; kept on the GPU if they fit, else up to 1 GiB."""
     split, view = data.splits[name], data.finish.view
     size = math.inf if split.size is None else split.size * view.channels * math.prod(view.size)
-    return Batches(
+    return DeviceBatches(
         split,
         data.finish,
         batch_size=batch_size,

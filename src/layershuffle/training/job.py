@@ -13,13 +13,13 @@ from torch.utils.data import Subset
 
 from layershuffle.compiling import BlockCompiler
 from layershuffle.data import DataOptions, ImageData, Split, open_data
-from layershuffle.data.batches import Batches
+from layershuffle.data.batches import DeviceBatches
 from layershuffle.data.loading import loader_processes
 from layershuffle.errors import DataError, UsageError
 from layershuffle.machine import warn_of_slow_bf16
 from layershuffle.methods import Method
 from layershuffle.models import image_view, load, num_classes_of, truncate
-from layershuffle.models.digest import weights_digest
+from layershuffle.models.files import weights_digest
 from layershuffle.orders import ExecutionOrder
 from layershuffle.position import PositionedModel, add_position
 from layershuffle.settings import DEFAULT_EPOCHS, FitSettings
@@ -110,7 +110,7 @@ class Job:
         return "test" if self.settings.paper_protocol else "holdout"
 
     @cached_property
-    def selection_batches(self) -> Batches:
+    def selection_batches(self) -> DeviceBatches:
         """The part of the selection split that this process scores.
 
         It stays on the GPU after the first pass if there is room for it.
@@ -121,7 +121,7 @@ class Job:
         if ranks.count > 1 and split.size is not None and split.size >= ranks.count:
             rows = range(ranks.rank, split.size, ranks.count)
             split = Split(dataset=Subset(split.dataset, rows), size=len(rows))
-        return Batches(
+        return DeviceBatches(
             split,
             self.data.finish,
             batch_size=self.settings.eval_batch_size,

@@ -60,8 +60,10 @@ def train(
 
     `tell(kind, **facts)` hears the events, `keep_best(model, cross_entropy)` saves a new best
     model, `stop_asked` ends the run after its step with a checkpoint. `batches` (on the device,
-    those of a step together) stand for the training data, and the run ends when they do. Raises `TrainingError` for a
-    loss that is not finite and `torch.OutOfMemoryError` for a batch that does not fit.
+    those of a step together) stand for the training data, and the run ends when they do.
+
+    Raises `TrainingError` for a loss that is not finite and `torch.OutOfMemoryError` for a batch
+    that does not fit.
     """
     job, settings, accelerator = state.job, state.job.settings, state.accelerator
     checkpoint_every = settings.checkpoint_every or job.eval_every
@@ -89,7 +91,7 @@ def train(
                 job.compiler.step(images.shape, {block for order in orders for block in order}),
                 nullcontext() if reduces else accelerator.no_sync(state.wrapped),
             ):
-                loss, logits = state.loss_and_logits(state.wrapped, images, labels)
+                loss, logits = state.loss_and_logits(state.wrapped, images=images, labels=labels)
                 loss = loss / len(micro_batches)
                 on_phase("backward", state.step)
                 # Activation checkpointing runs the blocks again, so `running` still has to hold.

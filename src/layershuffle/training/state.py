@@ -91,7 +91,7 @@ class TrainState:
         return images.bfloat16() if self.job.precision == "bf16-pure" else images
 
     def loss_and_logits(
-        self, model: nn.Module, images: Tensor, labels: Tensor
+        self, model: nn.Module, *, images: Tensor, labels: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Mean cross-entropy of the classes plus the position loss of the paper's section 3.4.
 

@@ -68,7 +68,7 @@ def try_forward(state: TrainState, images: int) -> None:
         for orders in state.job.orders.warmup():
             blocks = range(state.job.orders.depth)
             with state.running(orders, images), state.job.compiler.step(inputs.shape, blocks):
-                loss, _ = state.loss_and_logits(model, inputs, labels)
+                loss, _ = state.loss_and_logits(model, images=inputs, labels=labels)
                 state.accelerator.backward(loss)
 
 
