@@ -33,8 +33,7 @@ class CacheCommand(Command):
     def run(self) -> int:
         """Make the cache, or say that it is there; check it if asked to."""
         from layershuffle.cli.progress import Counter
-        from layershuffle.data.cache import build_cache, default_out
-        from layershuffle.data.cache_files import verify_cache
+        from layershuffle.data.cache import build_cache, default_out, verify_cache
         from layershuffle.data.loading import loader_processes
 
         settings = self.settings
@@ -43,7 +42,7 @@ class CacheCommand(Command):
         images = ", ".join(f"{count:,} {folder}" for folder, count in report.images.items())
         print(
             f"{images} images in {report.out} ({report.bytes / 1e9:.2f} GB), "
-            f"{report.made:,} of them made now"
+            f"{report.written:,} of them made now"
         )
         if report.skipped:
             names = shortened(report.skipped, limit=5)

@@ -13,8 +13,7 @@ from layershuffle.settings import EvalSettings
 from layershuffle.text import table
 
 if TYPE_CHECKING:
-    from layershuffle.evaluation import Score
-    from layershuffle.scoring import Scoring
+    from layershuffle.evaluation import Evaluation, Score
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,42 +36,42 @@ class EvalCommand(Command):
 
     def run(self) -> int:
         """Evaluate and print a table or JSON."""
-        from layershuffle.scoring import score_model
+        from layershuffle.evaluation import evaluate_spec
 
-        scoring = score_model(self.model, self.data, settings=self.settings, order=self.order)
-        report = _report(scoring, self.settings, model=self.model)
+        evaluation = evaluate_spec(self.model, self.data, settings=self.settings, order=self.order)
+        report = _report(evaluation, self.settings, model=self.model)
         print(json.dumps(report, indent=2) if self.json else _text(report))
         return 0
 
 
-def _report(scoring: Scoring, settings: EvalSettings, *, model: str) -> dict[str, Any]:
+def _report(evaluation: Evaluation, settings: EvalSettings, *, model: str) -> dict[str, Any]:
     from layershuffle.machine import hardware, versions
 
     groups: dict[str, list[Score]] = {}
-    for score in scoring.scores:
-        groups.setdefault(str(score.mode), []).append(score)
+    for score in evaluation.scores:
+        groups.setdefault(score.label, []).append(score)
     return {
         "model": model,
-        "data": scoring.data.spec,
+        "data": evaluation.data.spec,
         "split": "test",
-        "notes": list(scoring.data.notes),
+        "notes": list(evaluation.data.notes),
         "draw": f"one order per {settings.draw}",
         "seed": settings.seed,
         "batch_size": settings.batch_size,
-        "blocks": scoring.blocks,
-        "modes": [_mode_report(name, group, scoring) for name, group in groups.items()],
+        "blocks": evaluation.blocks,
+        "modes": [_mode_report(name, group) for name, group in groups.items()],
         "hardware": hardware(settings.precision),
         "versions": versions(),
     }
 
 
-def _mode_report(name: str, scores: list[Score], scoring: Scoring) -> dict[str, Any]:
+def _mode_report(name: str, scores: list[Score]) -> dict[str, Any]:
     from layershuffle.stats import estimate
 
     images = scores[0].images
     return {
         "mode": name,
-        "kept": scoring.kept(scores[0]),
+        "kept": scores[0].kept,
         "orders": len(scores),
         "images": images,
         "top1": asdict(estimate({0: [s.top1 for s in scores]}, images=images)),

@@ -197,7 +197,7 @@ async def serve_service(
         calibration=service.calibration,
         keys=keys,
         model=service.plan.model,
-        strangers=lambda: coordinator.strangers,
+        foreign_blocks=lambda: coordinator.strangers,
         watching=lambda: coordinator.watching,
         audits=lambda: (health.audited, health.disagreed),
     )

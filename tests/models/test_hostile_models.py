@@ -3,137 +3,43 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
-import resource
 import shutil
 import struct
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
-from torch import nn
+from saved_models import (
+    CONFIG,
+    FACTS,
+    LIBRARIES,
+    PARTS,
+    WEIGHTS,
+    Change,
+    Sentinel,
+    cut,
+    edit,
+    extra,
+    put,
+    refused,
+    rename,
+    retensor,
+    wider,
+    without_the_last_block,
+)
 
 import layershuffle as ls
 from common import FAMILIES
-from layershuffle.errors import ModelFileError
-from layershuffle.models import num_classes_of, read_record
+from layershuffle.models import (
+    num_classes_of,
+)
 from layershuffle.models.files import (
     MAX_JSON_BYTES,
-    read_json,
-    stack_depth,
-    tensor_shapes,
-    weight_files,
-    write_tensors,
 )
 
-Change = Callable[[Path], None]
-WEIGHTS, FACTS, CONFIG = "model.safetensors", "layershuffle.json", "config.json"
-PARTS = "layershuffle.safetensors"
-LIBRARIES = ("timm-vit", "hf-vit", "torchvision-vit")
-
-
-@pytest.fixture(scope="module")
-def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One good directory of each library, with position parts."""
-    root = tmp_path_factory.mktemp("good")
-    for name in LIBRARIES:
-        model = ls.add_position(
-            FAMILIES[name].wrapped(),
-            encoding=ls.EncodingForm(features=4),
-            prediction=ls.PredictionForm(),
-        )
-        ls.save(model, root / name, record={"method": "baseline"})
-    return root
-
-
-@pytest.fixture
-def good(originals: Path, tmp_path: Path) -> Callable[[str], Path]:
-    """A fresh copy of a good directory."""
-    return lambda name: shutil.copytree(originals / name, tmp_path / name)
-
-
-@pytest.fixture(autouse=True)
-def bounded() -> Iterator[None]:
-    """A test of this file takes seconds and little memory, however large the numbers it reads."""
-    start, before = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    yield
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    assert grown < 400 * 1024, f"{grown // 1024} MiB more"
-    assert time.monotonic() - start < 30
-
-
-def refused(spec: str | Path) -> str:
-    """The one paragraph with which loading fails."""
-    with pytest.raises(ModelFileError) as caught:
-        ls.load(str(spec))
-    error = caught.value
-    assert error.hint
-    assert "\n" not in str(error)
-    assert len(str(error)) < 1500
-    return str(error)
-
-
-# --- changes --------------------------------------------------------------------------------------
-
-
-def put(file: str, content: bytes) -> Change:
-    return lambda place: (place / file).write_bytes(content)  # type: ignore[func-returns-value]
-
-
-def drop(file: str) -> Change:
-    return lambda place: (place / file).unlink()
-
-
-def cut(file: str, *, keep: float) -> Change:
-    def change(place: Path) -> None:
-        raw = (place / file).read_bytes()
-        (place / file).write_bytes(raw[: int(len(raw) * keep)])
-
-    return change
-
-
-def edit(file: str, *path: str, value: Any) -> Change:
-    """Set one key of a JSON file; the value `...` removes it."""
-
-    def change(place: Path) -> None:
-        data = json.loads((place / file).read_text())
-        inner = data
-        for key in path[:-1]:
-            inner = inner[key]
-        if value is ...:
-            del inner[path[-1]]
-        else:
-            inner[path[-1]] = value
-        (place / file).write_text(json.dumps(data))
-
-    return change
-
-
-def retensor(file: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Change:
-    return lambda place: save_file(change(load_file(place / file)), place / file)
-
-
-def rename(tensors: dict[str, Any]) -> dict[str, Any]:
-    first = sorted(tensors)[0]
-    return {("strange" if name == first else name): t for name, t in tensors.items()}
-
-
-def without_the_last_block(tensors: dict[str, Any]) -> dict[str, Any]:
-    return {name: t for name, t in tensors.items() if ".3." not in name and "layer_3." not in name}
-
-
-def extra(tensors: dict[str, Any]) -> dict[str, Any]:
-    return {**tensors, "backdoor": torch.zeros(3)}
-
-
-def wider(tensors: dict[str, Any]) -> dict[str, Any]:
-    first = next(name for name in sorted(tensors) if "bias" in name)
-    return {**tensors, first: torch.zeros(1 + len(tensors[first]))}
+pytestmark = pytest.mark.usefixtures("bounded")
 
 
 def header(entries: dict[str, Any], data: bytes = b"", *, length: int | None = None) -> bytes:
@@ -433,19 +339,6 @@ def test_position_parts_of_another_depth(
     assert "holds 6 blocks, 4 are expected" in refused(place)
 
 
-# --- pickles --------------------------------------------------------------------------------------
-
-
-class Sentinel:
-    """Creates a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self.path,)
-
-
 @pytest.mark.parametrize("name", LIBRARIES)
 @pytest.mark.parametrize(
     "file", ["pytorch_model.bin", "model.pth", "weights.pt", "last.ckpt", "Model.BIN"]
@@ -505,145 +398,3 @@ def test_timm_inside_transformers_reads_no_other_files(
     )
     assert "other files" in refused(f"hf:{tmp_path / 'wrapper'}")
     assert not (tmp_path / "ran").exists()
-
-
-# --- transformers directories of others -----------------------------------------------------------
-
-
-@pytest.fixture
-def stock(tmp_path: Path) -> Path:
-    """A directory as transformers itself writes it."""
-    FAMILIES["hf-vit"].plain().save_pretrained(tmp_path / "stock")
-    return tmp_path / "stock"
-
-
-def test_a_backbone_without_a_head_gets_one_loudly(
-    stock: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    retensor(
-        WEIGHTS, lambda ts: {n: t for n, t in ts.items() if not n.startswith("classifier")}
-    )(stock)  # fmt: skip
-    torch.manual_seed(1)
-    first: nn.Module = ls.load(f"hf:{stock}", seed=3)
-    assert "no classification head" in caplog.text
-    torch.manual_seed(2)
-    second = ls.load(f"hf:{stock}", seed=3)
-    for name, tensor in first.state_dict().items():
-        assert torch.equal(tensor, second.state_dict()[name])
-
-
-def test_tensors_of_another_task_are_named_and_left_out(
-    stock: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    retensor(WEIGHTS, lambda ts: {**ts, "vit.pooler.dense.bias": torch.zeros(32)})(stock)
-    assert num_classes_of(ls.load(f"hf:{stock}")) == 5
-    assert "vit.pooler.dense.bias" in caplog.text
-
-
-def test_a_missing_block_is_never_made_up(stock: Path) -> None:
-    retensor(WEIGHTS, without_the_last_block)(stock)
-    assert "holds 3 blocks, 4 are expected" in refused(f"hf:{stock}")
-
-
-def test_a_stock_directory_named_as_dir_is_pointed_at_hf(stock: Path) -> None:
-    assert f"hf:{stock}" in refused(stock)
-
-
-def test_a_directory_without_weights_says_so(stock: Path) -> None:
-    (stock / WEIGHTS).unlink()
-    assert "no model.safetensors here" in refused(f"hf:{stock}")
-    assert ls.depth_of(ls.load(f"hf:{stock}?pretrained=false")) == 4
-
-
-def test_shards_are_read_and_checked(tmp_path: Path) -> None:
-    model = FAMILIES["hf-vit"].plain()
-    model.save_pretrained(tmp_path, max_shard_size="20KB")
-    assert len(weight_files(tmp_path)) > 1
-    again = ls.load(f"hf:{tmp_path}")
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, again.state_dict()[name])
-    cut(weight_files(tmp_path)[-1].name, keep=0.5)(tmp_path)
-    assert "not a whole safetensors file" in refused(f"hf:{tmp_path}")
-
-
-@pytest.mark.parametrize(
-    "shard", ["../secret.safetensors", "/etc/passwd", "model.bin", "absent.safetensors", 3]
-)
-def test_an_index_cannot_point_elsewhere(shard: object, stock: Path) -> None:
-    (stock / WEIGHTS).rename(stock.parent / "secret.safetensors")
-    index = {"weight_map": {"classifier.bias": shard}}
-    (stock / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert "shard" in refused(f"hf:{stock}")
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"size": {"longest": 3}},
-        {"size": "large"},
-        {"size": {"height": "a", "width": 2}},
-        {"image_mean": "abc"},
-        {"image_mean": []},
-        {"image_mean": ["a", "b", "c"]},
-        {"image_std": [0, 0, 0]},
-        {"resample": "best"},
-        {"size": 0},
-        {"size": 10**12},
-    ],
-)
-def test_image_processors_that_do_not_hold(settings: dict[str, Any], stock: Path) -> None:
-    from layershuffle.models import image_view
-
-    (stock / "preprocessor_config.json").write_text(json.dumps(settings))
-    with pytest.raises(ModelFileError):
-        image_view(ls.load(f"hf:{stock}"))
-
-
-# --- the parts of models.files --------------------------------------------------------------------
-
-
-def test_json_at_the_limit_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "x.json"
-    path.write_bytes(b'{"a": "' + b"x" * (MAX_JSON_BYTES - 9) + b'"}')
-    assert path.stat().st_size == MAX_JSON_BYTES
-    assert len(read_json(path)["a"]) == MAX_JSON_BYTES - 9
-
-
-def test_a_directory_or_a_pipe_is_no_file(tmp_path: Path) -> None:
-    with pytest.raises(ModelFileError, match="cannot be read"):
-        read_json(tmp_path)
-    with pytest.raises(ModelFileError):
-        tensor_shapes(tmp_path)
-    with pytest.raises(ModelFileError):
-        read_record(tmp_path / "absent")
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
-def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
-    (tmp_path / "x.json").write_text("{}")
-    (tmp_path / "x.json").chmod(0)
-    with pytest.raises(ModelFileError, match="Permission denied"):
-        read_json(tmp_path / "x.json")
-
-
-def test_tensors_that_share_memory_are_written_whole(tmp_path: Path) -> None:
-    base = torch.arange(6.0).view(2, 3)
-    write_tensors({"a": base, "b": base.t(), "c": base[0]}, tmp_path / "x.safetensors")
-    again = load_file(tmp_path / "x.safetensors")
-    assert torch.equal(again["a"], base)
-    assert torch.equal(again["b"], base.t())
-    assert torch.equal(again["c"], base[0])
-
-
-@pytest.mark.parametrize(
-    ("names", "depth"),
-    [
-        (["blocks.0.norm", "blocks.1.norm", "blocks.11.norm", "head.weight"], 3),
-        (["vit.encoder.layer.0.mlp.0.x", "vit.encoder.layer.1.mlp.0.x"], 2),
-        (["encoder.layers.encoder_layer_0.a", "encoder.layers.encoder_layer_1.a"], 2),
-        (["head.weight"], 0),
-        ([], 0),
-    ],
-)
-def test_the_depth_that_names_speak_of(names: list[str], depth: int) -> None:
-    assert stack_depth(names) == depth

@@ -1,6 +1,6 @@
-"""Orders for tables of block by position: balanced, so that a few of them fill every cell.
+"""Balanced orders: the rows of Latin squares, so that few orders fill every (block, position).
 
-The rows of a Latin square hold every block at every position once. Ours is E. J. Williams' (1949):
+Every block stands at every position in exactly one row. The squares are E. J. Williams' (1949):
 with an even number of blocks every block also follows every other one exactly once, so that no
 block always sees the output of the same predecessor. A random relabelling of the blocks makes every
 single row a uniform permutation.
