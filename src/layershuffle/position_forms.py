@@ -23,7 +23,7 @@ _CHOICES = {
 
 @dataclass(frozen=True, kw_only=True)
 class EncodingForm:
-    """How a block is told its position (paper, section 3.3).
+    """How a block's input gets its position (paper, section 3.3).
 
     `table`: one embedding table per block (paper) or one for all (authors' code). `table_init`:
     normal with deviation 1 as torch embeddings are, or zero (authors' code). `projection_init`:
@@ -51,7 +51,7 @@ class EncodingForm:
 
 @dataclass(frozen=True, kw_only=True)
 class PredictionForm:
-    """How a block's output is asked for its position (paper, section 3.4).
+    """How the position is predicted from a block's output (paper, section 3.4).
 
     `pooling`: the class token, or the mean over all tokens (authors' code); models without a class
     token need "mean". `loss`: sum over blocks (paper) or mean (authors' code), times `weight`.
