@@ -85,7 +85,7 @@ class Tally:
         self.top1_hits = self.top1_hits + hits[:, 0].sum()
         self.top5_hits = self.top5_hits + hits.sum()
         losses = F.cross_entropy(logits, labels, reduction="sum")
-        # In float64: a sum over 50,000 images in fp32 loses three of its seven digits.
+        # In float64, because thousands of batches are added up.
         self.loss = self.loss + losses.double()
 
     @property
@@ -177,7 +177,7 @@ def evaluate(
 def _score_batch(
     model: nn.Module, batch: tuple[Tensor, Tensor], *, columns: Sequence[_Column]
 ) -> None:
-    # One trie for all modes: orders of kept:3 are often the beginnings of those of kept:9.
+    # One trie for all modes: the orders of kept:3:arbitrary begin those of kept:9:arbitrary.
     trie = build_trie([column.order or column.batch_orders[-1] for column in columns])
     for images, labels in micro_batches(model, batch):
         results = forward_trie(model, images, trie=trie, forward=lambda x: logits_of(model(x)))
@@ -226,7 +226,7 @@ def evaluate_spec(
     """
     model = load(model_spec)
     given = () if order is None else (ExecutionOrder.parse(order, depth=depth_of(model)),)
-    # Both are checked before the data are opened, which may take minutes.
+    # Misspelt modes and orders are refused before the data are opened, which may take minutes.
     modes = parse_modes(settings.modes) if order is None else ()
     options = DataOptions(
         train=False,

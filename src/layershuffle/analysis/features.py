@@ -14,7 +14,7 @@ Token = Literal["class", "mean"]
 
 def pooled(state: Tensor, token: Token) -> Tensor:
     """One vector per image, `[batch, width]`: the first token, or the mean over all tokens."""
-    # To the host at once: 12 blocks of 1,000 images would fill a small GPU.
+    # To the host at once: the vectors of all images are kept until the last batch.
     return (state[:, 0] if token == "class" else state.mean(dim=1)).float().cpu()
 
 

@@ -41,7 +41,7 @@ def greedy_soup(
     chosen, best = [first], alone[first]
     for index in others:
         reached = score(_average([donors[i] for i in (*chosen, index)]))
-        # "At least as good" as in the source: an equal score still makes the soup more robust.
+        # "At least as good", as in the algorithm of the source.
         if reached >= best:
             chosen, best = [*chosen, index], reached
     return _average([donors[i] for i in chosen]), tuple(chosen)
