@@ -191,14 +191,7 @@ def _imported(node: ast.Import | ast.ImportFrom) -> list[str]:
 # --- sizes ----------------------------------------------------------------------------------------
 
 # (module, function): why more than two parameters may be given without their names.
-MANY_POSITIONAL = {
-    ("training.events", "on_step_end"): "transformers fixes the signature of its callbacks",
-    ("training.events", "on_log"): "as above",
-    ("training.events", "on_evaluate"): "as above",
-    ("training.events", "on_save"): "as above",
-    ("training.rehearsal", "on_train_begin"): "as above",
-    ("training.trainer", "compute_loss"): "transformers fixes the signature",
-}
+MANY_POSITIONAL: dict[tuple[str, str], str] = {}
 
 
 def functions(module: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -359,6 +352,11 @@ HARMLESS |= {"np.random.default_rng", "torch.Generator().manual_seed"}
 
 # (module, call): why this touch of a global generator is none that a user can see.
 GLOBAL_GENERATORS = {
+    ("training.state", "set_seed"): "dropout draws globally; a run owns the process it trains in",
+    ("training.checkpoints", "random.setstate"): "as above: a resumed run draws what it would have",
+    ("training.checkpoints", "np.random.set_state"): "as above",
+    ("training.checkpoints", "torch.set_rng_state"): "as above",
+    ("training.checkpoints", "torch.cuda.set_rng_state"): "as above",
     ("data.transforms", "random.seed"): "timm's augmentations draw globally; states are put back",
     ("data.transforms", "np.random.seed"): "as above",
     ("data.transforms", "torch.set_rng_state"): "as above",

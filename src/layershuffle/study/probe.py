@@ -22,7 +22,7 @@ from layershuffle.orders import ExecutionOrder
 from layershuffle.settings import EvalSettings, FitSettings
 from layershuffle.stack import depth_of, running
 from layershuffle.study.speed import Speed
-from layershuffle.training.rounding import rounded
+from layershuffle.training.weights_cast import weights_cast_to
 
 _WARM_UP, _TIMED = 2, 5
 
@@ -81,7 +81,7 @@ def _training_step(model: nn.Module, images: Tensor, fitted: FitSettings) -> flo
         with (
             running(model, order),
             torch.autocast(images.device.type, torch.bfloat16, enabled=precision == "bf16"),
-            rounded(model, torch.bfloat16) if pure else nullcontext(),
+            weights_cast_to(model, torch.bfloat16) if pure else nullcontext(),
         ):
             loss = F.cross_entropy(logits_of(model(images)).float(), labels)
             loss.backward()  # type: ignore[no-untyped-call]

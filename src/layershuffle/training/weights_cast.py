@@ -28,7 +28,7 @@ _BUFFERS: WeakKeyDictionary[nn.Module, tuple[list[tuple[Tensor, int]], _Tensors]
 
 
 @contextmanager
-def rounded(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+def weights_cast_to(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Inside, `model` computes with its weights and floating buffers rounded to `dtype`.
 
     Its input has to be of that dtype too. Gradients reach the true weights in their own dtype. Keep

@@ -1,7 +1,7 @@
-"""The processes that train together, as torchrun starts them, and what they tell each other.
+"""The processes that train together, as torchrun starts them, and the messages between them.
 
-One process is the common case: then every question below is answered on the spot. What they tell
-each other goes from host to host (gloo), so no GPU has to be waited for.
+One process is the common case; every question below is then answered without torch.distributed.
+Messages go from host to host over gloo, so no GPU has to be waited for.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process is number `rank` of `count`; the first one writes and speaks for all."""
+    """This process has number `rank` of `count`; the first one writes files and reports."""
 
     rank: int = 0
     count: int = 1
@@ -35,8 +35,8 @@ class Ranks:
         """Whether this process writes files and reports."""
         return self.rank == 0
 
-    def agreed(self, value: T) -> T:
-        """The first process's `value`, in all of them."""
+    def broadcast(self, value: T) -> T:
+        """The first process's `value`, in all processes."""
         if self.count == 1:
             return value
         box = [value]
@@ -44,15 +44,15 @@ class Ranks:
         return box[0]
 
     def from_first(self, work: Callable[[], T]) -> T:
-        """What `work` gives in the first process, the only one to do it, in all of them."""
-        return self.agreed(work() if self.first else cast(T, None))
+        """The result of `work` in all processes; only the first one calls it."""
+        return self.broadcast(work() if self.first else cast(T, None))
 
     def any(self, value: bool) -> bool:
-        """Whether `value` is true in one of them."""
+        """Whether `value` is true in at least one process."""
         return self.total([float(value)])[0] > 0
 
     def total(self, values: Sequence[float]) -> list[float]:
-        """The sums of `values` over all of them, in float64."""
+        """The sums of `values` over all processes, in float64."""
         if self.count == 1:
             return list(values)
         sums = torch.tensor(values, dtype=torch.float64)
@@ -60,34 +60,34 @@ class Ranks:
         return sums.tolist()
 
     def wait(self) -> None:
-        """Until all are here."""
+        """Return when all processes have called this."""
         self.any(False)
 
     def check_same(self, text: str, *, what: str) -> None:
-        """Raises `TrainingError`, in all of them, unless `text` is the same in all."""
+        """Raises `TrainingError` in all processes unless `text` is the same in all of them."""
         if self.count == 1:
             return
-        found: list[str] = [""] * self.count
-        dist.all_gather_object(found, text)
-        different = [rank for rank, other in enumerate(found) if other != found[0]]
+        texts: list[str] = [""] * self.count
+        dist.all_gather_object(texts, text)
+        different = [rank for rank, other in enumerate(texts) if other != texts[0]]
         if different:
             raise TrainingError(
-                f"{what} differ between processes (the first one against {different}): they would "
+                f"{what} differ between processes (process 0 against {different}); they would "
                 "train wrong weights without an error",
-                hint="give every process the same flags and LAYERSHUFFLE_* variables",
+                hint="give every process the same flags",
             )
 
     @contextmanager
     def stage(self, final: Path) -> Iterator[Path]:
-        """A directory that all of them fill and that then takes the place of `final`."""
+        """A directory that all processes fill and that then takes the place of `final`."""
         if self.first:
             with staged_directory(final) as stage:
-                yield self.agreed(stage)
+                yield self.broadcast(stage)
                 self.wait()
         else:
-            yield self.agreed(final)
+            yield self.broadcast(final)
             self.wait()
-        self.wait()  # until it stands where it belongs
+        self.wait()  # nobody goes on before the directory has its final name
 
 
 def is_first_process() -> bool:
@@ -97,7 +97,7 @@ def is_first_process() -> bool:
 
 @contextmanager
 def joined(device: str) -> Iterator[Ranks]:
-    """The processes that torchrun started, this one alone without torchrun; GPUs for "cuda"."""
+    """The processes that torchrun started, or this one alone. `device`: cpu or cuda."""
     count = int(os.environ.get("WORLD_SIZE", "1"))
     if count == 1 or dist.is_initialized():
         yield Ranks(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Ranks()
@@ -106,8 +106,9 @@ def joined(device: str) -> Iterator[Ranks]:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
     rank = dist.get_rank()
-    if rank:  # warnings once, not once per process
+    if rank:  # a warning is printed once, not once per process
         logging.getLogger("layershuffle").setLevel(logging.ERROR)
     yield Ranks(rank, count)
-    # Not after an error: the others may never come to say goodbye.
+    # Not in a `finally`: after an error the other processes may never come to this line, and
+    # waiting for them would hide the error.
     dist.destroy_process_group()

@@ -8,10 +8,9 @@ from layershuffle.cli.progress import LOADER_BOUND, loader_bound
 from layershuffle.data.digits import DigitPairs
 from layershuffle.settings import FitSettings
 from layershuffle.training import fit
-from layershuffle.training.trainer import OrderTrainer
-from layershuffle.training.waiting import WaitingShare
+from layershuffle.training.data_wait import DataWaitMeter
 
-TRAINER = sys.modules["layershuffle.training.trainer"]
+LOOP = sys.modules["layershuffle.training.loop"]
 
 
 class Clock:
@@ -24,22 +23,22 @@ class Clock:
 
 def test_the_share_is_of_the_time_of_the_steps():
     clock = Clock()
-    share = WaitingShare(clock)
-    assert share.take() == 0
+    meter = DataWaitMeter(clock)
+    assert meter.reset() == 0
     clock.now += 1000  # before the first step
     for _ in range(3):
-        with share.waiting():
+        with meter.waiting():
             clock.now += 1
         clock.now += 3
-    with share.aside():
+    with meter.exclude():
         clock.now += 500
-    assert share.take() == pytest.approx(25)
+    assert meter.reset() == pytest.approx(25)
     clock.now += 2
-    assert share.take() == 0
-    with share.waiting():
+    assert meter.reset() == 0
+    with meter.waiting():
         clock.now += 2
-    assert share.take() == 100
-    assert share.take() == 0  # no time has passed
+    assert meter.reset() == 100
+    assert meter.reset() == 0  # no time has passed
 
 
 def test_a_loader_that_is_too_slow_is_said():
@@ -53,19 +52,19 @@ def shares(out, monkeypatch, *, reading, scoring):
     clock = Clock()
 
     def taking(seconds, method):
-        def slowly(self, *args, **kwargs):
+        def slowly(*args, **kwargs):
             clock.now += seconds
-            return method(self, *args, **kwargs)
+            return method(*args, **kwargs)
 
         return slowly
 
-    for owner, name, seconds in (
-        (DigitPairs, "__getitems__", reading),
-        (OrderTrainer, "training_step", 3),
-        (OrderTrainer, "evaluate", scoring),
-    ):
-        monkeypatch.setattr(owner, name, taking(seconds, getattr(owner, name)))
-    monkeypatch.setattr(TRAINER, "WaitingShare", lambda: WaitingShare(clock))
+    def steps_take_time(phase, step):
+        clock.now += 3 if phase == "optimizer" else 0
+
+    items = taking(reading, DigitPairs.__getitems__)
+    monkeypatch.setattr(DigitPairs, "__getitems__", items)
+    monkeypatch.setattr(LOOP, "evaluate", taking(scoring, LOOP.evaluate))
+    monkeypatch.setattr(LOOP, "DataWaitMeter", lambda: DataWaitMeter(clock))
     model = (
         "timm:vit_tiny_patch16_224?pretrained=false&num_classes=100&in_chans=1&img_size=12,20"
         "&patch_size=4&embed_dim=32&depth=2&num_heads=2&mlp_ratio=2"
@@ -75,7 +74,7 @@ def shares(out, monkeypatch, *, reading, scoring):
         batch_size=4, eval_every=3, log_every=4,
     )  # fmt: skip
     events = []
-    fit(settings, out, listeners=[events.append])
+    fit(settings, out, listeners=[events.append], on_phase=steps_take_time)
     return [event["waiting"] for event in events if event["kind"] == "log"]
 
 
