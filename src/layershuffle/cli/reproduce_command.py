@@ -13,9 +13,9 @@ from layershuffle.cli.parsing import parse
 from layershuffle.errors import LayerShuffleError, SettingsError, UsageError
 from layershuffle.recipes import read_recipe
 from layershuffle.settings import check_known
-from layershuffle.study.artefacts import tasks_for
 from layershuffle.study.dry_run import forecast, forecast_text, plan_text
 from layershuffle.study.plan import read_plan
+from layershuffle.study.selection import tasks_for
 from layershuffle.study.settings import StudySettings
 
 if TYPE_CHECKING:

@@ -10,9 +10,8 @@ from typing import Any
 
 from layershuffle.merging.settings import MergingSettings
 from layershuffle.settings import EvalSettings, FitSettings
-from layershuffle.study.facts import Table
-from layershuffle.study.sections import Section
 from layershuffle.study.settings import StudySettings
+from layershuffle.study.tables import Section, Table
 
 _FIXED = "(fixed)"
 
@@ -41,7 +40,6 @@ def open_choices(study: StudySettings) -> Section:
         ),
         tables=(
             Table(
-                title="",
                 head=("", "Question", "Option", "Default", "This study"),
                 rows=tuple(rows),
             ),

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Protocol
 
 from layershuffle.files import explained
-from layershuffle.study.plan import Task
-from layershuffle.study.worker import FAILURE_FILE, PROGRESS_FILE
+from layershuffle.study.plan import FAILURE_FILE, Task
+from layershuffle.study.worker import PROGRESS_FILE
 
 LOG_FILE = "log.txt"
 STOP_SECONDS = 60.0  # a stopped run saves a checkpoint after its step; longer than any step here

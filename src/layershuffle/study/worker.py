@@ -23,6 +23,7 @@ from layershuffle.files import write_text
 from layershuffle.merging.settings import MergingSettings
 from layershuffle.settings import digest
 from layershuffle.study.plan import (
+    FAILURE_FILE,
     RESULT_FILE,
     AnalysisSpec,
     MergingSpec,
@@ -33,7 +34,6 @@ from layershuffle.study.plan import (
     tasks_of,
 )
 
-FAILURE_FILE = "failure.txt"
 PROGRESS_FILE = "progress.json"
 SCHEMA = 1
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
