@@ -8,9 +8,17 @@ import torch
 
 import layershuffle as ls
 from common import FAMILIES, images, logits_of
+from layershuffle.errors import StackError
 from layershuffle.orders import ExecutionOrder
 from layershuffle.stack import running
-from layershuffle.trie import block_executions, build_trie, forward_trie, images_at_once
+from layershuffle.trie import (
+    block_executions,
+    build_trie,
+    forward_trie,
+    images_at_once,
+    run_head,
+    run_stem,
+)
 
 DEPTH = 12
 VIT = "timm-vit"
@@ -112,3 +120,21 @@ def test_each_block_runs_once_per_node():
     with torch.inference_mode():
         list(forward_trie(model, images(1), trie=trie, forward=lambda x: logits_of(model(x))))
     assert len(runs) == block_executions(trie) == 7
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_stem_blocks_and_head_are_the_forward(family):
+    model, batch = FAMILIES[family].wrapped(), images(2)
+
+    def forward(pixels):
+        return logits_of(model(pixels))
+
+    with torch.inference_mode():
+        state, call = run_stem(model, batch, forward=forward)
+        for position, block in enumerate((2, 0, 3)):
+            state = call(block, position, state, None)
+        found = run_head(model, batch, state=state, forward=forward)
+        with running(model, (2, 0, 3)):
+            assert torch.equal(found, forward(batch))
+    with pytest.raises(StackError, match="never called its block stack"):
+        run_stem(model, batch, forward=lambda pixels: pixels)

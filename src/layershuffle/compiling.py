@@ -93,10 +93,10 @@ class BlockCompiler:
     def step(self, shape: Collection[int], blocks: Collection[int]) -> Iterator[None]:
         """A training step on a batch of `shape` that runs `blocks`: notices recompiles."""
         kinds = {(*shape, block) for block in blocks}
-        known, before = kinds <= self._seen, self.graphs
+        seen_before, before = kinds <= self._seen, self.graphs
         yield
         self._seen |= kinds
-        if known and self.graphs > before:
+        if seen_before and self.graphs > before:
             if not self.recompiles:
                 _log.warning(
                     "The blocks were compiled again in a step like those before it, which costs "
@@ -115,6 +115,15 @@ class BlockCompiler:
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
             self.give_up(error)
         return work()
+
+    def run(self, work: Callable[[], T]) -> T:
+        """What `work` gives, with room for its graphs; in eager mode if none can be compiled."""
+        with self.limits():
+            result = self.or_eager(work)
+        # Without an error and without a graph: a stance of torch.compile switched it off.
+        if self.on and not self.graphs:
+            self.give_up(OFF)
+        return result
 
     def give_up(self, why: Exception | str) -> None:
         """Eager mode from here on, said once."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from layershuffle.errors import UsageError
-from layershuffle.machine import uploaded
+from layershuffle.machine import to_device
 
 BlockCall = Callable[[int, int, Tensor, "tuple[int, ...] | None"], Tensor]
 
@@ -71,4 +71,4 @@ def _rearranged(state: Tensor, rows: Sequence[int]) -> Tensor:
     """`state[rows]`; the same tensor where nothing moves."""
     if all(row == place for place, row in enumerate(rows)):
         return state
-    return state.index_select(0, uploaded(torch.tensor(rows), state.device))
+    return state.index_select(0, to_device(torch.tensor(rows), state.device))

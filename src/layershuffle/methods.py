@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 
 from layershuffle.errors import UsageError
 from layershuffle.policies import (
@@ -15,6 +14,7 @@ from layershuffle.policies import (
     Sequential,
     Shuffled,
 )
+from layershuffle.text import did_you_mean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,11 +110,8 @@ def find_method(
     and for an option that the method does not have, or lacks.
     """
     if name not in METHODS:
-        near = get_close_matches(name, METHODS, n=1)
-        raise UsageError(
-            f"There is no method {name!r}",
-            hint=f"did you mean {near[0]!r}?" if near else f"one of {', '.join(METHODS)}",
-        )
+        hint = did_you_mean(name, METHODS, otherwise=f"one of {', '.join(METHODS)}")
+        raise UsageError(f"There is no method {name!r}", hint=hint)
     method = METHODS[name]
     if drop is not None:
         method = replace(method, policy=_with_drop(method, drop))

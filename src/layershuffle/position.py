@@ -21,7 +21,7 @@ from torch.nn.utils import skip_init
 
 from layershuffle.errors import StackError, UsageError
 from layershuffle.hooks import Step
-from layershuffle.machine import uploaded
+from layershuffle.machine import to_device
 from layershuffle.position_forms import EncodingForm, PredictionForm
 from layershuffle.stack import depth_of, stack_of, with_hooks, wrap
 
@@ -162,7 +162,7 @@ def _share(guess: Guess, runs: Mapping[int, int], form: PredictionForm) -> Tenso
     if min(counts) == max(counts):
         return 1.0 / counts[0]
     shares = torch.tensor(counts, dtype=guess.logits.dtype).reciprocal()
-    return uploaded(shares, guess.logits.device)
+    return to_device(shares, guess.logits.device)
 
 
 def _check_asked(guesses: Sequence[Guess]) -> None:

@@ -158,7 +158,7 @@ def run_blocks(model: nn.Module, start: np.ndarray, order: tuple[int, ...]) -> n
 
 async def answers_equal_the_model_bit_for_bit(rig: Rig) -> None:
     batch = images(2)
-    front = RemoteModel(copy.deepcopy(rig.model), rig.router, asyncio.get_running_loop())
+    front = RemoteModel(copy.deepcopy(rig.model), rig.router)
     try:
         for order in (None, (3, 0, 2, 1), (2, 1), (1,)):
             asked = {} if order is None else {"order": order}

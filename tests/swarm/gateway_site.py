@@ -97,7 +97,7 @@ async def site(
     blocks = Blocks(VIT.wrapped())
     router = Router(blocks, depth=DEPTH, limits=swarm)
     router.swarm = Swarm(HostView(name, frozenset(held)) for name, held in hosts.items())
-    front = RemoteModel(VIT.wrapped(), router, asyncio.get_running_loop())
+    front = RemoteModel(VIT.wrapped(), router)
     app = create_app(front, **options)
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=raises)
     async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:

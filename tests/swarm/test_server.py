@@ -39,11 +39,9 @@ from layershuffle.models.origin import Origin, remember
 from layershuffle.position import add_position
 from layershuffle.position_forms import EncodingForm, PredictionForm
 from layershuffle.stack import running
-from layershuffle.swarm import remote_model as front_module
 from layershuffle.swarm.calibration import Calibration, Row
 from layershuffle.swarm.messages import HostFailed, HostGone, Route
 from layershuffle.swarm.remote_model import (
-    NotAnswered,
     RemoteModel,
     class_names,
     drop_blocks,
@@ -96,7 +94,7 @@ def test_front_equals_the_forward_of_the_route(family):
     async def go():
         router = Router(Blocks(FAMILIES[family].wrapped()), depth=DEPTH, limits=LIMITS)
         router.swarm = Swarm(HostView(name, frozenset(held)) for name, held in HOSTS.items())
-        front = RemoteModel(FAMILIES[family].wrapped(), router, asyncio.get_running_loop())
+        front = RemoteModel(FAMILIES[family].wrapped(), router)
         now = router.clock()
         free = await front.classify(batch, deadline=now + 5)
         asked = await front.classify(batch, deadline=now + 5, order=(3, 0, 1))
@@ -117,7 +115,7 @@ def test_front_drops_the_blocks():
     model = VIT.wrapped()
     block_bytes = sum(p.nbytes for p in model.blocks.parameters())
     rest = sum(p.nbytes for p in model.parameters()) - block_bytes
-    front = RemoteModel(model, Router(Blocks(model), depth=DEPTH, limits=LIMITS), loop=None)
+    front = RemoteModel(model, Router(Blocks(model), depth=DEPTH, limits=LIMITS))
     assert front.saved_bytes == block_bytes
     assert sum(p.nbytes for p in model.parameters() if not p.is_meta) == rest
     assert all(p.is_meta for p in model.blocks.parameters())
@@ -138,31 +136,11 @@ def test_front_refuses_position_encoding_and_other_depths():
     router = Router(Blocks(VIT.wrapped()), depth=DEPTH, limits=LIMITS)
     encoded = add_position(VIT.wrapped(), encoding=EncodingForm())
     with pytest.raises(StackError, match="something else at every position"):
-        RemoteModel(encoded, router, loop=None)
+        RemoteModel(encoded, router)
     predicted = add_position(VIT.wrapped(), prediction=PredictionForm())
-    RemoteModel(predicted, router, loop=None).close()
+    RemoteModel(predicted, router).close()
     with pytest.raises(UsageError, match="3 blocks, the model has 4"):
-        RemoteModel(VIT.wrapped(), Router(Blocks(None), depth=3, limits=LIMITS), loop=None)
-
-
-def test_front_does_not_wait_for_a_stuck_router(monkeypatch):
-    monkeypatch.setattr(front_module, "STALL", 0.05)
-
-    class Stuck(Router):
-        async def walk(self, start, **asked):
-            await asyncio.sleep(60)
-
-    async def go():
-        router = Stuck(Blocks(None), depth=DEPTH, limits=LIMITS)
-        front = RemoteModel(VIT.wrapped(), router, asyncio.get_running_loop())
-        begun = router.clock()
-        with pytest.raises(NotAnswered, match="gave no answer before the deadline"):
-            await front.classify(torch.zeros(1, 3, 32, 32), deadline=begun + 0.1)
-        waited = router.clock() - begun
-        front.close()
-        return waited
-
-    assert 0.1 <= asyncio.run(go()) < 1
+        RemoteModel(VIT.wrapped(), Router(Blocks(None), depth=3, limits=LIMITS))
 
 
 def test_front_cancels_the_walk():
@@ -199,7 +177,7 @@ def test_a_slow_head_moves_the_routers_deadline():
             place.router.walk = spied
             deadline = place.router.clock() + 5
             for head in (0.0, 0.010, 0.310):
-                place.front._head = head
+                place.front.head_seconds = head
                 await place.front.classify(torch.zeros(1, 3, 32, 32), deadline=deadline)
             return [deadline - one for one in seen]
 

@@ -1,8 +1,8 @@
-"""What the blocks learnt: one file per question, every answer a table, a figure and a paragraph.
+"""What the blocks learnt: one file per question, answered by tables, figures and one finding.
 
-`ANALYSES` lists them. Each module offers `measure(subject) -> Measured`, `paragraph(facts) -> str`
-and `figures(tables) -> {file: Figure}`; figures are drawn from the tables alone, words from the
-numbers alone.
+`ANALYSES` lists them. Each module offers `measure(subject) -> Measured`, `finding(facts) -> str`
+and `figures(tables) -> {file: Figure}`; figures are drawn from the tables alone, the sentence from
+the numbers alone.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from layershuffle.analysis.settings import AnalysisSettings
 from layershuffle.errors import UsageError
+from layershuffle.text import did_you_mean
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -30,7 +30,7 @@ __all__ = ["ANALYSES", "AnalysisSettings", "draw", "find_analysis", "read_analys
 class _Module(Protocol):
     def measure(self, subject: Subject) -> Measured: ...
 
-    def paragraph(self, facts: Facts) -> str: ...
+    def finding(self, facts: Facts) -> str: ...
 
     def figures(self, tables: Tables) -> dict[str, Figure]: ...
 
@@ -90,11 +90,8 @@ ANALYSES = {
 def find_analysis(name: str) -> Analysis:
     """The analysis of that name; raises `UsageError` with the nearest one."""
     if name not in ANALYSES:
-        near = get_close_matches(name, ANALYSES, n=1)
-        raise UsageError(
-            f"There is no analysis {name!r}",
-            hint=f"did you mean {near[0]!r}?" if near else f"one of {', '.join(ANALYSES)}",
-        )
+        hint = did_you_mean(name, ANALYSES, otherwise=f"one of {', '.join(ANALYSES)}")
+        raise UsageError(f"There is no analysis {name!r}", hint=hint)
     return ANALYSES[name]
 
 
@@ -110,8 +107,8 @@ def run_analysis(
     """Answer one question about one model into `out`, which is whole or absent at any moment.
 
     Written: CSV tables, SVG figures, and summary.json (schema, name, title, paragraph, files,
-    settings, facts). `progress` hears what is done, in words. Raises `DoesNotApply` where the model
-    has nothing to say on it (a `UsageError`), and as `load` and `open_data` do.
+    settings, facts). `progress` is called with a sentence at every stage. Raises `DoesNotApply` (a
+    `UsageError`) for a model that the question does not apply to, and as `load` and `open_data` do.
     """
     from layershuffle.analysis.results import check_replaceable
     from layershuffle.analysis.subject import open_subject
@@ -126,7 +123,7 @@ def run_analysis(
 
 
 def read_analysis(out: Path) -> Result:
-    """The analysis in that directory: numbers, words and tables. Raises `UsageError` if none is."""
+    """The analysis in that directory. Raises `UsageError` if there is none."""
     from layershuffle.analysis.results import read_analysis as read
 
     return read(out)
@@ -152,7 +149,7 @@ def _write(name: str, measured: Measured, *, settings: AnalysisSettings, out: Pa
         "schema": SCHEMA,
         "name": name,
         "title": analysis.title,
-        "paragraph": analysis.load().paragraph(measured.facts),
+        "paragraph": analysis.load().finding(measured.facts),  # named as in older files
         "files": sorted([*texts, *pictures]),
         "settings": settings.model_dump(mode="json"),
         "facts": measured.facts,

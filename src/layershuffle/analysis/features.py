@@ -27,7 +27,7 @@ class Seen:
 
 @dataclass
 class FeatureWatch:
-    """Keeps pooled outputs of every block, and pooled inputs where asked. A part of the stack.
+    """A block hook that records pooled outputs, and pooled inputs where asked.
 
     Inputs are taken before a position encoding is added, if the model has one. Empty `seen` between
     forwards.

@@ -41,8 +41,11 @@ class MergePlan:
                 hint="name a donor for every block",
             )
         for source in (*self.donors, self.stem, self.head):
-            known = source in ("average", "base") if isinstance(source, str) else source >= 0
-            if not known or (isinstance(source, int) and source >= num_donors):
+            if isinstance(source, str):
+                exists = source in ("average", "base")
+            else:
+                exists = 0 <= source < num_donors
+            if not exists:
                 raise UsageError(
                     f"{source!r} is not a donor",
                     hint=f"there are {num_donors}, numbered from 0; ends may be average or base",

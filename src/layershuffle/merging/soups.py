@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from torch import nn
 
-from layershuffle.merging.family import averaged
-from layershuffle.merging.fitting import check_family, shared_record
+from layershuffle.merging.compatibility import check_compatible, shared_record
+from layershuffle.merging.group import averaged
 from layershuffle.models import host_of
 from layershuffle.models.origin import origin_of, remember
 
@@ -20,7 +20,7 @@ def uniform_soup(donors: Sequence[nn.Module]) -> nn.Module:
     Sums are taken in float64 in the order of the donors; integer tensors are the first donor's.
     Raises `UsageError` if the donors do not fit together.
     """
-    check_family(donors, names=tuple(map(str, range(len(donors)))), mixed=True)
+    check_compatible(donors, names=tuple(map(str, range(len(donors)))), mixed=True)
     return _average(donors)
 
 
@@ -33,7 +33,7 @@ def greedy_soup(
     must look at held-out images, never at those that the soup is reported on. Raises as
     `uniform_soup`.
     """
-    check_family(donors, names=tuple(map(str, range(len(donors)))), mixed=True)
+    check_compatible(donors, names=tuple(map(str, range(len(donors)))), mixed=True)
     alone = [score(donor) for donor in donors]
     first, *others = sorted(range(len(donors)), key=lambda index: -alone[index])
     chosen, best = [first], alone[first]

@@ -222,8 +222,8 @@ def read_outcome(task: SpecT, kind: type[ResultT], out: Path) -> Outcome[SpecT, 
         cause = f"A finished task has no {Path(error.filename).name}"
         raise StudyError(cause, place=directory, hint=AGAIN) from error
     except (OSError, ValueError, DataError) as error:
-        if isinstance(error, DataError) and error.place is not None:
-            raise
+        if isinstance(task, RunSpec) and isinstance(error, DataError):
+            raise  # of `read_rows`, which names file and line
         raise StudyError(
             f"The file is cut off or cannot be read ({one_line(error)})", place=place, hint=AGAIN
         ) from error

@@ -1,20 +1,17 @@
-"""The host model at the gateway: its stem and head run here, its block stack walks the swarm.
+"""The host model beside the router: its stem and head run here, its blocks on the block hosts.
 
-A forward runs in a worker thread. Where the stack would run, the thread hands the state to the
-router on the router's event loop and sleeps until the state comes back. The blocks' weights are
-dropped: the hosts hold them.
+A request is three plain awaits: stem in a thread, walk through the swarm, head in a thread. The
+blocks' weights are dropped here, because the hosts hold them.
 """
 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
-import threading
 import time
-from collections.abc import Coroutine, Iterator
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Literal, cast
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Literal, cast
 
 import numpy as np
 import torch
@@ -24,14 +21,12 @@ from layershuffle.errors import LayerShuffleError, StackError, UsageError
 from layershuffle.models import host_of, logits_of, num_classes_of
 from layershuffle.models.origin import trained_with
 from layershuffle.position import PositionedModel
-from layershuffle.stack import BlockCall, blocks_of, depth_of, stack_of, walking, wrap
+from layershuffle.stack import blocks_of, depth_of, stack_of, wrap
 from layershuffle.swarm.messages import Route
 from layershuffle.swarm.router import Router, State
+from layershuffle.trie import run_head, run_stem
 
 _MILLI = 1000.0
-STALL = 0.5
-"""Seconds after a deadline at which a worker stops waiting for its router: a backstop, since the
-router itself ends before the deadline."""
 _HEAD_WEIGHT = 0.2  # of the newest measurement in the average time of the head
 
 
@@ -55,32 +50,27 @@ class NotAnswered(LayerShuffleError):
 
 
 class RemoteModel:
-    """A model whose forward walks the swarm. It takes `model` over and drops its blocks' weights.
+    """A model whose blocks run in the swarm. It takes `model` over and drops its blocks' weights.
 
-    `loop` is the router's event loop; `workers` bounds the forwards under way, each in a thread.
-    `saved_bytes` is what the dropped weights took. Raises `StackError` for models with position
-    encoding, `UsageError` if `router` counts other blocks.
+    `workers` bounds the stems and heads that compute at a time, each in a thread; a request that
+    is out in the swarm takes none. `saved_bytes` is what the dropped weights took, `head_seconds`
+    the average time of a head. Raises `StackError` for models with position encoding, `UsageError`
+    if `router` counts other blocks. One event loop, that of the router.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        router: Router,
-        loop: asyncio.AbstractEventLoop,
-        *,
-        workers: int = 32,
-    ) -> None:
+    def __init__(self, model: nn.Module, router: Router, *, workers: int = 8) -> None:
         self.model = served_host(model).eval()
-        self.router, self.loop = router, loop
+        self.router = router
         self.depth = depth_of(self.model)
         if router.depth != self.depth:
             raise UsageError(
                 f"The router sends states through {router.depth} blocks, the model has {self.depth}"
             )
         self.saved_bytes = drop_blocks(self.model)
-        self._device = next(p.device for p in self.model.parameters() if not p.is_meta)
-        self._head = 0.0
-        self._pool = concurrent.futures.ThreadPoolExecutor(workers, thread_name_prefix="front")
+        self.head_seconds = 0.0
+        like = next(parameter for parameter in self.model.parameters() if not parameter.is_meta)
+        self._device, self._dtype = like.device, like.dtype
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="remote-model")
 
     async def classify(
         self,
@@ -95,109 +85,55 @@ class RemoteModel:
         `deadline` by the router's clock. Raises `NotAnswered` for fewer than `min_blocks`
         blocks and for a fixed-order pipeline that broke. Being cancelled ends the walk as well.
         """
-        errand = _Errand(self.router, self.loop, deadline, min_blocks, order)
-        forward = partial(self._forward, images, errand)
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, forward)
-        except asyncio.CancelledError:
-            errand.cancel()
-            raise
-
-    def close(self) -> None:
-        """End the worker threads, once their forwards are over."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
-
-    def _forward(self, images: Tensor, errand: _Errand) -> Classified:
+        loop, router = asyncio.get_running_loop(), self.router
+        # The router keeps `reserve_ms` back for the head; where heads take longer, it must be
+        # back earlier.
+        late_by = max(0.0, self.head_seconds - router.limits.reserve_ms / _MILLI)
         begun = time.perf_counter()
-        errand.deadline -= self._late_by()
-        with torch.inference_mode(), walking(self.model, errand.walk):
-            output = self.model(images.to(self._device))
-            logits = logits_of(output).to("cpu", torch.float32)
+        start = await loop.run_in_executor(self._pool, self._stem, images)
+        entered = time.perf_counter()
+        state, route = await router.walk(
+            start, deadline=deadline - late_by, min_blocks=min_blocks, order=order
+        )
+        check_enough(route, min_blocks=min_blocks)
+        left = time.perf_counter()
+        logits = await loop.run_in_executor(self._pool, self._head, images, state)
         ended = time.perf_counter()
-        if errand.route is None:
-            raise StackError(f"{type(self.model).__name__} never called its block stack")
+        self.head_seconds += _HEAD_WEIGHT * (ended - left - self.head_seconds)
         if not bool(torch.isfinite(logits).all()):
-            raise NotAnswered(
-                "The model's head gave numbers that are not finite", route=errand.route
-            )
-        self._head += _HEAD_WEIGHT * (ended - errand.left - self._head)
+            raise NotAnswered("The model's head gave numbers that are not finite", route=route)
         return Classified(
             logits=logits,
-            route=errand.route,
-            stem_ms=(errand.entered - begun) * _MILLI,
-            swarm_ms=(errand.left - errand.entered) * _MILLI,
-            head_ms=(ended - errand.left) * _MILLI,
+            route=route,
+            stem_ms=(entered - begun) * _MILLI,
+            swarm_ms=(left - entered) * _MILLI,
+            head_ms=(ended - left) * _MILLI,
         )
 
-    def _late_by(self) -> float:
-        """Seconds by which the head takes longer than the router keeps back for it."""
-        return max(0.0, self._head - self.router.limits.reserve_ms / _MILLI)
+    def close(self) -> None:
+        """End the worker threads, once what they compute is done."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
 
+    def _forward(self, images: Tensor) -> Tensor:
+        return logits_of(self.model(images))
 
-@dataclass
-class _Errand:
-    """One forward's way through the swarm: `walk` stands for the block stack."""
+    def _stem(self, images: Tensor) -> State:
+        """The state before the first block, float32 `[images, tokens, width]`."""
+        with torch.inference_mode():
+            state, _ = run_stem(self.model, images.to(self._device), forward=self._forward)
+            start: State = state.to("cpu", torch.float32).contiguous().numpy()
+            return start
 
-    router: Router
-    loop: asyncio.AbstractEventLoop
-    deadline: float
-    min_blocks: int
-    order: tuple[int, ...] | None
-    route: Route | None = None
-    entered: float = 0.0
-    left: float = 0.0
-    _call: concurrent.futures.Future[tuple[State, Route]] | None = None
-    _cancelled: bool = False
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def walk(self, call: BlockCall, state: Tensor) -> Tensor:
-        """The state after the swarm, as `layershuffle.stack.Walk` wants it."""
-        del call  # the blocks are elsewhere
-        self.entered = time.perf_counter()
-        start = state.detach().to("cpu", torch.float32).contiguous().numpy()
-        after, self.route = self._sent(start)
-        self.left = time.perf_counter()
-        check_enough(self.route, min_blocks=self.min_blocks)
+    def _head(self, images: Tensor, state: State) -> Tensor:
+        """Logits, float32 on the CPU, of the state after the last block."""
         # A transport may hand out memory that is not to be written to.
-        whole = np.require(after, np.float32, ["C_CONTIGUOUS", "WRITEABLE"])
-        return torch.from_numpy(whole).to(state.device, state.dtype)
-
-    def cancel(self) -> None:
-        """Nobody waits for the answer any more."""
-        with self._lock:
-            self._cancelled = True
-            if self._call is not None:
-                self._call.cancel()
-
-    def _sent(self, start: State) -> tuple[State, Route]:
-        with self._lock:
-            if self._cancelled:
-                raise NotAnswered("The request was given up")
-            walk = self.router.walk(
-                start, deadline=self.deadline, min_blocks=self.min_blocks, order=self.order
+        whole = np.require(state, np.float32, ["C_CONTIGUOUS", "WRITEABLE"])
+        with torch.inference_mode():
+            after = torch.from_numpy(whole).to(self._device, self._dtype)
+            logits = run_head(
+                self.model, images.to(self._device), state=after, forward=self._forward
             )
-            self._call = _submitted(walk, self.loop)
-        patience = max(0.0, self.deadline - self.router.clock()) + STALL
-        try:
-            return self._call.result(timeout=patience)
-        except TimeoutError as error:
-            self._call.cancel()
-            raise NotAnswered(
-                "The router gave no answer before the deadline", hint="its event loop is blocked"
-            ) from error
-        except concurrent.futures.CancelledError as error:
-            raise NotAnswered("The request was given up") from error
-
-
-def _submitted(
-    walk: Coroutine[Any, Any, tuple[State, Route]], loop: asyncio.AbstractEventLoop
-) -> concurrent.futures.Future[tuple[State, Route]]:
-    """`walk` under way on `loop`; raises `NotAnswered` if that loop has ended."""
-    try:
-        return asyncio.run_coroutine_threadsafe(walk, loop)
-    except RuntimeError as error:
-        walk.close()
-        raise NotAnswered("The swarm has been shut down") from error
+            return logits.to("cpu", torch.float32)
 
 
 def check_enough(route: Route, *, min_blocks: int) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from layershuffle.models import load
-from layershuffle.models.digest import weights_digest
+from layershuffle.models.files import weights_digest
 from layershuffle.models.spec import parse_spec
 from layershuffle.stack import blocks_of, depth_of
 from layershuffle.swarm.bundle import Bundle, Canary, check_sibling, make_bundle
@@ -187,7 +187,7 @@ async def running_service(
     )
     coordinator = Coordinator(plan, router=router, places=places, bundles=cargo.bundles)
     watch = asyncio.create_task(_watch(coordinator))
-    front = RemoteModel(cargo.model, router, asyncio.get_running_loop())
+    front = RemoteModel(cargo.model, router)
     try:
         missing = await coordinator.ready(within=within)
         yield Service(plan, router, coordinator, front, cargo.calibration, missing)
