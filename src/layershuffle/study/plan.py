@@ -154,14 +154,14 @@ def _mergings(study: StudySettings, runs: Sequence[RunSpec]) -> list[MergingSpec
 def _analyses(study: StudySettings) -> list[AnalysisSpec]:
     return [
         AnalysisSpec(
-            name=f"{one.name}-{run_name(one.arm, seed)}",
-            arm=one.arm,
+            name=f"{options.name}-{run_name(options.arm, seed)}",
+            arm=options.arm,
             seed=seed,
-            needs=(run_name(one.arm, seed),),
-            options=one,
+            needs=(run_name(options.arm, seed),),
+            options=options,
         )
-        for one in study.analyses
-        for seed in one.seeds or study.seeds_of(study.arm(one.arm))[:1]
+        for options in study.analyses
+        for seed in options.seeds or study.seeds_of(study.arm(options.arm))[:1]
     ]
 
 

@@ -126,7 +126,8 @@ def gpu_count() -> int:
 
 def _visible_gpus() -> list[str]:
     """The GPUs that CUDA_VISIBLE_DEVICES names."""
-    return [one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one.strip()]
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return [name for name in names if name.strip()]
 
 
 def _environment(threads: int | None, gpu: int | None) -> dict[str, str]:

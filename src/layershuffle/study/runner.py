@@ -148,8 +148,8 @@ def _state(task: Task, out: Path, running: Collection[str], codes: Collection[st
         return TaskState(task.name, "running", detail, fraction, weight)
     if task.name in codes:
         return TaskState(task.name, "failed", failure(task, out), weight=weight)
-    held = [need for need in task.needs if need in codes]
-    detail = f"held back, {held[0]} failed" if held else ""
+    failed = [need for need in task.needs if need in codes]
+    detail = f"held back, {failed[0]} failed" if failed else ""
     return TaskState(task.name, "waiting", detail, weight=weight)
 
 
