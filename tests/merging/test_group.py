@@ -14,7 +14,7 @@ import layershuffle as ls
 from common import DEPTH, FAMILIES, ORDERS, images, logits_of, redraw
 from layershuffle.errors import UsageError
 from layershuffle.evaluation import evaluate
-from layershuffle.merging.family import Family, averaged, ends_of, merge
+from layershuffle.merging.group import MergeGroup, averaged, ends_of, merge
 from layershuffle.merging.plans import MergePlan, sample_plans
 from layershuffle.models.files import weights_digest
 from layershuffle.models.origin import Origin, remember
@@ -87,8 +87,8 @@ def answers(model, order=None):
 def test_a_view_computes_what_a_rebuilt_model_computes(name):
     donors = donors_of(name)
     before = [weights_digest(donor) for donor in donors]
-    family = Family(donors)
-    views = {label: family.merge(plan) for label, plan in PLANS.items()}
+    group = MergeGroup(donors)
+    views = {label: group.merge(plan) for label, plan in PLANS.items()}
     for label, plan in PLANS.items():
         slow = rebuilt(donors, plan)
         got = views[label].state_dict()
@@ -140,9 +140,9 @@ def test_saved_and_loaded_it_is_a_model_of_its_own(name, positioned, tmp_path):
 
 def test_views_are_evaluated_one_after_another_and_leave_the_donors_as_they_were():
     donors = donors_of("hf-vit")
-    family = Family(donors)
+    group = MergeGroup(donors)
     batches = [(images(4, seed=s), torch.tensor([0, 1, 2, 3])) for s in range(2)]
-    first, second = (family.merge(plan) for plan in sample_plans(4, DEPTH, count=2, seed=0))
+    first, second = (group.merge(plan) for plan in sample_plans(4, DEPTH, count=2, seed=0))
     kinds = "sequential,arbitrary,kept:2"
     scores = [evaluate(m, batches, modes=kinds, num_orders=2) for m in (first, second, first)]
     assert scores[0] == scores[2] != scores[1]
@@ -156,13 +156,13 @@ def test_views_are_evaluated_one_after_another_and_leave_the_donors_as_they_were
 
 def test_a_view_shares_every_tensor_but_the_average_ends():
     donors = donors_of("timm-vit")
-    family = Family(donors)
-    views = [family.merge(plan) for plan in sample_plans(4, 4, count=10, seed=0)]
+    group = MergeGroup(donors)
+    views = [group.merge(plan) for plan in sample_plans(4, 4, count=10, seed=0)]
     known = {t.data_ptr() for donor in donors for t in donor.state_dict().values()}
     new = {t.data_ptr() for view in views for t in view.state_dict().values()} - known
     stem, head = ends_of(donors[0])
     assert len(new) == len(stem) + len(head)  # one set for all ten
-    one = family.merge(MergePlan((0, 1, 2, 3), stem=1, head=1))
+    one = group.merge(MergePlan((0, 1, 2, 3), stem=1, head=1))
     assert {t.data_ptr() for t in one.state_dict().values()} <= known
 
 
@@ -171,12 +171,12 @@ def test_a_hundred_merges_of_twelve_models_add_less_than_five_percent():
     first = ls.wrap(timm.create_model("vit_tiny_patch16_224", img_size=32)).eval()
     donors = [first, *(copy.deepcopy(first) for _ in range(11))]
     storages = storages_of(donors)
-    family = Family(donors)
-    family.merge(sample_plans(12, 12, count=1, seed=1)[0])  # what is imported or cached once
+    group = MergeGroup(donors)
+    group.merge(sample_plans(12, 12, count=1, seed=1)[0])  # what is imported or cached once
     gc.collect()
     tracemalloc.start()
     before, _ = tracemalloc.get_traced_memory()
-    views = [family.merge(plan) for plan in sample_plans(12, 12, count=100, seed=0)]
+    views = [group.merge(plan) for plan in sample_plans(12, 12, count=100, seed=0)]
     objects = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
     total = sum(storages.values())
@@ -198,20 +198,20 @@ def test_base_ends():
     plan = MergePlan((2, 0, 3, 1), stem="base", head="average")
     with pytest.raises(UsageError, match="stem is to come from the base checkpoint, and none"):
         merge(donors, plan)
-    view = Family(donors, base=base).merge(plan)
+    view = MergeGroup(donors, base=base).merge(plan)
     stem, head = ends_of(view)
     assert all(tensor is ends_of(base)[0][name] for name, tensor in stem.items())
     assert torch.equal(head["head.weight"], averaged([d.head.weight for d in donors]))
     other = copy.deepcopy(base)
     other.head = nn.Linear(32, 7)
     with pytest.raises(UsageError, match=r"its head.weight has the shape \(7, 32\), the donors'"):
-        Family(donors, base=other).merge(replace(plan, head="base"))
-    told = [
+        MergeGroup(donors, base=other).merge(replace(plan, head="base"))
+    encoded = [
         ls.add_position(d, encoding=ls.EncodingForm(table="shared")).eval()
         for d in donors_of("timm-vit")
     ]
     with pytest.raises(UsageError, match="no such table of positions"):
-        Family(told, base=base).merge(plan)
+        MergeGroup(encoded, base=base).merge(plan)
 
 
 def with_record(model, **record):
@@ -272,19 +272,19 @@ def test_donors_that_do_not_fit_are_refused_with_the_reason(name):
     if recorded:
         with_record(first, method="m", provenance={"base": "a", "data": "d"})
     with pytest.raises(UsageError, match=phrase) as caught:
-        Family([first, make()])
+        MergeGroup([first, make()])
     assert "\n" not in str(caught.value)
     if name in ("method", "data"):
-        Family([first, make()], mixed=True)
+        MergeGroup([first, make()], mixed=True)
 
 
 def test_prediction_against_encoding_and_another_form():
-    told = ls.add_position(changed(VIT), encoding=ls.EncodingForm()).eval()
+    encoded = ls.add_position(changed(VIT), encoding=ls.EncodingForm()).eval()
     asked = ls.add_position(changed(VIT), prediction=ls.PredictionForm()).eval()
     other = ls.add_position(changed(VIT), encoding=ls.EncodingForm(features=16)).eval()
     for model in (asked, other):
         with pytest.raises(UsageError, match="position parts is"):
-            Family([told, model])
+            MergeGroup([encoded, model])
 
 
 def test_the_record_says_what_is_shared_and_who_gives_what(tmp_path):
@@ -293,7 +293,7 @@ def test_the_record_says_what_is_shared_and_who_gives_what(tmp_path):
         with_record(changed(VIT), method="layershuffle", provenance={**shared, "torch": "2"})
         for _ in range(2)
     ]
-    view = Family(donors, names=["runs/a", "runs/b"]).merge(MergePlan((0, 1, 1, 0), head=1))
+    view = MergeGroup(donors, names=["runs/a", "runs/b"]).merge(MergePlan((0, 1, 1, 0), head=1))
     ls.save(view, tmp_path / "merge")
     (loaded,) = [ls.models.read_record(tmp_path / "merge")]
     assert loaded["method"] == "layershuffle"

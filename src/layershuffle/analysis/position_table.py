@@ -1,4 +1,7 @@
-"""Means per (block, position), what they say about a block's home position, and their picture."""
+"""Means per (block, position): their table, the effect of a block's home position, their picture.
+
+The home position of block i is position i, the one that it had in pretraining.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pandas import DataFrame
 
-from layershuffle.analysis.results import Table, Value
 from layershuffle.errors import UsageError
 from layershuffle.plotting import GROUND, INK, new_figure, style_axes
 
@@ -22,7 +25,7 @@ Floats = NDArray[np.float64]
 _WRITTEN, _WRITTEN_MAPS = 12, 4
 
 
-class Cells:
+class PositionMeans:
     """A running mean per (block, position)."""
 
     def __init__(self, depth: int) -> None:
@@ -46,7 +49,7 @@ class Cells:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Home:
+class HomeEffect:
     """How cells with position == block differ from the others.
 
     `home` and `elsewhere` are plain means. `excess` is the mean of the home cells less that of the
@@ -61,17 +64,18 @@ class Home:
     correlation: float
 
 
-def home_effect(values: Floats) -> Home:
-    """The numbers of `Home` for values `[block, position]`."""
+def home_effect(values: Floats) -> HomeEffect:
+    """The numbers of `HomeEffect` for values `[block, position]`."""
     from scipy.stats import spearmanr
 
     depth = len(values)
     at_home = np.eye(depth, dtype=bool)
     rest = values - values.mean(0, keepdims=True) - values.mean(1, keepdims=True) + values.mean()
     block, position = np.indices(values.shape)
+    # Spearman's correlation is not defined where nothing is left to rank but rounding errors.
     flat = np.allclose(rest, 0.0, atol=1e-12 + 1e-9 * float(np.abs(values).max())) or depth < 3
     correlation = 0.0 if flat else spearmanr(rest.ravel(), abs(block - position).ravel()).statistic
-    return Home(
+    return HomeEffect(
         home=float(values[at_home].mean()),
         elsewhere=float(values[~at_home].mean()),
         excess=float(rest[at_home].mean() - rest[~at_home].mean()),
@@ -79,27 +83,18 @@ def home_effect(values: Floats) -> Home:
     )
 
 
-def cell_table(columns: Mapping[str, Floats], **labels: str) -> Table:
+def position_table(columns: Mapping[str, Floats], **labels: str) -> DataFrame:
     """One row per (block, position); `labels` are constant columns in front."""
-    depth = len(next(iter(columns.values())))
-    rows: list[tuple[Value, ...]] = [
-        (*labels.values(), block, position, *(float(v[block, position]) for v in columns.values()))
-        for block in range(depth)
-        for position in range(depth)
-    ]
-    return Table((*labels, "block", "position", *columns), tuple(rows))
+    block, position = np.indices(next(iter(columns.values())).shape)
+    table = DataFrame({"block": block.ravel(), "position": position.ravel()})
+    for place, (name, label) in enumerate(labels.items()):
+        table.insert(place, name, label)
+    return table.assign(**{name: values.ravel() for name, values in columns.items()})
 
 
-def stacked(tables: Sequence[Table]) -> Table:
-    """The rows of tables that have the same columns."""
-    return Table(tables[0].columns, tuple(row for table in tables for row in table.rows))
-
-
-def cells_of(table: Table, name: str, *, row: str = "block", column: str = "position") -> Floats:
+def grid(table: DataFrame, name: str, *, row: str = "block", column: str = "position") -> Floats:
     """The values `[row, column]` of one column of a table."""
-    rows, columns = table.column(row), table.column(column)
-    values = np.full((max(rows) + 1, max(columns) + 1), np.nan)
-    values[rows, columns] = table.column(name)
+    values: Floats = table.pivot(index=row, columns=column, values=name).to_numpy(dtype=float)
     return values
 
 
@@ -125,6 +120,7 @@ def draw_maps(
         style_axes(axes, title)
         axes.set(xlabel=x, ylabel=y)
         axes.spines["bottom"].set_visible(False)
+    # A page of five maps in two columns has a sixth panel.
     for axes in panels[len(maps) :]:
         axes.set_visible(False)
     return figure
@@ -138,7 +134,10 @@ def _draw_map(
     limits: tuple[float, float] | None,
     written: bool,
 ) -> None:
+    from matplotlib.patches import Rectangle
+
     low, high = limits or (float(values.min()), float(values.max()))
+    # With hundreds of cells an SVG of vectors would weigh megabytes.
     mesh = axes.pcolormesh(values, cmap="cividis", vmin=low, vmax=high, rasterized=not written)
     axes.set_aspect("equal")
     axes.invert_yaxis()
@@ -153,9 +152,10 @@ def _draw_map(
     middle = (low + high) / 2
     if written:
         _write_numbers(axes, values, middle)
-    for at in range(depth):
-        colour = INK if values[at, at] > middle else GROUND
-        _frame(axes, at, colour)
+    for home in range(depth):
+        box = Rectangle((home + 0.05, home + 0.05), 0.9, 0.9, fill=False, lw=0.8)
+        box.set_edgecolor(INK if values[home, home] > middle else GROUND)
+        axes.add_patch(box)
 
 
 def _write_numbers(axes: Axes, values: Floats, middle: float) -> None:
@@ -165,10 +165,3 @@ def _write_numbers(axes: Axes, values: Floats, middle: float) -> None:
         style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 5.5}
         colour = INK if value > middle else GROUND
         axes.text(column + 0.5, row + 0.5, format(value + 0.0, form), color=colour, **style)
-
-
-def _frame(axes: Axes, at: int, colour: str) -> None:
-    from matplotlib.patches import Rectangle
-
-    box = Rectangle((at + 0.05, at + 0.05), 0.9, 0.9, fill=False, edgecolor=colour, lw=0.8)
-    axes.add_patch(box)

@@ -1,7 +1,7 @@
-"""Donors that fit together, and merges of them as views.
+"""Groups of compatible donors, and merges of them as views.
 
 A merge shares its donors' tensors: the blocks are the donors' own modules, and only the few modules
-that hold the block stack are made anew. So what is done to a merge in place is done to its donors;
+that hold the block stack are new. What is done to a merge in place is therefore done to its donors;
 `layershuffle.save` and `load` give a model of its own.
 """
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from layershuffle.errors import UsageError
-from layershuffle.merging.fitting import check_family, shared_record
+from layershuffle.merging.compatibility import check_compatible, shared_record
 from layershuffle.merging.plans import MergePlan, Source
 from layershuffle.models import host_of
 from layershuffle.models.origin import origin_of, remember
@@ -26,12 +26,12 @@ from layershuffle.stack import BlockStack, blocks_of, depth_of, stack_of
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 
-class Family:
+class MergeGroup:
     """Models whose blocks can be put together. Average stems and heads are computed once.
 
     `names`: what messages and records call the donors (default: their numbers). `base`: the model
-    that "base" ends come from. Raises `UsageError` with the reason if the donors do not fit
-    (`layershuffle.merging.fitting`).
+    that "base" ends come from. `mixed` allows several methods and data. Raises `UsageError` with
+    the reason if the donors cannot be merged (`layershuffle.merging.compatibility`).
     """
 
     def __init__(
@@ -44,12 +44,11 @@ class Family:
     ) -> None:
         self.donors = tuple(donors)
         self.names = tuple(names) if names is not None else tuple(map(str, range(len(donors))))
-        check_family(self.donors, names=self.names, mixed=mixed)
+        check_compatible(self.donors, names=self.names, mixed=mixed)
         self.depth = depth_of(self.donors[0])
         self._hosts = tuple(host_of(donor) for donor in self.donors)
         self._base = base
         self._shared = shared_record(self.donors)
-        self._told = [{"model": name} for name in self.names]
         self._frames: dict[tuple[Source, Source], nn.Module] = {}
         self._tables: dict[Source, nn.Parameter] = {}
 
@@ -74,7 +73,7 @@ class Family:
             "blocks": list(plan.donors),  # the number of each block's donor
             "stem": self._named(plan.stem),
             "head": self._named(plan.head),
-            "donors": self._told,
+            "donors": [{"model": name} for name in self.names],
         }
         return {**self._shared, "provenance": {**self._shared["provenance"], "merge": merge}}
 
@@ -83,6 +82,7 @@ class Family:
 
     def _frame(self, stem: Source, head: Source) -> nn.Module:
         """A host with that stem and head, whatever its blocks; made once."""
+        # A donor's own ends need no copy of anything: `_with_blocks` leaves the donor as it is.
         if stem == head and isinstance(stem, int):
             return self._hosts[stem]
         if (stem, head) not in self._frames:
@@ -91,7 +91,8 @@ class Family:
 
     def _new_frame(self, stem: Source, head: Source) -> nn.Module:
         first = self._hosts[0]
-        # deepcopy takes for copied what it finds in its memo: blocks stay, tensors are chosen.
+        # deepcopy takes what it finds in its memo for the copy: so the blocks stay the donors' own
+        # modules, and every tensor of the ends becomes the one chosen here.
         memo: dict[int, Any] = {id(block): block for block in blocks_of(first)}
         for number, (place, source) in enumerate((("stem", stem), ("head", head))):
             chosen = self._ends(source, number, place)
@@ -114,16 +115,16 @@ class Family:
                 hint="name the base, or choose other ends",
             )
         wanted = ends_of(self._hosts[0])[number]
-        found = ends_of(host_of(self._base))[number]
+        of_base = ends_of(host_of(self._base))[number]
         for name, tensor in wanted.items():
-            shape = tuple(found[name].shape) if name in found else None
+            shape = tuple(of_base[name].shape) if name in of_base else None
             if shape != tuple(tensor.shape):
                 raise UsageError(
                     f"The {place} cannot come from the base checkpoint: its {name} has the shape "
                     f"{shape or '(not there)'}, the donors' {tuple(tensor.shape)}",
                     hint="choose other ends (the base was made for other classes or images)",
                 )
-        return {name: found[name] for name in wanted}
+        return {name: of_base[name] for name in wanted}
 
     def _positioned(self, host: nn.Module, first: PositionedModel, plan: MergePlan) -> nn.Module:
         donors = [cast(PositionedModel, donor) for donor in self.donors]
@@ -162,13 +163,17 @@ class Family:
         return encoding.table
 
 
+# `layershuffle.Family`, the first public name of the class, goes on working.
+Family = MergeGroup
+
+
 def merge(donors: Sequence[nn.Module], plan: MergePlan) -> nn.Module:
     """One merge of `donors`, as a view of them in eval mode.
 
-    For many merges keep a `Family`: average stems and heads are then computed, and kept, once.
+    For many merges make a `MergeGroup` once: it computes average stems and heads a single time.
     Raises `UsageError` if the donors do not fit together or the plan does not fit them.
     """
-    return Family(donors).merge(plan)
+    return MergeGroup(donors).merge(plan)
 
 
 def ends_of(host: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -192,6 +197,7 @@ def averaged(tensors: Sequence[Tensor]) -> Tensor:
     first = tensors[0]
     if not first.is_floating_point():
         return first
+    # In float64 and in the order given: the same donors make the same bits on every machine.
     total = torch.zeros_like(first, dtype=torch.float64)
     for tensor in tensors:
         total += tensor.detach()
@@ -221,11 +227,11 @@ def _with_blocks(module: nn.Module, stack: BlockStack, blocks: Sequence[nn.Modul
     return twin
 
 
-def _spliced(part: AnyModule, parts: Sequence[nn.Module], plan: MergePlan) -> AnyModule:
+def _spliced(first: AnyModule, parts: Sequence[nn.Module], plan: MergePlan) -> AnyModule:
     """A position part whose lists (an entry per block) take entry i from block i's donor."""
-    twin = twin_of(part)
-    for name, child in part._modules.items():
+    twin = twin_of(first)
+    for name, child in first._modules.items():
         if isinstance(child, nn.ModuleList):
-            lists = [cast(nn.ModuleList, one._modules[name]) for one in parts]
+            lists = [cast(nn.ModuleList, part._modules[name]) for part in parts]
             twin._modules[name] = nn.ModuleList(lists[d][i] for i, d in enumerate(plan.donors))
     return twin

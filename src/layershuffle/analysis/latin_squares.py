@@ -1,6 +1,6 @@
-"""Orders for tables of block by position: balanced, so that a few of them fill every cell.
+"""Balanced orders: the rows of Latin squares, so that few orders fill every (block, position).
 
-The rows of a Latin square hold every block at every position once. Ours is E. J. Williams' (1949):
+Every block stands at every position in exactly one row. The squares are E. J. Williams' (1949):
 with an even number of blocks every block also follows every other one exactly once, so that no
 block always sees the output of the same predecessor. A random relabelling of the blocks makes every
 single row a uniform permutation.
@@ -16,6 +16,7 @@ def balanced_order(depth: int, index: int, *, seed: int) -> ExecutionOrder:
     """Order number `index` of an endless sequence; each `depth` of them make one Latin square."""
     square, row = divmod(index, depth)
     blocks = Stream(seed, square).shuffled(range(depth))
+    # 0, 1, depth - 1, 2, depth - 2, ...: neighbours differ by every distance once.
     zigzag = ((k + 1) // 2 if k % 2 else depth - k // 2 for k in range(depth))
     return ExecutionOrder(tuple(blocks[(step + row) % depth] for step in zigzag), depth)
 
