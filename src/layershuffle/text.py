@@ -39,6 +39,12 @@ def one_line(error: object, *, limit: int = 300) -> str:
     return " ".join(str(error).split())[:limit] or type(error).__name__
 
 
+def listing(rows: Sequence[tuple[str, str]]) -> str:
+    """Names and what they mean, one pair per line, the meanings aligned to the left."""
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"  {name:<{width}}  {meaning}" for name, meaning in rows)
+
+
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, width: int = TABLE_WIDTH) -> str:
     """A plain-text table: the first column is aligned to the left, the others to the right.
 

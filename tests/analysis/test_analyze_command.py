@@ -80,7 +80,7 @@ def test_all_says_what_does_not_apply(capsys, tmp_path, monkeypatch):
             raise DoesNotApply(f"nothing about {name}")
         run_analysis(name, model_spec, **others)
 
-    monkeypatch.setattr("layershuffle.cli.analyze_command.run_analysis", run)
+    monkeypatch.setattr("layershuffle.cli.analyze.run_analysis", run)
     assert main(["analyze", "all", MODEL, *WORDS, "--out", str(tmp_path)]) == 0
     text = capsys.readouterr().out
     assert text.count("does not apply") == len(ANALYSES) - 1

@@ -21,7 +21,7 @@ from layershuffle.bench.reading import Again, bench_input, steady
 from layershuffle.bench.report import Conditions, report_text, throughput
 from layershuffle.bench.settings import KINDS, BenchSettings
 from layershuffle.bench.subjects import PICO, WIDTH_64, random_spec, subject
-from layershuffle.cli.bench_command import run
+from layershuffle.cli import main
 from layershuffle.errors import TrainingError, UsageError
 from layershuffle.models import image_view
 from layershuffle.stack import running, with_hooks
@@ -308,14 +308,15 @@ def test_choices():
 
 
 def test_the_command(capsys):
-    assert run(["merge", "--model", PICO, "--batch", "1", "--device", "cpu", "--json"]) == 0
+    words = ["bench", "merge", "--model", PICO, "--batch", "1", "--device", "cpu", "--json"]
+    assert main(words) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["conditions"]["batch"] == 1
     assert report["conditions"]["hardware"]["processor"]
-    for words in (["trian"], []):
-        with pytest.raises(UsageError, match="bench measures train, eval") as caught:
-            run(words)
-    assert "--help" in caught.value.hint
+    assert main(["bench", "trian"]) == 2
+    error = capsys.readouterr().err
+    assert "bench measures train, eval" in error
+    assert "did you mean 'train'?" in error
     assert set(BENCHES) == set(KINDS)
 
 

@@ -5,45 +5,49 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from layershuffle.cli.parsing import parse
+from layershuffle.cli.command import Command
+from layershuffle.text import listing, shortened
 
 
-@dataclass
-class _Options:
-    pass
+@dataclass(frozen=True, kw_only=True)
+class DoctorCommand(Command):
+    """Show what this machine has: versions, GPU, bf16, caches, writable places; and what to type
+    next."""
 
-
-def run(argv: Sequence[str]) -> int:
-    """Print the findings; exit code 1 if something needed is missing."""
-    about = "Say what this machine has: versions, GPU, bf16, caches, writable places, what to do."
-    parse(_Options, argv, command="doctor", about=about)
-    findings = list(_findings())
-    width = max(len(name) for name, _, _ in findings)
-    for name, good, text in findings:
-        print(f"{'ok ' if good else 'NO '} {name:<{width}}  {text}")
-    print("\nNext: layershuffle reproduce recipes/digits-quick.yaml   (digits, no download)")
-    print(
-        "      layershuffle fit --method layershuffle --model timm:NAME --data folder:DIR --out DIR"
-    )
-    return 0 if all(good for _, good, _ in findings) else 1
+    def run(self) -> int:
+        """Print the findings; exit code 1 if something needed is missing."""
+        findings = list(_findings())
+        rows = [(f"{'ok ' if good else 'NO '} {name}", text) for name, good, text in findings]
+        print(
+            f"{listing(rows)}\n\n"
+            "Next: layershuffle reproduce recipes/digits-quick.yaml   (digits, no download)\n"
+            "      layershuffle fit --method layershuffle --model timm:NAME --data folder:DIR "
+            "--out DIR"
+        )
+        return 0 if all(good for _, good, _ in findings) else 1
 
 
 def _findings() -> Iterator[tuple[str, bool, str]]:
+    """What was looked at: its name, whether it is good enough, and what is there."""
     from layershuffle.machine import processor, versions
 
     yield "python", sys.version_info >= (3, 11), sys.version.split()[0]
-    for package, found in versions().items():
+    for package, version in versions().items():
         if package != "python":
-            yield package, found != "not installed", found
+            yield package, version != "not installed", version
     yield "processor", True, f"{processor()}, {len(os.sched_getaffinity(0))} cores"
-    yield "memory", True, f"{_memory_gib():.1f} GiB"
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    yield "memory", True, f"{memory:.1f} GiB"
     yield from _accelerator()
-    yield from _caches()
-    yield from _places()
+    yield "hub cache", True, _hub_cache()
+    for name, path in (("working directory", Path.cwd()), ("home", Path.home())):
+        free = shutil.disk_usage(path).free / 2**30
+        writable = os.access(path, os.W_OK)
+        yield name, writable, f"{path}, {'' if writable else 'NOT '}writable, {free:.0f} GiB free"
     yield "bundled:digits", *_bundled()
 
 
@@ -63,7 +67,7 @@ def _accelerator() -> Iterator[tuple[str, bool, str]]:
     yield "bf16", True, f"{has}; fp32 is used on CPUs"
 
 
-def _caches() -> Iterator[tuple[str, bool, str]]:
+def _hub_cache() -> str:
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.constants import HF_HUB_CACHE, HF_HUB_OFFLINE
     from huggingface_hub.errors import CacheNotFound
@@ -72,16 +76,8 @@ def _caches() -> Iterator[tuple[str, bool, str]]:
         cached = sorted(f"{r.repo_type}:{r.repo_id}" for r in scan_cache_dir().repos)
     except CacheNotFound:
         cached = []
-    text = ", ".join(cached[:8]) + (f" and {len(cached) - 8} more" if len(cached) > 8 else "")
     offline = " (HF_HUB_OFFLINE is set)" if HF_HUB_OFFLINE else ""
-    yield "hub cache", True, f"{HF_HUB_CACHE}: {text or 'no weights or data yet'}{offline}"
-
-
-def _places() -> Iterator[tuple[str, bool, str]]:
-    for name, path in (("working directory", Path.cwd()), ("home", Path.home())):
-        free = shutil.disk_usage(path).free / 2**30
-        writable = os.access(path, os.W_OK)
-        yield name, writable, f"{path}, {'' if writable else 'NOT '}writable, {free:.0f} GiB free"
+    return f"{HF_HUB_CACHE}: {shortened(cached, limit=8) or 'no weights or data yet'}{offline}"
 
 
 def _bundled() -> tuple[bool, str]:
@@ -95,7 +91,3 @@ def _bundled() -> tuple[bool, str]:
         return False, str(error)
     parameters = sum(p.numel() for p in model.parameters())
     return True, f"{depth_of(model)} blocks, {parameters:,} parameters"
-
-
-def _memory_gib() -> float:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
