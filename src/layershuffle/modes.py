@@ -49,6 +49,7 @@ class Mode:
 def parse_modes(text: str) -> tuple[Mode, ...]:
     """The modes of a comma-separated list. Raises `UsageError` naming the word that is wrong."""
     modes = tuple(_parse_mode(word.strip()) for word in text.split(","))
+    # Equal modes draw equal orders: their scores would count twice in every mean.
     if len(set(modes)) < len(modes):
         raise UsageError(f"A mode is named twice in {text!r}")
     return modes

@@ -86,8 +86,8 @@ class BranchWatch:
         (_, _, start), *calls = self._seen
         norms = [k for k, (_, child, _) in enumerate(calls) if "Norm" in type(child).__name__]
         points = [calls[k][2] for k in norms]
-        # The first norm must be given the block's own input: what ran before it would else belong to
-        # no branch.
+        # The first norm must be given the block's own input: what ran before it would otherwise
+        # belong to no branch.
         if len(points) < 2 or norms[0] != 0 or points[0] is not start:
             raise _not_in_branches(block)
         ends = [*points[1:], out[0] if isinstance(out, tuple) else out]
