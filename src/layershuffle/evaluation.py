@@ -78,12 +78,14 @@ class Tally:
 
     def add(self, logits: Tensor, labels: Tensor) -> None:
         """Count a batch: logits `[n, classes]`, labels `[n]`."""
+        # In bf16 several of 1,000 classes may tie, and a loss would have two digits.
         logits = logits.float()
         hits = logits.topk(min(_TOP, logits.shape[-1])).indices == labels[:, None]
         self.images += len(labels)
         self.top1_hits = self.top1_hits + hits[:, 0].sum()
         self.top5_hits = self.top5_hits + hits.sum()
         losses = F.cross_entropy(logits, labels, reduction="sum")
+        # In float64, because thousands of batches are added up.
         self.loss = self.loss + losses.double()
 
     @property
@@ -140,6 +142,7 @@ def evaluate(
             order = mode.policy().draw(depth, seed=seed, step=index)
             per_batch = draw == "batch" and mode.is_drawn
             columns.append(_Column(mode, index, None if per_batch else order))
+    # Training calls this between two steps, and dropout must be off here and on again after it.
     was_training = model.training
     model.eval()
     try:
@@ -174,6 +177,7 @@ def evaluate(
 def _score_batch(
     model: nn.Module, batch: tuple[Tensor, Tensor], *, columns: Sequence[_Column]
 ) -> None:
+    # One trie for all modes: the orders of kept:3:arbitrary begin those of kept:9:arbitrary.
     trie = build_trie([column.order or column.batch_orders[-1] for column in columns])
     for images, labels in micro_batches(model, batch):
         results = forward_trie(model, images, trie=trie, forward=lambda x: logits_of(model(x)))
@@ -222,6 +226,7 @@ def evaluate_spec(
     """
     model = load(model_spec)
     given = () if order is None else (ExecutionOrder.parse(order, depth=depth_of(model)),)
+    # Misspelt modes and orders are refused before the data are opened, which may take minutes.
     modes = parse_modes(settings.modes) if order is None else ()
     options = DataOptions(
         train=False,
@@ -231,6 +236,7 @@ def evaluate_spec(
         streaming=settings.streaming,
     )
     data = open_data(data_spec, image_view(model), options=options)
+    # A head with more outputs than classes would score, and mean nothing.
     check_class_count(data, num_classes_of(model), place=model_spec)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     warn_of_slow_bf16(settings.precision, device)
@@ -274,6 +280,7 @@ def prepare(model: nn.Module, precision: Precision, *, compiler: BlockCompiler) 
 
 def check_modes(fitted: FitSettings, settings: EvalSettings) -> None:
     """Raises `UsageError` if a mode keeps more blocks than the model to be trained will have."""
+    # A truncated model has as many blocks as it keeps; others are loaded to be counted.
     depth = fitted.kept or depth_of(load(fitted.model))
     for mode in parse_modes(settings.modes):
         mode.policy().draw(depth, seed=settings.seed, step=0)

@@ -1,4 +1,4 @@
-"""Evaluation modes: which orders a score is about. Plain data, no torch.
+"""Evaluation modes: the set of orders that a score is about. Plain data, no torch.
 
 Written `sequential`, `arbitrary`, `kept:9` (9 blocks, ascending), `kept:9:arbitrary`,
 `kept:9:sequential:spaced` (choices: random, spaced, first, last).
@@ -32,6 +32,7 @@ class Mode:
     @property
     def is_drawn(self) -> bool:
         """More than one order belongs to the mode."""
+        # "spaced", "first" and "last" name their blocks: ascending they make a single order.
         return self.order == "arbitrary" or (self.kept is not None and self.choose == "random")
 
     def draws(self, num_orders: int) -> int:

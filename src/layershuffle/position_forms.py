@@ -23,7 +23,7 @@ _CHOICES = {
 
 @dataclass(frozen=True, kw_only=True)
 class EncodingForm:
-    """How a block is told its position (paper, section 3.3)."""
+    """How a block's input gets its position (paper, section 3.3)."""
 
     # What pydantic reads where it checks settings; it ignores unknown fields otherwise.
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
@@ -50,7 +50,7 @@ class EncodingForm:
 
 @dataclass(frozen=True, kw_only=True)
 class PredictionForm:
-    """How a block's output is asked for its position (paper, section 3.4)."""
+    """How the position is predicted from a block's output (paper, section 3.4)."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 

@@ -77,6 +77,7 @@ def estimate(
 
 def mean(values: Sequence[float]) -> float:
     """The arithmetic mean, summed exactly so that it does not depend on the order."""
+    # Runs come back in the order in which processes end; the report must not depend on that.
     return math.fsum(values) / len(values)
 
 
@@ -148,6 +149,7 @@ def _interval(
 ) -> tuple[float | None, float | None, Kind]:
     kind: Kind
     if len(values) > 1:
+        # One model says nothing about other seeds, so its interval covers orders, and says so.
         kind = "models" if len(means) > 1 else "orders"
         low, high = t_interval(means if kind == "models" else values)
         return (max(0.0, low), min(100.0, high), kind) if percent else (low, high, kind)

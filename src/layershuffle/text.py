@@ -1,4 +1,4 @@
-"""Words for people: the nearest spelling, shortened lists, one-line errors, tables."""
+"""Text for users: the nearest spelling, shortened lists, one-line errors, tables."""
 
 from __future__ import annotations
 

@@ -12,8 +12,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
+from layershuffle.analysis.results import (
+    SCHEMA,
+    SUMMARY,
+    check_replaceable,
+    read_analysis,
+    table_from,
+    table_text,
+)
 from layershuffle.analysis.settings import AnalysisSettings
 from layershuffle.errors import UsageError
 from layershuffle.text import did_you_mean
@@ -21,7 +29,7 @@ from layershuffle.text import did_you_mean
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from layershuffle.analysis.results import Facts, Measured, Result, Tables
+    from layershuffle.analysis.results import Facts, Measured, Tables
     from layershuffle.analysis.subject import Subject
 
 __all__ = ["ANALYSES", "AnalysisSettings", "draw", "find_analysis", "read_analysis", "run_analysis"]
@@ -110,46 +118,24 @@ def run_analysis(
     settings, facts). `progress` is called with a sentence at every stage. Raises `DoesNotApply` (a
     `UsageError`) for a model that the question does not apply to, and as `load` and `open_data` do.
     """
-    from layershuffle.analysis.results import check_replaceable
     from layershuffle.analysis.subject import open_subject
+    from layershuffle.files import staged_directory
 
     analysis = find_analysis(name)
     check_replaceable(out)
     subject = open_subject(
         model_spec, data_spec, settings=settings, progress=progress or (lambda _: None)
     )
-    measured = analysis.load().measure(subject)
-    _write(name, measured, settings=settings, out=out)
-
-
-def read_analysis(out: Path) -> Result:
-    """The analysis in that directory. Raises `UsageError` if there is none."""
-    from layershuffle.analysis.results import read_analysis as read
-
-    return read(out)
-
-
-def draw(name: str, tables: Tables) -> dict[str, bytes]:
-    """The figures of an analysis from its tables alone: file name -> SVG."""
-    from layershuffle.plotting import figure_bytes
-
-    figures = find_analysis(name).load().figures(tables)
-    return {f"{stem}.svg": figure_bytes(figure, "svg") for stem, figure in figures.items()}
-
-
-def _write(name: str, measured: Measured, *, settings: AnalysisSettings, out: Path) -> None:
-    from layershuffle.analysis.results import SCHEMA, SUMMARY, table_from, table_text
-    from layershuffle.files import staged_directory
-
-    analysis = ANALYSES[name]
+    module = analysis.load()
+    measured = module.measure(subject)
     texts = {f"{stem}.csv": table_text(table) for stem, table in measured.tables.items()}
     # Drawn from what is written, so that a redrawn figure is the same file.
     pictures = draw(name, {file[:-4]: table_from(text) for file, text in texts.items()})
-    summary: dict[str, Any] = {
+    summary = {
         "schema": SCHEMA,
         "name": name,
         "title": analysis.title,
-        "paragraph": analysis.load().finding(measured.facts),  # named as in older files
+        "paragraph": module.finding(measured.facts),  # named as in older files
         "files": sorted([*texts, *pictures]),
         "settings": settings.model_dump(mode="json"),
         "facts": measured.facts,
@@ -161,3 +147,11 @@ def _write(name: str, measured: Measured, *, settings: AnalysisSettings, out: Pa
             (stage / file).write_bytes(picture)
         text = json.dumps(summary, indent=2, allow_nan=False) + "\n"
         (stage / SUMMARY).write_text(text, encoding="utf-8")
+
+
+def draw(name: str, tables: Tables) -> dict[str, bytes]:
+    """The figures of an analysis from its tables alone: file name -> SVG."""
+    from layershuffle.plotting import figure_bytes
+
+    figures = find_analysis(name).load().figures(tables)
+    return {f"{stem}.svg": figure_bytes(figure, "svg") for stem, figure in figures.items()}

@@ -75,9 +75,11 @@ class AttentionWatch(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._step is None:
             out = func(*args, **kwargs)
+            # Outside the blocks: the patch embedding is the last convolution before them.
             if func is F.conv2d:
                 self.grid = (out.shape[-2], out.shape[-1])
             return out
+        # timm, transformers and torchvision all end in one of these two functions.
         if func is F.scaled_dot_product_attention:
             given = {**dict(zip(_SDPA, args, strict=False)), **kwargs}
             self.seen.append(Attention(self._step, _weights(given)))

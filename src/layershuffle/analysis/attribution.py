@@ -73,6 +73,7 @@ class _FrozenScale(TorchFunctionMode):
         floor = torch.finfo(input.dtype).eps if eps is None else eps
         scale = torch.rsqrt(out.square().mean(dims, keepdim=True) + floor).detach()
         self.scales.append(scale)
+        # The replay runs the same norms in the same order, so scales pair up by counting.
         out = out * next(self._given, scale)
         out = out if weight is None else out * weight
         return out if bias is None else out + bias
@@ -145,6 +146,8 @@ def _head(
     subject: Subject, images: Tensor, labels: Tensor, state: Tensor, *, mode: _FrozenScale
 ) -> Tensor:
     """Centred logits `[batch]` when the blocks leave `state` behind."""
+    # The host's own forward, with the blocks replaced by their final state: pooling, norm and head
+    # are then whatever this host has.
     with walking(subject.model, lambda _call, _initial: state), mode:
         return _centred(subject.logits(images), labels)
 
@@ -154,6 +157,7 @@ def _centred(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _check_sum(split: Split) -> None:
+    # Relative to the largest part: large parts that cancel leave rounding errors of their own size.
     total = torch.stack([split.stem, split.constant, *split.blocks]).sum(0)
     error = float((total - split.logit).abs().max())
     largest = max(float(part.abs().max()) for part in (split.logit, split.stem, *split.blocks))

@@ -16,6 +16,7 @@ def balanced_order(depth: int, index: int, *, seed: int) -> ExecutionOrder:
     """Order number `index` of an endless sequence; each `depth` of them make one Latin square."""
     square, row = divmod(index, depth)
     blocks = Stream(seed, square).shuffled(range(depth))
+    # 0, 1, depth - 1, 2, depth - 2, ...: neighbours differ by every distance once.
     zigzag = ((k + 1) // 2 if k % 2 else depth - k // 2 for k in range(depth))
     return ExecutionOrder(tuple(blocks[(step + row) % depth] for step in zigzag), depth)
 

@@ -56,19 +56,23 @@ def measure(subject: Subject) -> Measured:
                 [order, *(without(order, position) for position in range(depth))]
                 for order in batch.orders
             ]
+            # An order and its variants share their beginnings: about half of all block runs.
             trie = build_trie([order for group in variants for order in group])
             executions += block_executions(trie)
             naive += sum(len(order) for group in variants for order in group)
             scores = _scores(subject, batch, trie)
             for number, order in enumerate(batch.orders):
                 first = number * (depth + 1)
-                loss, right = scores[first]
+                loss_whole, right_whole = scores[first]
                 for position, block in enumerate(order):
                     less_loss, less_right = scores[first + 1 + position]
-                    loss_changes.add(block, position, total=less_loss - loss, count=count)
-                    top1_changes.add(block, position, total=100 * (less_right - right), count=count)
-                whole_loss, whole_right = whole_loss + loss, whole_right + 100 * right
+                    loss_changes.add(block, position, total=less_loss - loss_whole, count=count)
+                    top1_changes.add(
+                        block, position, total=100 * (less_right - right_whole), count=count
+                    )
+                whole_loss, whole_right = whole_loss + loss_whole, whole_right + 100 * right_whole
                 runs += count
+    # Positive: the answer is worse without the block.
     loss, top1 = loss_changes.mean(), top1_changes.mean()
     worst_block, worst_position = np.unravel_index(int(loss.argmax()), loss.shape)
     facts = {
@@ -98,6 +102,7 @@ def _scores(subject: Subject, batch: Batch, trie: Node) -> dict[int, tuple[float
     scores = {}
     results = forward_trie(subject.model, batch.images, trie=trie, forward=subject.logits)
     for indices, logits in results:
+        # In float64, because a change is a small difference of two large sums.
         loss = float(F.cross_entropy(logits.double(), batch.labels, reduction="sum"))
         right = float((logits.argmax(1) == batch.labels).sum())
         scores.update(dict.fromkeys(indices, (loss, right)))

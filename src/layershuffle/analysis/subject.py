@@ -98,6 +98,7 @@ class Subject:
     def _split(self, name: str) -> Split:
         if name == "test":
             return self.data.splits[name]
+        # Opened only when asked for: most questions need no training images.
         split = _open(self.data.spec, self.model, self.settings, train=True).splits[name]
         if split.size is None:
             return split
@@ -105,7 +106,7 @@ class Subject:
 
     def _loader(self, split: Split) -> Iterator[tuple[Tensor, Tensor]]:
         """DeviceBatches up to the wanted number of images, which a stream does not know of."""
-        left = self.settings.images
+        left = self.settings.images  # the last batch is cut, so that every image counts once
         for images, labels in DeviceBatches(
             split,
             self.data.finish,

@@ -164,6 +164,7 @@ def _early(vectors: Array, positions: Array, near: Array) -> tuple[float, float]
     depth = int(positions.max()) + 1
     if depth < 4 or len(np.unique(positions)) < depth:
         return float("nan"), float("nan")
+    # Centroids in float64: the gap between two of them may be small beside their norms.
     centres = np.stack([vectors[positions == k].mean(0, dtype="f8") for k in range(depth)])
     gaps = np.linalg.norm(np.diff(centres, axis=0), axis=1)
     cut = int(gaps[:2].argmax())

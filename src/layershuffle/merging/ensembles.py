@@ -110,10 +110,12 @@ class _Pass:
 
     def at(self, batch: int) -> tuple[ExecutionOrder, ...]:
         """The order of every member for batch number `batch`."""
+        # As in `evaluate`, so that the members of an ensemble run in the orders of single models.
         step, micro = (batch, self.index) if self.per_batch else (self.index, 0)
         return tuple(
             self.mode.policy().draw(
                 depth, seed=self.seed, step=step, micro_batch=micro,
+                # The stream's rank, which otherwise tells processes apart, tells members apart.
                 rank=member if self.orders == "independent" else 0,
             )
             for member, depth in enumerate(self.depths)
@@ -148,6 +150,7 @@ def combined(logits: Tensor, combine: Combine) -> Tensor:
     """
     if combine == "logits":
         return logits.mean(dim=0)
+    # logsumexp, because the exponentials of large negative logits underflow.
     return logits.log_softmax(dim=-1).logsumexp(dim=0) - math.log(len(logits))
 
 
@@ -157,6 +160,7 @@ def _score(run: _Pass, tally: Tally) -> EnsembleScore:
     return EnsembleScore(
         mode=run.mode,
         index=run.index,
+        # One order for the whole ensemble only where all members run in it.
         order=orders[0] if shared and not run.per_batch else None,
         images=tally.images,
         top1=tally.top1,

@@ -82,6 +82,7 @@ class MergeGroup:
 
     def _frame(self, stem: Source, head: Source) -> nn.Module:
         """A host with that stem and head, whatever its blocks; made once."""
+        # A donor's own ends need no copy of anything: `_with_blocks` leaves the donor as it is.
         if stem == head and isinstance(stem, int):
             return self._hosts[stem]
         if (stem, head) not in self._frames:
@@ -196,6 +197,7 @@ def averaged(tensors: Sequence[Tensor]) -> Tensor:
     first = tensors[0]
     if not first.is_floating_point():
         return first
+    # In float64 and in the order given: the same donors make the same bits on every machine.
     total = torch.zeros_like(first, dtype=torch.float64)
     for tensor in tensors:
         total += tensor.detach()

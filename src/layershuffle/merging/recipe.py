@@ -122,6 +122,7 @@ def merge_recipe(recipe: MergeRecipe, out: Path) -> dict[str, Any]:
         recipe.models, base=recipe.base, needs_base="base" in (recipe.stem, recipe.head),
         mixed=recipe.mixed,
     )  # fmt: skip
+    # The plan needs the depth, and so the donors: a recipe does not say how many blocks they have.
     plan = recipe.plan(group.depth)
     record = group.record(plan)
     merge = record["provenance"]["merge"]
@@ -144,6 +145,7 @@ def file_digests(spec: str) -> dict[str, str]:
     if parsed.scheme == "bundled":
         place = Path(str(resources.files("layershuffle").joinpath("assets", parsed.place)))
     elif parsed.scheme == "dir":
+        # What `fit` writes has the model one level below its checkpoints.
         given = Path(parsed.place).expanduser()
         place = given if (given / METADATA_FILE).is_file() else given / "model"
     else:

@@ -44,6 +44,7 @@ def group_rows(rows: Iterable[MergingRow]) -> dict[tuple[Kind, str, str], list[M
     """Rows by (kind, name, ends): single models and merges together, soups and ensembles apart."""
     groups: dict[tuple[Kind, str, str], list[MergingRow]] = {}
     for row in rows:
+        # Donors differ in their names and belong together; soups and ensembles are named variants.
         name = row.name if row.kind in ("soup", "ensemble") else ""
         groups.setdefault((row.kind, name, row.ends), []).append(row)
     return groups

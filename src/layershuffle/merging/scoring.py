@@ -229,6 +229,7 @@ class MergeScorer:
                 draw="batch" if settings.draw == "batch" else "pass", variants=self.variants,
             )
         )  # fmt: skip
+        # In sequential order "independent" would name the same scores once more.
         orders = settings.ensemble_orders if self.mode.is_drawn else "same"
         everyone = _numbers(range(len(donors)))
         for index, (variant, scores) in enumerate(results.items()):
@@ -250,6 +251,7 @@ class MergeScorer:
         scored = model
         if self.stand_in is not None:
             scored = self.stand_in
+            # Copying rounds to the stand-in's dtype; the graphs of its blocks stay valid.
             scored.load_state_dict(model.state_dict())
         number = self.draws if draws is None else draws
         scores = self.compiler.run(
@@ -324,6 +326,7 @@ def _open(
     group: MergeGroup, data: str, *, settings: MergingSettings | EnsembleSettings, holdout: bool
 ) -> ImageData:
     first = group.donors[0]
+    # The share that was held out in training, so that the greedy soup sees images of no step.
     trained = trained_with(host_of(first))
     options = DataOptions(
         train=holdout,
@@ -342,6 +345,7 @@ def _open(
 def _batches(data: ImageData, name: str, batch_size: int) -> DeviceBatches:
     """Batches of a split where the models are; kept on the GPU if they fit, else up to 1 GiB."""
     split, view = data.splits[name], data.finish.view
+    # Every model is scored on the same images: what fits is decoded once and kept.
     size = math.inf if split.size is None else split.size * view.channels * math.prod(view.size)
     return DeviceBatches(
         split,
