@@ -49,7 +49,7 @@ class EvalCommand(Command):
 def _report(evaluation: Evaluation, settings: EvalSettings, *, model: str) -> dict[str, Any]:
     from layershuffle.machine import hardware, versions
 
-    groups: dict[str, list[Score]] = {}
+    groups: dict[str, list[Score]] = {}  # in the order in which the modes were named
     for score in evaluation.scores:
         groups.setdefault(score.label, []).append(score)
     return {
@@ -76,6 +76,7 @@ def _mode_report(name: str, scores: Sequence[Score]) -> dict[str, Any]:
         **estimates(scores),
         "scores": [
             {
+                # With an order per batch there is no single one; such passes list batch_orders.
                 "order": None if score.order is None else str(score.order),
                 "batch_orders": [str(order) for order in score.batch_orders],
                 "top1": score.top1,

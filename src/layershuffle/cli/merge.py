@@ -30,6 +30,7 @@ class MergeCommand(Command):
     them beside their donors, soups and ensembles.
     """
 
+    # tyro cannot ask for one form or the other: what a form needs is checked in `run`.
     models: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="MODEL...")] = ()
     """The recipe, a YAML file; or with --random the donors: directories of fits or model specs."""
     out: Path | None = None
@@ -138,6 +139,7 @@ def _merging_text(report: dict[str, Any]) -> str:
     rows = []
     for group in report["groups"]:
         top1 = group["top1"]
+        # Of a single model only its orders can differ, as the legend below the table says.
         spread = top1["sd_models"] if top1["models"] > 1 else top1["sd_orders"]
         rows.append(
             (
