@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from layershuffle.swarm.messages import Answer
+from layershuffle.swarm.messages import Answer, Packet
 from layershuffle.swarm.program import Block
-from layershuffle.swarm.wire import Packet
 
 PATIENCE = 8
 """Turns after which the oldest visit goes first, however few others need its block."""

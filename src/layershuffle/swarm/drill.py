@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from layershuffle.swarm.calibration import Calibration, expected_over
-from layershuffle.swarm.faults import Fault
+from layershuffle.swarm.chaos import Fault
 from layershuffle.swarm.plan import SwarmPlan
 from layershuffle.swarm.policy import Routing
 
@@ -24,7 +24,7 @@ Ended = Literal["answered", "degraded", "failed", "late"]
 class Engine(Protocol):
     """What can be done to the hosts of a running swarm."""
 
-    async def happen(self, fault: Fault) -> None:
+    async def inject(self, fault: Fault) -> None:
         """Make the fault happen. Raises `LayerShuffleError` where the engine cannot."""
 
 
@@ -89,7 +89,7 @@ async def run_drill(
     async def happened(fault: Fault) -> None:
         assert engine is not None, "faults need an engine"
         begun = time.perf_counter()
-        await engine.happen(fault)
+        await engine.inject(fault)
         drill.fired.append((fault, time.perf_counter() - begun))
 
     workers = [asyncio.ensure_future(work()) for _ in range(concurrency)]

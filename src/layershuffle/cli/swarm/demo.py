@@ -68,8 +68,8 @@ async def _demo(options: Options) -> None:
 async def _show(service: Service, images: Any, options: Options) -> None:
     """The phases, each a line of the table."""
     from layershuffle.swarm.asking import asker, client_inside
+    from layershuffle.swarm.chaos import crashes
     from layershuffle.swarm.drill import run_drill
-    from layershuffle.swarm.faults import crashes
 
     faults = crashes(
         list(service.plan.hosts), share=1 / 3, requests=options.requests, seed=options.seed

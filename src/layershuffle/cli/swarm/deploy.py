@@ -99,10 +99,10 @@ async def _serve(
     state = state_directory(options.state)
     token = options.token or default_token()
     with joined_ray(options.address, token=token, tls=tls_of(options)) as ray:
-        places = RayHosts(ray, limits=plan.limits, threads=options.threads)
+        backend = RayHosts(ray, limits=plan.limits, threads=options.threads)
         print(f"Waiting for {len(plan.hosts)} hosts ...", flush=True)
         async with running_service(
-            plan, cargo, places=places, transport=places.transport, within=options.wait
+            plan, cargo, backend=backend, ray=ray, within=options.wait
         ) as service:
             await serve_service(
                 service,

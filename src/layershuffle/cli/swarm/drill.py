@@ -14,7 +14,7 @@ from layershuffle.cli.parsing import parse
 from layershuffle.cli.swarm.serving import require_extra
 from layershuffle.cli.swarm.status import Gateway, client_options
 from layershuffle.errors import LayerShuffleError, UsageError
-from layershuffle.swarm.faults import KINDS, Fault, Kind, crashes, rehearsal
+from layershuffle.swarm.chaos import KINDS, Fault, Kind, crashes, one_of_each_fault
 from layershuffle.swarm.policy import Routing
 
 if TYPE_CHECKING:
@@ -77,7 +77,9 @@ def faults_of(hosts: Sequence[str], options: Options) -> tuple[Fault, ...]:
     """The failures that the flags ask for."""
     if options.kill is not None:
         return crashes(hosts, share=options.kill, requests=options.requests, seed=options.seed)
-    return rehearsal(hosts, requests=options.requests, seed=options.seed, kinds=options.kinds)
+    return one_of_each_fault(
+        hosts, requests=options.requests, seed=options.seed, kinds=options.kinds
+    )
 
 
 async def _drill(plan: SwarmPlan, operator: Operator, options: Options) -> int:
@@ -136,7 +138,7 @@ class _Remote:
         self._hit: set[str] = set()
         self._order: asyncio.Future[None] | None = None
 
-    async def happen(self, fault: Fault) -> None:
+    async def inject(self, fault: Fault) -> None:
         """Make the fault happen; a rejoin is over when the host is healthy."""
         self._hit.add(fault.host)
         self._order = asyncio.ensure_future(self._ordered(fault.host, fault.kind))

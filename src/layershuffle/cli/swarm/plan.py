@@ -9,9 +9,9 @@ from pathlib import Path
 import tyro
 
 from layershuffle.cli.parsing import parse
+from layershuffle.swarm.messages import Wire
 from layershuffle.swarm.plan import DEFAULT_MODEL
 from layershuffle.swarm.planning.problem import Objective
-from layershuffle.swarm.wire import Wire
 
 _ABOUT = (
     "Find which host is to hold which blocks of a model, and what to expect of it, beside the same "

@@ -146,7 +146,7 @@ async def serve_service(
         calibration=service.calibration,
         keys=keys,
         model=service.plan.model,
-        strangers=lambda: coordinator.strangers,
+        strangers=lambda: coordinator.foreign_blocks,
         watching=lambda: coordinator.watching,
         audits=lambda: (health.audited, health.disagreed),
     )

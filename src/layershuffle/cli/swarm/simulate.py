@@ -53,7 +53,7 @@ def run(argv: Sequence[str]) -> int:
     options = parse(Options, argv, command="swarm simulate PLAN", about=_ABOUT)
     require_extra()
 
-    from layershuffle.swarm.faults import crashes
+    from layershuffle.swarm.chaos import crashes
     from layershuffle.swarm.plan import read_plan
     from layershuffle.swarm.planning import read_hosts
     from layershuffle.swarm.planning.hosts import hosts_of

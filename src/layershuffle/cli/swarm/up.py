@@ -18,9 +18,9 @@ from layershuffle.cli.swarm.serving import (
     serve_service,
     told,
 )
+from layershuffle.swarm.messages import Wire
 from layershuffle.swarm.plan import DEFAULT_MODEL, SwarmPlan, even_plan, read_plan
 from layershuffle.swarm.policy import Routing
-from layershuffle.swarm.wire import Wire
 
 if TYPE_CHECKING:
     import ssl
@@ -99,10 +99,8 @@ async def _up(
     state = state_directory(options.state)
     print(f"Starting {len(plan.hosts)} block hosts ...", flush=True)
     with local_ray(list(plan.hosts), threads=options.threads) as ray:
-        places = RayHosts(ray, limits=plan.limits, threads=options.threads)
-        async with running_service(
-            plan, cargo, places=places, transport=places.transport
-        ) as service:
+        backend = RayHosts(ray, limits=plan.limits, threads=options.threads)
+        async with running_service(plan, cargo, backend=backend, ray=ray) as service:
             await serve_service(
                 service,
                 state=state,

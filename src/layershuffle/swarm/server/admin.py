@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request
 
 from layershuffle.errors import LayerShuffleError, UsageError
-from layershuffle.swarm.faults import Fault, Kind
+from layershuffle.swarm.chaos import Fault, Kind
 from layershuffle.swarm.policy import Routing
 from layershuffle.swarm.service import Service, donor_bundle
 
@@ -93,7 +93,7 @@ def operator_app(service: Service) -> FastAPI:
 
     @app.post("/fault")
     async def fault(order: FaultOrder) -> dict[str, Any]:
-        await coordinator.happen(Fault(0, order.host, order.kind))
+        await service.faults.inject(Fault(0, order.host, order.kind))
         return {}
 
     @app.get("/plan")

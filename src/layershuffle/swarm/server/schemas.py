@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel, Field
 
 from layershuffle.swarm.limits import Limits
-from layershuffle.swarm.messages import Ending, Outcome, Route
+from layershuffle.swarm.messages import Ending, Outcome, Route, Wire
 from layershuffle.swarm.policy import Routing
 from layershuffle.swarm.state import Condition, HostView, Swarm
-from layershuffle.swarm.wire import Wire
 
 if TYPE_CHECKING:
     from torch import Tensor

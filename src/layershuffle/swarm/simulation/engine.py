@@ -13,8 +13,8 @@ import simpy
 
 from layershuffle.errors import UsageError
 from layershuffle.swarm import state
+from layershuffle.swarm.chaos import Fault, check_faults
 from layershuffle.swarm.drill import Ended
-from layershuffle.swarm.faults import Fault, check_faults
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import WHOLE
 from layershuffle.swarm.plan import SwarmPlan

@@ -13,7 +13,7 @@ from typing import Any
 import simpy
 
 from layershuffle.swarm.batching import choose
-from layershuffle.swarm.faults import SLOW_FACTOR
+from layershuffle.swarm.chaos import SLOW_FACTOR
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Outcome, Visit
 from layershuffle.swarm.simulation.scenario import HostTimes, Profile
