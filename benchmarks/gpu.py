@@ -40,7 +40,7 @@ from layershuffle.errors import LayerShuffleError
 from layershuffle.models import logits_of
 from layershuffle.policies import OrderPolicy, Sequential, Shuffled
 from layershuffle.stack import depth_of, running
-from layershuffle.training.rounding import rounded
+from layershuffle.training.weights_cast import weights_cast_to
 
 MOST_SECONDS = 480  # after that no section begins; the longest one takes two minutes
 FULL = Chosen(
@@ -184,7 +184,7 @@ def training_side(
         with (
             running(on.model, drawn.draw(depth, seed=0, step=next(steps))),
             torch.autocast(device, torch.bfloat16, enabled=chosen.precision == "bf16"),
-            rounded(on.model, torch.bfloat16) if pure else nullcontext(),
+            weights_cast_to(on.model, torch.bfloat16) if pure else nullcontext(),
         ):
             logits = logits_of(on.model(images)).float()
         F.cross_entropy(logits, labels).backward()

@@ -17,7 +17,7 @@ from layershuffle.bench.pairs import SMOKE, Bound, Effort, Row, cpu_timed, paire
 from layershuffle.bench.subjects import PICO, WIDTH_64, WIDTH_192, Subject, subject
 from layershuffle.policies import Shuffled
 from layershuffle.stack import depth_of, running
-from layershuffle.training.drawing import Orders, by_row
+from layershuffle.training.order_schedule import OrderSchedule, orders_by_row
 
 GROUPS = (2, 4, 8)
 CASES = {"width 64, batch 64": (WIDTH_64, 64, None), "width 192, batch 32": (WIDTH_192, 32, 1.15)}
@@ -27,11 +27,11 @@ SMOKES = {"smoke": (PICO, 8, None)}
 def training_step(on: Subject, *, groups: int) -> Callable[[], None]:
     """Forward and backward, in new orders each time, as `fit` draws and spreads them."""
     steps = count()
-    orders = Orders(policy=Shuffled(), depth=depth_of(on.model), seed=0, per_batch=groups)
+    orders = OrderSchedule(policy=Shuffled(), depth=depth_of(on.model), seed=0, per_batch=groups)
 
     def step() -> None:
         drawn = orders.draw(step=next(steps), micro_batch=0)
-        with running(on.model, by_row(drawn, len(on.images))):
+        with running(on.model, orders_by_row(drawn, len(on.images))):
             loss = F.cross_entropy(on.model(on.images), on.labels)
         loss.backward()
         on.model.zero_grad()

@@ -1,31 +1,12 @@
-"""Virtual time: an event loop whose clock jumps, so that tests do not feel a busy machine.
-
-Only for work that is all in one event loop: a clock that jumps does not wait for threads. What is
-handed to a thread runs at once, in no time.
-"""
+"""Virtual time for tests: they neither wait nor feel a busy machine."""
 
 import asyncio
-import selectors
+
+from layershuffle.swarm.simulation.clock import VirtualTimeLoop
 
 
-class JumpingLoop(asyncio.SelectorEventLoop):
-    """An event loop whose clock jumps to the next timer instead of waiting for it."""
-
-    def __init__(self):
-        self.now = 0.0
-        loop = self
-
-        class Selector(selectors.SelectSelector):
-            def select(self, timeout=None):
-                assert timeout is not None, "everything waits, and nothing will happen"
-                loop.now += max(0.0, timeout)
-                return super().select(0)
-
-        super().__init__(Selector())
-        self._clock_resolution = 1e-12
-
-    def time(self):
-        return self.now
+class ThreadlessLoop(VirtualTimeLoop):
+    """A loop in virtual time on which work for a thread runs at once, and takes no time."""
 
     def run_in_executor(self, executor, func, *args):
         del executor
@@ -39,7 +20,7 @@ class JumpingLoop(asyncio.SelectorEventLoop):
 
 def run_virtual(work):
     """The result of the coroutine `work`, in virtual time."""
-    with asyncio.Runner(loop_factory=JumpingLoop) as runner:
+    with asyncio.Runner(loop_factory=ThreadlessLoop) as runner:
         return runner.run(work)
 
 

@@ -1,12 +1,10 @@
 """What the docs say is what was measured, and what they show runs."""
 
 import csv
-import dataclasses
 import json
 import re
 import shutil
 import statistics
-from importlib import import_module
 
 import pytest
 import timm
@@ -77,47 +75,6 @@ def test_links_lead_somewhere(repository):
             if "://" not in target and not (page.parent / target).exists():
                 broken.append(f"{page.name}: {target}")
     assert broken == []
-
-
-def swarm_options():
-    """The flags of `layershuffle swarm ...` and `classify`."""
-    from layershuffle.cli.swarm_command import WORDS
-
-    modules = [f"swarm.{word}" for word in WORDS] + ["classify_command"]
-    return [import_module(f"layershuffle.cli.{module}").Options for module in modules]
-
-
-def test_settings_named_in_the_docs_exist(repository):
-    """Every --flag in the pages of commands is one that `--help` knows."""
-    from layershuffle.analysis.settings import AnalysisSettings
-    from layershuffle.bench.settings import BenchSettings
-    from layershuffle.merging.settings import EnsembleSettings, MergingSettings
-    from layershuffle.settings import CacheSettings, EvalSettings, FitSettings
-
-    own = {
-        "out",
-        "recipe",
-        "debug",
-        "json",
-        "order",
-        "data",
-        "workers",
-        "dry-run",
-        "only",
-        "ray",
-        "help",
-    }
-    own |= {"random", "mode", "base", "no-soups"}
-    own |= {"list", "verify"}
-    kinds = (FitSettings, EvalSettings, MergingSettings, EnsembleSettings, AnalysisSettings)
-    kinds += (CacheSettings, BenchSettings)
-    fields = {name for kind in kinds for name in kind.model_fields}
-    fields |= {one.name for kind in swarm_options() for one in dataclasses.fields(kind)}
-    known = own | {name.replace("_", "-") for name in fields}
-    pages = [repository / "README.md", repository / "docs" / "swarm.md"]
-    pages += sorted((repository / "docs" / "commands").glob("*.md"))
-    named = {flag for page in pages for flag in re.findall(r"--([a-z][a-z-]+)", page.read_text())}
-    assert named - known == set()
 
 
 def test_the_readme_loop_runs(repository, tmp_path, monkeypatch):

@@ -4,8 +4,7 @@ import pytest
 
 from layershuffle.errors import UsageError
 from layershuffle.modes import Mode, parse_modes
-from layershuffle.orders import ExecutionOrder
-from layershuffle.policies import Fixed, Kept, Sequential, Shuffled
+from layershuffle.policies import Kept, Sequential, Shuffled
 
 
 @pytest.mark.parametrize(
@@ -35,14 +34,6 @@ def test_words(text, mode, policy, drawn):
     assert mode.is_drawn is drawn
     assert mode.draws(7) == (7 if drawn else 1)
     assert parse_modes(str(mode)) == (mode,)
-
-
-def test_a_fixed_order_is_one_order():
-    order = ExecutionOrder((2, 0, 1), 3)
-    mode = Mode(order="arbitrary", fixed=order)
-    assert mode.policy() == Fixed(order)
-    assert not mode.is_drawn
-    assert str(mode) == "order:2,0,1"
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from layershuffle.errors import LayerShuffleError as LayerShuffleError
     from layershuffle.evaluation import evaluate as evaluate
     from layershuffle.merging.ensembles import evaluate_ensemble as evaluate_ensemble
-    from layershuffle.merging.family import Family as Family
-    from layershuffle.merging.family import merge as merge
+    from layershuffle.merging.group import Family as Family
+    from layershuffle.merging.group import MergeGroup as MergeGroup
+    from layershuffle.merging.group import merge as merge
     from layershuffle.merging.plans import MergePlan as MergePlan
     from layershuffle.merging.plans import sample_plans as sample_plans
     from layershuffle.merging.soups import greedy_soup as greedy_soup
@@ -61,8 +62,9 @@ _HOME = {
     "evaluate": "evaluation",
     "MergePlan": "merging.plans",
     "sample_plans": "merging.plans",
-    "Family": "merging.family",
-    "merge": "merging.family",
+    "MergeGroup": "merging.group",
+    "Family": "merging.group",
+    "merge": "merging.group",
     "uniform_soup": "merging.soups",
     "greedy_soup": "merging.soups",
     "evaluate_ensemble": "merging.ensembles",

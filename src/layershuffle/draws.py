@@ -32,6 +32,7 @@ class Stream:
 
     def below(self, n: int) -> int:
         """A uniform integer in [0, n)."""
+        # Words above the last multiple of n are thrown away: `% n` alone would favour small ones.
         limit = _WORD_RANGE - _WORD_RANGE % n
         return next(word for word in self._words if word < limit) % n
 

@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import os
 import re
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
 
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from layershuffle.errors import LayerShuffleError
@@ -47,7 +45,7 @@ def write_text(path: Path, text: str) -> None:
 def write_bytes(path: Path, content: bytes, *, private: bool = False) -> None:
     """Replace `path` in one step. Raises `LayerShuffleError` if it cannot be written.
 
-    `private`: no other user may read it, at no moment.
+    `private`: no other user may read the file at any moment.
     """
     stage = path.with_name(f"{_STAGE_PREFIX}{os.getpid()}-{path.name}")
     with explained(path):
@@ -60,7 +58,7 @@ def write_bytes(path: Path, content: bytes, *, private: bool = False) -> None:
 
 
 def _private_opener(path: str, flags: int) -> int:
-    Path(path).unlink(missing_ok=True)  # what a killed process of this number left
+    Path(path).unlink(missing_ok=True)  # a killed process with the same number may have left it
     return os.open(path, flags | os.O_EXCL, 0o600)
 
 
@@ -95,33 +93,26 @@ def remove_stale_stages(directory: Path) -> None:
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Keep other processes of ours out of `directory`; the lock goes with the process.
+    """Keep other processes of this package out of `directory`; a killed process frees the lock.
 
-    Waits a while for a process that is on its way out (it saves a checkpoint first), then raises
-    `LayerShuffleError`.
+    Waits up to 90 seconds for a process that is about to end (it saves a checkpoint first), then
+    raises `LayerShuffleError`.
     """
+    lock = FileLock(directory / ".lock", timeout=_LOCK_SECONDS, poll_interval=_LOCK_POLL_SECONDS)
     with explained(directory):
         directory.mkdir(parents=True, exist_ok=True)
-        file = (directory / ".lock").open("w", encoding="utf-8")
-    with file:
-        deadline = time.monotonic() + _LOCK_SECONDS
-        while not _try_lock(file):
-            if time.monotonic() > deadline:
-                raise LayerShuffleError(
-                    "Another process is working in this directory",
-                    place=directory,
-                    hint="wait for it or end it, or choose another --out",
-                )
-            time.sleep(_LOCK_POLL_SECONDS)
-        yield
-
-
-def _try_lock(file: TextIO) -> bool:
+        try:
+            lock.acquire()
+        except Timeout as error:
+            raise LayerShuffleError(
+                "Another process is working in this directory",
+                place=directory,
+                hint="wait for it or end it, or choose another --out",
+            ) from error
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+        yield
+    finally:
+        lock.release()
 
 
 @contextmanager
@@ -142,10 +133,10 @@ def _error_number(error: Exception, place: Path) -> int | None:
     """The system's error number behind what a saver raised."""
     if isinstance(error, OSError):
         return error.errno
-    told = re.search(r"os error (\d+)", str(error))
-    if told is not None:  # safetensors tells it in its text
-        return int(told[1])
-    # torch's saver does not tell: a disk with nothing left explains it.
+    in_text = re.search(r"os error (\d+)", str(error))
+    if in_text is not None:  # safetensors gives the number in its message alone
+        return int(in_text[1])
+    # torch's saver gives no number at all: a disk with nothing left is the likely cause.
     full = shutil.disk_usage(_existing(place)).free <= _NEARLY_FULL_BYTES
     return errno.ENOSPC if full else None
 
@@ -159,22 +150,22 @@ def _replace_directory(stage: Path, final: Path) -> None:
         os.replace(stage, final)
         return
     if _exchange(stage, final):
-        return  # the old one stands where the stage was, and goes with it
-    # Without that system call the old one steps aside first, and is absent for a moment.
+        return  # the old directory is now the stage, which the caller deletes
+    # Without that system call there is a moment in which neither directory has the final name.
     old = Path(tempfile.mkdtemp(prefix=_STAGE_PREFIX, dir=final.parent)) / "old"
     os.replace(final, old)
     os.replace(stage, final)
     shutil.rmtree(old.parent)
 
 
-def _exchange(one: Path, two: Path) -> bool:
+def _exchange(stage: Path, final: Path) -> bool:
     """Swap two directories in one step, where Linux and the file system can."""
     if sys.platform != "linux":
         return False
     renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
     if renameat2 is None:
         return False
-    arguments = (_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(two), _RENAME_EXCHANGE)
+    arguments = (_AT_FDCWD, os.fsencode(stage), _AT_FDCWD, os.fsencode(final), _RENAME_EXCHANGE)
     return bool(renameat2(*arguments) == 0)
 
 

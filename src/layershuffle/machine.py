@@ -21,13 +21,13 @@ _PACKAGES = ("layershuffle", "torch", "torchvision", "timm", "transformers", "ac
 
 def versions() -> dict[str, str]:
     """Installed versions of this package and of those that its numbers depend on."""
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
-            found[package] = version(package)
+            installed[package] = version(package)
         except PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+            installed[package] = "not installed"
+    return installed
 
 
 def hardware(precision: str) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def hardware(precision: str) -> dict[str, Any]:
 
 
 def processor() -> str:
-    """The processor's name, as the system tells it."""
+    """The name of the processor that the operating system reports."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
         for line in cpuinfo.read_text(encoding="utf-8").splitlines():
@@ -63,12 +63,12 @@ def cpu_has_bf16() -> bool:
 
 
 def warn_of_slow_bf16(precision: str, device: str) -> None:
-    """Says that bf16 will be slow, where it is meant for a processor that cannot multiply it."""
+    """Log a warning if `precision` is bf16 and the processor has no bf16 arithmetic."""
     if precision.startswith("bf16") and device == "cpu" and not cpu_has_bf16():
         _log.warning("this processor has no bf16 arithmetic: bf16 will be several times slower")
 
 
-def uploaded(tensor: Tensor, device: torch.device) -> Tensor:
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """`tensor` from the host on `device`, without making the host wait for what runs there."""
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
@@ -77,10 +77,10 @@ def uploaded(tensor: Tensor, device: torch.device) -> Tensor:
 
 @contextmanager
 def torch_threads(number: int | None) -> Iterator[None]:
-    """Inside, torch computes with `number` threads (None: as before); after, as before.
+    """Torch computes with `number` threads inside, and afterwards with as many as before.
 
-    With None it is a guard: numba, for one, resets the thread pool that it shares with torch, and
-    then sums come out in another order and results differ in their last bits.
+    `None` keeps the number and only restores it: numba, for one, resets the thread pool that it
+    shares with torch; then sums run in another order and results differ in their last bits.
     """
     import torch
 

@@ -1,7 +1,7 @@
-"""Evaluation modes: which orders a score is about. Plain data, no torch.
+"""Evaluation modes: the set of orders that a score is about. Plain data, no torch.
 
 Written `sequential`, `arbitrary`, `kept:9` (9 blocks, ascending), `kept:9:arbitrary`,
-`kept:9:sequential:spaced` (choices: random, spaced, first, last), or `order:3,0,2`.
+`kept:9:sequential:spaced` (choices: random, spaced, first, last).
 """
 
 from __future__ import annotations
@@ -10,25 +10,21 @@ from dataclasses import dataclass
 from typing import cast
 
 from layershuffle.errors import UsageError
-from layershuffle.orders import ExecutionOrder
-from layershuffle.policies import Choice, Fixed, Kept, OrderMode, OrderPolicy, Sequential, Shuffled
+from layershuffle.policies import Choice, Kept, OrderMode, OrderPolicy, Sequential, Shuffled
 
 _FORMS = "sequential, arbitrary, kept:9, kept:9:arbitrary, kept:9:sequential:spaced"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mode:
-    """`order` as in the paper's tables; `kept=None` keeps all; `fixed` is one given order."""
+    """`order` as in the paper's tables; `kept=None` runs all blocks."""
 
     order: OrderMode
     kept: int | None = None
     choose: Choice = "random"
-    fixed: ExecutionOrder | None = None
 
     def policy(self) -> OrderPolicy:
         """What draws this mode's orders."""
-        if self.fixed is not None:
-            return Fixed(self.fixed)
         if self.kept is not None:
             return Kept(self.kept, order=self.order, choose=self.choose)
         return Sequential() if self.order == "sequential" else Shuffled()
@@ -36,8 +32,7 @@ class Mode:
     @property
     def is_drawn(self) -> bool:
         """More than one order belongs to the mode."""
-        if self.fixed is not None:
-            return False
+        # "spaced", "first" and "last" name their blocks: ascending they make a single order.
         return self.order == "arbitrary" or (self.kept is not None and self.choose == "random")
 
     def draws(self, num_orders: int) -> int:
@@ -45,8 +40,6 @@ class Mode:
         return num_orders if self.is_drawn else 1
 
     def __str__(self) -> str:
-        if self.fixed is not None:
-            return f"order:{self.fixed}"
         if self.kept is None:
             return self.order
         tail = "" if self.choose == "random" else f":{self.choose}"
@@ -69,5 +62,5 @@ def _parse_mode(word: str) -> Mode:
         raise UsageError(f"{word!r} is not an evaluation mode", hint=f"modes are {_FORMS}")
     order, choose = [*options[1:], *("sequential", "random")[len(options) - 1 :]]
     # Kept itself checks the words, so that there is one list of them.
-    kept = Kept(int(options[0]), order=cast(OrderMode, order), choose=cast(Choice, choose))
-    return Mode(order=kept.order, kept=kept.k, choose=kept.choose)
+    policy = Kept(int(options[0]), order=cast(OrderMode, order), choose=cast(Choice, choose))
+    return Mode(order=policy.order, kept=policy.k, choose=policy.choose)

@@ -28,6 +28,7 @@ class ExecutionOrder:
     depth: int
 
     def __post_init__(self) -> None:
+        # Frozen and with slots: the one way to normalise a field.
         object.__setattr__(self, "blocks", tuple(map(_plain_integer, self.blocks)))
         _check_depth(self.depth)
         if not self.blocks:
@@ -123,6 +124,7 @@ class ExecutionOrder:
         `kendall_distance`.
         """
         pairs = len(self.blocks) * (len(self.blocks) - 1) // 2
+        # Kendall's tau counts concordant less discordant pairs; there are no ties in an order.
         return 1.0 - 2.0 * self.kendall_distance() / pairs if pairs else 1.0
 
     def __str__(self) -> str:
@@ -190,4 +192,5 @@ def _plain_integer(value: Any) -> Any:
 
 
 def _is_int(value: object) -> bool:
+    # True and False are integers in Python, and no block ids.
     return isinstance(value, int) and not isinstance(value, bool)

@@ -1,4 +1,4 @@
-"""Words for people: the nearest spelling, shortened lists, one-line errors, tables."""
+"""Text for users: the nearest spelling, shortened lists, one-line errors, tables."""
 
 from __future__ import annotations
 
@@ -37,6 +37,12 @@ def one_line(error: object, *, limit: int = 300) -> str:
     error without a message is named by its type.
     """
     return " ".join(str(error).split())[:limit] or type(error).__name__
+
+
+def listing(rows: Sequence[tuple[str, str]]) -> str:
+    """Names and what they mean, one pair per line, the meanings aligned to the left."""
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"  {name:<{width}}  {meaning}" for name, meaning in rows)
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, width: int = TABLE_WIDTH) -> str:

@@ -21,11 +21,11 @@ from layershuffle.bench.reading import Again, bench_input, steady
 from layershuffle.bench.report import Conditions, report_text, throughput
 from layershuffle.bench.settings import KINDS, BenchSettings
 from layershuffle.bench.subjects import PICO, WIDTH_64, random_spec, subject
-from layershuffle.bench.training import TimedTrainer
-from layershuffle.cli.bench_command import run
+from layershuffle.cli import main
 from layershuffle.errors import TrainingError, UsageError
 from layershuffle.models import image_view
 from layershuffle.stack import running, with_hooks
+from layershuffle.training.state import TrainState
 
 # torch's own, while it traces.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -75,14 +75,14 @@ def test_what_fell_back_is_marked_eager(caplog):
 
 
 def test_a_batch_that_does_not_fit_names_one_that_does(monkeypatch):
-    whole = TimedTrainer.loss_and_logits
+    whole = TrainState.loss_and_logits
 
-    def small_memory(self, model, inputs):
-        if len(inputs["labels"]) > 3:
+    def small_memory(self, model, *, images, labels):
+        if len(labels) > 3:
             raise torch.OutOfMemoryError("out of memory")
-        return whole(self, model, inputs)
+        return whole(self, model, images=images, labels=labels)
 
-    monkeypatch.setattr(TimedTrainer, "loss_and_logits", small_memory)
+    monkeypatch.setattr(TrainState, "loss_and_logits", small_memory)
     with pytest.raises(TrainingError, match=r"A step of 8 images .* is 2\. Next: --batch 2"):
         bench("train", batch=8)
 
@@ -91,14 +91,14 @@ def test_a_batch_that_does_not_fit_names_one_that_does(monkeypatch):
 def test_what_fits_leaves_room_for_the_moments_of_adam(steps_before, copies, monkeypatch):
     """Both of them are missing until the first step is done."""
     reserved, held = [], []
-    whole, empty_like = TimedTrainer.training_step, torch.empty_like
+    whole, empty_like = TrainState.loss_and_logits, torch.empty_like
 
-    def training_step(self, *args):
-        if self.state.global_step == steps_before:
-            # Only now: before the first step the run rehearses its own batch.
-            monkeypatch.setattr("layershuffle.training.rehearsal.rehearse", rehearse)
+    def loss_and_logits(self, *args, **kwargs):
+        if self.step == steps_before:
+            # Only now: before the first step the run tries a forward of its own batch.
+            monkeypatch.setattr("layershuffle.training.warmup.try_forward", try_forward)
             raise torch.OutOfMemoryError("out of memory")
-        return whole(self, *args)
+        return whole(self, *args, **kwargs)
 
     def noted(tensor, **kwargs):
         made = empty_like(tensor, **kwargs)
@@ -106,13 +106,13 @@ def test_what_fits_leaves_room_for_the_moments_of_adam(steps_before, copies, mon
             reserved.append(weakref.ref(made))
         return made
 
-    def rehearse(trainer, size):
-        parameters = len(list(trainer.model.parameters()))
+    def try_forward(state, size):
+        parameters = len(list(state.model.parameters()))
         held.append((size, sum(one() is not None for one in reserved) / parameters))
         if size > 2:
             raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(TimedTrainer, "training_step", training_step)
+    monkeypatch.setattr(TrainState, "loss_and_logits", loss_and_logits)
     monkeypatch.setattr(torch, "empty_like", noted)
     with pytest.raises(TrainingError, match=r"is 2\. Next: --batch 2"):
         bench("train", batch=8)
@@ -130,14 +130,14 @@ def test_counting_of_syncs_ends_with_the_step_that_fails(monkeypatch):
         finally:
             ended.append(device)
 
-    def fails(self, *args):
-        if self.state.global_step == WARM_UP + 1:
+    def fails(self, *args, **kwargs):
+        if self.step == WARM_UP + 1:
             raise FloatingPointError("no number")
-        return whole(self, *args)
+        return whole(self, *args, **kwargs)
 
-    whole = TimedTrainer.training_step
+    whole = TrainState.loss_and_logits
     monkeypatch.setattr(Syncs, "counted", counted)
-    monkeypatch.setattr(TimedTrainer, "training_step", fails)
+    monkeypatch.setattr(TrainState, "loss_and_logits", fails)
     with pytest.raises(FloatingPointError):
         bench("train")
     assert ended == ["cpu"]
@@ -308,14 +308,15 @@ def test_choices():
 
 
 def test_the_command(capsys):
-    assert run(["merge", "--model", PICO, "--batch", "1", "--device", "cpu", "--json"]) == 0
+    words = ["bench", "merge", "--model", PICO, "--batch", "1", "--device", "cpu", "--json"]
+    assert main(words) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["conditions"]["batch"] == 1
     assert report["conditions"]["hardware"]["processor"]
-    for words in (["trian"], []):
-        with pytest.raises(UsageError, match="bench measures train, eval") as caught:
-            run(words)
-    assert "--help" in caught.value.hint
+    assert main(["bench", "trian"]) == 2
+    error = capsys.readouterr().err
+    assert "bench measures train, eval" in error
+    assert "did you mean 'train'?" in error
     assert set(BENCHES) == set(KINDS)
 
 

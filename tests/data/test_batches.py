@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from layershuffle.data import ImageView, Split
-from layershuffle.data.batches import GPU_SHARE, Batches, place_for
+from layershuffle.data.batches import GPU_SHARE, DeviceBatches, place_for
 from layershuffle.data.view import Finish
 
 VIEW = ImageView(channels=3, height=6, width=5, mean=(0.5, 0.4, 0.3), std=(0.2, 0.25, 0.3))
@@ -41,9 +41,11 @@ class Streamed(IterableDataset):
             yield pixels, index
 
 
-def batches(dataset: Dataset, *, size: int | None = 11, device: str = "cpu", **options) -> Batches:
+def batches(
+    dataset: Dataset, *, size: int | None = 11, device: str = "cpu", **options
+) -> DeviceBatches:
     split = Split(dataset=dataset, size=size)
-    return Batches(split, Finish(VIEW), batch_size=4, device=device, **options)
+    return DeviceBatches(split, Finish(VIEW), batch_size=4, device=device, **options)
 
 
 def one_by_one() -> torch.Tensor:
@@ -53,8 +55,8 @@ def one_by_one() -> torch.Tensor:
     return torch.stack([(image - mean) / std for image in images])
 
 
-def joined(found: Batches) -> tuple[torch.Tensor, torch.Tensor]:
-    images, labels = zip(*found, strict=True)
+def joined(batches: DeviceBatches) -> tuple[torch.Tensor, torch.Tensor]:
+    images, labels = zip(*batches, strict=True)
     return torch.cat(images).cpu(), torch.cat(labels).cpu()
 
 

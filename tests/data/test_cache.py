@@ -18,8 +18,14 @@ from PIL import Image
 
 from layershuffle.cli import main
 from layershuffle.data import DataOptions, ImageView, cache, open_data
-from layershuffle.data.cache import build_cache, class_folders, default_out, partial_of, shrunk
-from layershuffle.data.cache_files import verify_cache
+from layershuffle.data.cache import (
+    build_cache,
+    class_folders,
+    default_out,
+    partial_of,
+    shrunk,
+    verify_cache,
+)
 from layershuffle.errors import DataError, UsageError
 from layershuffle.settings import CacheSettings
 
@@ -66,7 +72,7 @@ def test_every_file_equals_a_slow_loop_and_the_manifest_says_so(source: Path) ->
     out = source.with_name("cached")
     report = build_cache(f"folder:{source}", out, settings=SMALL)
     assert dict(report.images) == {"train": 20, "val": 6}
-    assert (report.made, report.skipped) == (26, ())
+    assert (report.written, report.skipped) == (26, ())
     told = lines(out)
     assert len(told) == 26
     for line in told:
@@ -157,12 +163,12 @@ def test_killed_and_gone_on_with(source: Path, monkeypatch, images: int, half: b
     there = {p: p.stat().st_ino for p in work.rglob("*.jpg") if not p.name.startswith(".")}
     assert len(there) == images
     report = build_cache(spec, out, settings=SMALL)
-    assert report.made == 26 - images
+    assert report.written == 26 - images
     assert contents(out) == contents(whole)
     again = {p: (out / p.relative_to(work)).stat().st_ino for p in there}
     assert again == there, "what was there was made again"
     assert not work.exists()
-    assert build_cache(spec, out, settings=SMALL).made == 0
+    assert build_cache(spec, out, settings=SMALL).written == 0
 
 
 @pytest.mark.parametrize("damage", ["changed", "missing", "strange", "manifest"])

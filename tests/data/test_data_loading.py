@@ -39,7 +39,7 @@ def test_the_table_lists_exactly_the_promised_sources() -> None:
         ("flder:/data", "did you mean folder:DIR"),
         ("/data/imagenet", "write folder:/data/imagenet"),
         ("", "known: digit-pairs"),
-        ("hf:x?lable=y", "did you mean label"),
+        ("hf:x?lable=y", "did you mean 'label'?"),
         ("folder:", "names no place"),
         ("cifar100", "names no place"),
     ],

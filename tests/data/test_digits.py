@@ -189,7 +189,7 @@ def test_a_loader_fetches_whole_batches_and_max_test_is_one_fixed_choice() -> No
     [
         ("digit-pairs?train=0", "train=0 is not a number of pairs"),
         ("digit-pairs?test=many", "test=many"),
-        ("digit-pairs?trian=5", "did you mean train"),
+        ("digit-pairs?trian=5", "did you mean 'train'?"),
         ("digit-pairs:somewhere", "takes no place"),
     ],
 )

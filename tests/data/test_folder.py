@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from layershuffle.data import DataOptions, ImageData, ImageView, open_data
-from layershuffle.data.tables import AugmentedImages, TrainingImages, TransformedImages
+from layershuffle.data.tables import AugmentedImages, TransformedImages
 from layershuffle.errors import DataError, UsageError
 
 VIEW = ImageView(channels=3, height=8, width=8, mean=(0.0,) * 3, std=(1.0,) * 3)
@@ -42,7 +42,7 @@ def opened(root: Path, view: ImageView = VIEW, **options: object) -> ImageData:
 
 def images_of(data: ImageData, name: str) -> TransformedImages:
     dataset = data.splits[name].dataset
-    assert isinstance(dataset, TransformedImages | TrainingImages | AugmentedImages)
+    assert isinstance(dataset, TransformedImages | AugmentedImages)
     return dataset
 
 

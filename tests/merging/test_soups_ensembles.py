@@ -11,7 +11,7 @@ from common import DEPTH, FAMILIES, images, logits_of, redraw
 from layershuffle.errors import DataError, UsageError
 from layershuffle.merging.ensembles import evaluate_ensemble, evaluate_ensembles
 from layershuffle.merging.soups import greedy_soup, uniform_soup
-from layershuffle.models.digest import weights_digest
+from layershuffle.models.files import weights_digest
 from layershuffle.stack import running
 from layershuffle.trie import block_executions, build_trie
 

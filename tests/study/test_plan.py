@@ -224,7 +224,7 @@ def test_the_probe_computes_as_the_tasks_will(tmp_path, monkeypatch, precision, 
     fp32. A training step is timed once, whatever is scored how."""
     torch._dynamo.reset()
     eager = functools.partial(BlockCompiler, backend="eager")
-    monkeypatch.setattr(sys.modules["layershuffle.scoring"], "BlockCompiler", eager)
+    monkeypatch.setattr(sys.modules["layershuffle.evaluation"], "BlockCompiler", eager)
     trained, scored = set(), set()
 
     def training_step(model, *arguments, found=probe._training_step):

@@ -26,7 +26,7 @@ from layershuffle.position import add_position
 from layershuffle.position_forms import EncodingForm, PredictionForm
 from layershuffle.stack import blocks_of, walking
 from layershuffle.swarm import program as programs
-from layershuffle.swarm.batching import PATIENCE, Job, choose
+from layershuffle.swarm.batching import MAX_SKIPS, Job, next_batch
 from layershuffle.swarm.bundle import check_sibling, make_bundle
 from layershuffle.swarm.host import BlockHost
 from layershuffle.swarm.limits import Limits
@@ -397,19 +397,19 @@ def job(*steps, images=1, passed=0):
 
 def test_the_choice_of_the_next_turn():
     a, b, c = (job("x", "y"), job("y"), job("y"))
-    assert choose([a, b, c], images=16) == [b, c]  # most need y
-    assert choose([a, b], images=16) == [a]  # of equals the oldest
-    assert choose([a, b, c], images=1) == [b]
-    patient, impatient = job("x", passed=PATIENCE - 1), job("x", passed=PATIENCE)
-    assert choose([patient, b, c], images=16) == [b, c]
-    assert choose([impatient, b, c], images=16) == [impatient]
+    assert next_batch([a, b, c], images=16) == [b, c]  # most need y
+    assert next_batch([a, b], images=16) == [a]  # of equals the oldest
+    assert next_batch([a, b, c], images=1) == [b]
+    patient, impatient = job("x", passed=MAX_SKIPS - 1), job("x", passed=MAX_SKIPS)
+    assert next_batch([patient, b, c], images=16) == [b, c]
+    assert next_batch([impatient, b, c], images=16) == [impatient]
     large, small = job("y", images=40), job("y", images=2)
-    assert choose([large, small], images=16) == [large]  # never cut
-    assert choose([b, large, small], images=16) == [b, small]
+    assert next_batch([large, small], images=16) == [large]  # never cut
+    assert next_batch([b, large, small], images=16) == [b, small]
     c.alone = True
-    assert choose([b, c], images=16) == [b]
+    assert next_batch([b, c], images=16) == [b]
     a.done = 1
-    assert choose([a, b], images=16) == [a, b]
+    assert next_batch([a, b], images=16) == [a, b]
 
 
 def test_expired_and_cancelled_visits_never_run(calls):

@@ -27,9 +27,10 @@ from layershuffle.models import image_view
 from layershuffle.position import PositionedModel
 from layershuffle.settings import digest
 from layershuffle.training import fit
-from layershuffle.training.ranks import Ranks, joined
+from layershuffle.training.distributed import Ranks, joined
+from layershuffle.training.loop import EpochSampler
 from layershuffle.training.sharding import idle_parameters
-from layershuffle.training.trainer import EpochSampler, OrderTrainer
+from layershuffle.training.state import TrainState
 
 RUN = {"model": NO_DROPOUT, "steps": 9, "eval_every": 9, "checkpoint_every": 9}
 HIDDEN = ("parallel", "compile", "activation_checkpointing")  # what must not show in the weights
@@ -60,17 +61,27 @@ def run(models, **changes):
     return settings(**{**RUN, **changes})
 
 
-def seen_steps(log):
-    """Record the labels of every forward of this process, and what wraps the model."""
-    step = OrderTrainer.training_step
+class SeenForwards(list):
+    """The labels of every forward in a training step of this process, and what wraps the model."""
 
-    def recorded(self, model, inputs, *args):
-        unused = getattr(model, "find_unused_parameters", None)
-        kind = [type(model).__name__, unused, type(next(model.parameters())).__name__]
-        log.append([kind, sorted(inputs["labels"].tolist())])
-        return step(self, model, inputs, *args)
+    phase = ""
 
-    OrderTrainer.training_step = recorded
+    def __init__(self):
+        super().__init__()
+        TrainState.loss_and_logits = self.recorded(TrainState.loss_and_logits)
+
+    def on_phase(self, phase, step):
+        self.phase = phase
+
+    def recorded(self, loss_and_logits):
+        def record(state, model, *, images, labels):
+            if self.phase == "forward":  # and not while blocks are compiled before the first step
+                unused = getattr(model, "find_unused_parameters", None)
+                kind = [type(model).__name__, unused, type(next(model.parameters())).__name__]
+                self.append([kind, sorted(labels.tolist())])
+            return loss_and_logits(state, model, images=images, labels=labels)
+
+        return record
 
 
 def stopping_at(step, process):
@@ -91,14 +102,15 @@ def work(rank, port, models, out, results):
     torch.set_num_threads(1)
     module = sys.modules["layershuffle.training.job"]
     module.BlockCompiler = functools.partial(BlockCompiler, backend="eager")
-    found, steps = {}, []
-    seen_steps(steps)
+    found, steps = {}, SeenForwards()
     with joined("cpu") as ranks:
         pids = [0, 0]
         torch.distributed.all_gather_object(pids, os.getpid())
         for name, arm in {**ARMS, "own": OWN}.items():
             steps.clear()
-            found[f"compiled {name}"] = fit(run(models, **arm), out / name).compile
+            found[f"compiled {name}"] = fit(
+                run(models, **arm), out / name, on_phase=steps.on_phase
+            ).compile
             found[f"labels {name}"] = [labels for _, labels in steps]
             found[f"kind {name}"] = steps[0][0]
         # Stopped by a signal to the second process, and taken up.
@@ -106,13 +118,14 @@ def work(rank, port, models, out, results):
             stopped, again = out / f"stopped {name}", run(models, **ARMS[name])
             steps.clear()
             try:
-                fit(again, stopped, listeners=[stopping_at(step - 1, pids[1])])
+                listeners = [stopping_at(step - 1, pids[1])]
+                fit(again, stopped, listeners=listeners, on_phase=steps.on_phase)
             except Interrupted as error:
                 found[f"stopped {name}"] = str(error)
             if ranks.first:
                 shutil.copytree(stopped, out / f"for one {name}")
             ranks.wait()
-            fit(again, stopped)
+            fit(again, stopped, on_phase=steps.on_phase)
             found[f"labels stopped {name}"] = [labels for _, labels in steps]
         # Different seeds would draw different orders.
         for name in ("ddp", "fsdp"):

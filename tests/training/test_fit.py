@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate.state import GradientState
+from accelerate.utils import DataLoaderConfiguration
 from runs import MODEL, assert_same_weights, losses, settings, weights
 from safetensors.torch import load_file
 
@@ -25,7 +27,7 @@ from layershuffle.errors import Interrupted, LayerShuffleError, TrainingError, U
 from layershuffle.machine import processor
 from layershuffle.models import image_view
 from layershuffle.training import fit
-from layershuffle.training.trainer import EpochSampler, OrderTrainer
+from layershuffle.training.loop import EpochSampler
 
 ARMS = {
     "layershuffle": {"method": "layershuffle"},
@@ -102,28 +104,23 @@ def test_sigterm_saves_and_goes_on(undisturbed, tmp_path):
 
 def test_no_copy_is_waited_for_after_a_resume_inside_an_epoch(tmp_path, monkeypatch):
     """As on a GPU, where batches are sent without waiting; here it only shows on the loader."""
-    module, step, seen = sys.modules["layershuffle.training.fit"], OrderTrainer.training_step, []
+    seen = []
 
-    def as_on_a_gpu(job, arguments=module.trainer_arguments):
-        found = arguments(job)
-        found.accelerator_config.non_blocking = True
-        return found
-
-    def recorded(self, *args):
-        loader = self.accelerator.gradient_state.active_dataloader
-        seen.append((self.state.global_step, loader._non_blocking))
-        return step(self, *args)
+    def look_at_the_loader(phase, step):
+        if phase == "forward":
+            seen.append((step, GradientState().active_dataloader._non_blocking))
 
     def ask_to_stop(event):
         if event["kind"] == "log" and event["step"] == 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(module, "trainer_arguments", as_on_a_gpu)
-    monkeypatch.setattr(OrderTrainer, "training_step", recorded)
+    as_on_a_gpu = DataLoaderConfiguration(non_blocking=True)
+    state_module = sys.modules["layershuffle.training.state"]
+    monkeypatch.setattr(state_module, "DataLoaderConfiguration", lambda **_: as_on_a_gpu)
     with pytest.raises(Interrupted, match="Stopped at step 2 of 8"):
-        fit(settings(), tmp_path, listeners=[ask_to_stop])
-    fit(settings(), tmp_path)
-    assert seen == [(number, True) for number in range(8)]
+        fit(settings(), tmp_path, listeners=[ask_to_stop], on_phase=look_at_the_loader)
+    fit(settings(), tmp_path, on_phase=look_at_the_loader)
+    assert seen == [(step, True) for step in range(8)]
 
 
 def test_a_finished_run_is_not_repeated(undisturbed):
@@ -197,19 +194,17 @@ def machine():
 
 
 def test_every_forward_has_an_order_of_its_own(tmp_path, monkeypatch):
-    drawn = []
+    drawn, phases = [], []
     draw = ls.Shuffled.draw
 
     def record(self, depth, **name):
-        drawn.append((name["seed"], name["step"], name.get("micro_batch", 0)))
+        if phases and phases[-1] == "forward":  # and not where scores draw their orders
+            drawn.append((name["seed"], name["step"], name.get("micro_batch", 0)))
         return draw(self, depth, **name)
 
-    run = settings(accumulate=4, steps=3, eval_every=100)
     monkeypatch.setattr(ls.Shuffled, "draw", record)
-    module = sys.modules["layershuffle.training.fit"]
-    scores = {"eval_arbitrary_cross_entropy": 1.0}
-    monkeypatch.setattr(module, "_selection_scores", lambda job, model: scores)
-    fit(run, tmp_path / "run")
+    run = settings(accumulate=4, steps=3, eval_every=100)
+    fit(run, tmp_path / "run", on_phase=lambda phase, step: phases.append(phase))
     assert drawn == [(5, step, micro) for step in range(3) for micro in range(4)]
 
 

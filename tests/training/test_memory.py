@@ -7,7 +7,7 @@ from torch import nn
 
 from layershuffle.errors import TrainingError
 from layershuffle.training import fit
-from layershuffle.training.rehearsal import largest_that_fits
+from layershuffle.training.warmup import largest_that_fits
 
 
 @pytest.fixture

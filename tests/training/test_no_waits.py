@@ -1,17 +1,15 @@
 """No step makes the host wait for the device, as far as a CPU can tell (test_gpu_training.py)."""
 
-import functools
 import sys
+from contextlib import ExitStack
 
 import pytest
 import torch
 from runs import settings
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import Trainer
 
 from layershuffle.training import fit
-from layershuffle.training.trainer import OrderTrainer
 
 aten = torch.ops.aten
 WAITS = {aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default,
@@ -59,15 +57,6 @@ def is_device(one):
     return isinstance(one, torch.device | str)
 
 
-def counting(method):
-    @functools.wraps(method)
-    def counted(*args, **kwargs):
-        with Syncs():
-            return method(*args, **kwargs)
-
-    return counted
-
-
 @pytest.mark.parametrize(
     "wait",
     [
@@ -87,24 +76,30 @@ def test_what_would_wait_is_seen(monkeypatch, wait):
     assert Syncs.found >= 1
 
 
+def counting():
+    """A listener to phases that counts from the arrival of a batch to the end of its step."""
+    counted = ExitStack()
+
+    def count(phase, step):
+        if phase == "forward":
+            counted.close()
+            counted.enter_context(Syncs())
+        elif phase == "report":
+            counted.close()
+
+    return count
+
+
 def test_no_step_waits_for_the_device(tmp_path, monkeypatch):
     """From the arrival of a batch to the end of the step; logging is at the last step."""
     fit(settings(steps=1), tmp_path / "zero")  # constants are sent once
-    for owner, name in (
-        (OrderTrainer, "training_step"),
-        (Trainer, "_clip_grad_norm"),
-        (torch.optim.AdamW, "step"),
-        (sys.modules["layershuffle.training.trainer"]._UpdateEma, "on_optimizer_step"),
-        (sys.modules["layershuffle.training.events"].Flow, "on_step_end"),
-    ):
-        monkeypatch.setattr(owner, name, counting(getattr(owner, name)))
-    # On a CPU `uploaded` leaves tensors where they are; on GPUs it is told not to wait.
+    # On a CPU `to_device` leaves tensors where they are; on GPUs it is told not to wait.
     for user in ("grouped", "position"):
-        monkeypatch.setattr(f"layershuffle.{user}.uploaded", lambda tensor, device: tensor)
+        monkeypatch.setattr(f"layershuffle.{user}.to_device", lambda tensor, device: tensor)
     monkeypatch.setattr(Syncs, "found", 0)
     run = {"method": "layershuffle-depth", "ema": 0.9, "orders_per_batch": 3, "steps": 3}
-    fit(settings(log_every=10, **run), tmp_path / "one")
+    fit(settings(log_every=10, **run), tmp_path / "one", on_phase=counting())
     predict = {"method": "layershuffle-predict", "prediction": {"loss": "mean"}, "drop": None}
     run |= {**predict, "ema": None}
-    fit(settings(log_every=10, **run), tmp_path / "two")
+    fit(settings(log_every=10, **run), tmp_path / "two", on_phase=counting())
     assert Syncs.found == 0

@@ -13,11 +13,11 @@ from layershuffle.data import DataOptions, open_data
 from layershuffle.errors import Interrupted, SettingsError
 from layershuffle.models import image_view
 from layershuffle.training import fit
-from layershuffle.training.drawing import Orders, by_row
-from layershuffle.training.events import Event
-from layershuffle.training.trainer import EpochSampler
+from layershuffle.training.loop import EpochSampler, Event
+from layershuffle.training.order_schedule import OrderSchedule, orders_by_row
 
-SHUFFLED = Orders(policy=ls.Shuffled(), depth=12, seed=3)
+SHUFFLED = OrderSchedule(policy=ls.Shuffled(), depth=12, seed=3)
+GROUPED = OrderSchedule(policy=ls.Shuffled(), depth=12, seed=3, per_batch=4)
 
 
 def test_one_order_per_batch_is_drawn_as_ever():
@@ -27,16 +27,17 @@ def test_one_order_per_batch_is_drawn_as_ever():
 
 
 def test_every_group_of_every_forward_has_a_draw_of_its_own():
-    grouped = Orders(policy=ls.Shuffled(), depth=12, seed=3, per_batch=4)
-    drawn = [order for micro in range(3) for order in grouped.draw(step=5, micro_batch=micro)]
+    drawn = [order for micro in range(3) for order in GROUPED.draw(step=5, micro_batch=micro)]
     assert drawn == [ls.Shuffled().draw(12, seed=3, step=5, micro_batch=k) for k in range(12)]
     assert len(set(drawn)) == 12
 
 
 @pytest.mark.parametrize("images", [1, 3, 4, 640, 641])
 def test_every_sample_is_in_one_group(images):
-    orders = Orders(policy=ls.Shuffled(), depth=12, seed=3, per_batch=4).draw(step=0, micro_batch=0)
-    rows = by_row(orders, images)
+    orders = OrderSchedule(policy=ls.Shuffled(), depth=12, seed=3, per_batch=4).draw(
+        step=0, micro_batch=0
+    )
+    rows = orders_by_row(orders, images)
     assert len(rows) == images
     sizes = [rows.count(order) for order in orders]
     assert sum(sizes) == images
@@ -44,8 +45,10 @@ def test_every_sample_is_in_one_group(images):
 
 
 def test_parts_of_a_batch_have_the_groups_of_the_whole():
-    orders = Orders(policy=ls.Shuffled(), depth=12, seed=3, per_batch=4).draw(step=0, micro_batch=0)
-    assert by_row(orders, 16) == by_row(orders, 8) * 2
+    orders = OrderSchedule(policy=ls.Shuffled(), depth=12, seed=3, per_batch=4).draw(
+        step=0, micro_batch=0
+    )
+    assert orders_by_row(orders, 16) == orders_by_row(orders, 8) * 2
 
 
 ARMS = {

@@ -16,7 +16,7 @@ from layershuffle.compiling import BlockCompiler
 from layershuffle.errors import LayerShuffleError
 from layershuffle.settings import FitSettings
 from layershuffle.training import fit
-from layershuffle.training.rounding import rounded
+from layershuffle.training.weights_cast import weights_cast_to
 
 # torch warns of its own doings while it traces.
 pytestmark = [
@@ -58,7 +58,7 @@ def test_gradients_are_those_of_a_bf16_copy(name):
     pixels = images(2).to(HALF)
     wanted = loss_of(twin, pixels, order)
     wanted.backward()
-    with rounded(model, HALF):
+    with weights_cast_to(model, HALF):
         got = loss_of(model, pixels, order)
         got.backward()
     assert torch.equal(got, wanted)
@@ -79,7 +79,7 @@ def test_everything_is_put_back_also_after_an_error():
     before = {n: id(t) for n, t in (*model.named_parameters(), *model.named_buffers())}
 
     def look_and_fail():
-        with rounded(model, HALF):
+        with weights_cast_to(model, HALF):
             assert model[0].weight.dtype == HALF
             assert model[0].weight is model[2].weight, "what is shared stays shared"
             assert model[0].count.dtype == torch.long
@@ -94,16 +94,16 @@ def test_everything_is_put_back_also_after_an_error():
 def test_buffers_are_rounded_once_and_anew_when_they_change(monkeypatch):
     model = nn.Module()
     model.register_buffer("table", torch.full((2,), 1.0 + 2**-10))
-    with rounded(model, HALF):
+    with weights_cast_to(model, HALF):
         first = model.table
         assert torch.equal(first, torch.ones(2, dtype=HALF))
-    with rounded(model, HALF):
+    with weights_cast_to(model, HALF):
         assert model.table is first
     model.table.add_(1)
-    with rounded(model, HALF):
+    with weights_cast_to(model, HALF):
         assert torch.equal(model.table, torch.full((2,), 2.0, dtype=HALF))
     model.table = torch.zeros(2)
-    with rounded(model, HALF):
+    with weights_cast_to(model, HALF):
         assert torch.equal(model.table, torch.zeros(2, dtype=HALF))
     assert model.table.dtype == torch.float32
 

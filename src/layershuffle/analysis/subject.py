@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from layershuffle.analysis.latin_squares import balanced_orders
 from layershuffle.analysis.settings import AnalysisSettings
-from layershuffle.analysis.squares import balanced_orders
 from layershuffle.data import DataOptions, ImageData, Split, check_class_count, open_data
-from layershuffle.data.batches import Batches
+from layershuffle.data.batches import DeviceBatches
 from layershuffle.data.contract import limited_test
 from layershuffle.data.loading import loader_processes
 from layershuffle.errors import DataError, UsageError
@@ -58,12 +58,12 @@ class Subject:
         """Logits `[n, classes]`."""
         return logits_of(self.model(images))
 
-    def run(self, images: Tensor, order: AnyOrder, *parts: BlockHook) -> Tensor:
-        """Logits `[n, classes]` under one order or one per image, with parts around the blocks."""
+    def run(self, images: Tensor, order: AnyOrder, *hooks: BlockHook) -> Tensor:
+        """Logits `[n, classes]` under one order or one per image, with hooks around the blocks."""
         with (
             torch.inference_mode(),
             running(self.model, order),
-            with_hooks(self.model, *parts),
+            with_hooks(self.model, *hooks),
         ):
             return self.logits(images)
 
@@ -76,6 +76,7 @@ class Subject:
         """
         settings = self.settings
         part = self._split(split)
+        # A stream does not know its size: it is read until there are as many images as asked for.
         count = math.ceil((part.size or settings.images) / settings.batch_size)
         orders = settings.orders or max(
             math.ceil(share * self.depth), math.ceil(self.depth / count)
@@ -97,15 +98,16 @@ class Subject:
     def _split(self, name: str) -> Split:
         if name == "test":
             return self.data.splits[name]
+        # Opened only when asked for: most questions need no training images.
         split = _open(self.data.spec, self.model, self.settings, train=True).splits[name]
         if split.size is None:
             return split
         return limited_test(split.dataset, split.size, limit=self.settings.images)
 
     def _loader(self, split: Split) -> Iterator[tuple[Tensor, Tensor]]:
-        """Batches up to the wanted number of images, which a stream does not know of."""
-        left = self.settings.images
-        for images, labels in Batches(
+        """DeviceBatches up to the wanted number of images, which a stream does not know of."""
+        left = self.settings.images  # the last batch is cut, so that every image counts once
+        for images, labels in DeviceBatches(
             split,
             self.data.finish,
             batch_size=self.settings.batch_size,

@@ -16,7 +16,7 @@ from layershuffle.bench.choices import Chosen, subject_of
 from layershuffle.bench.report import Report, throughput
 from layershuffle.bench.subjects import converted
 from layershuffle.machine import versions
-from layershuffle.merging.family import Family
+from layershuffle.merging.group import MergeGroup
 from layershuffle.merging.plans import sample_plans
 from layershuffle.stack import depth_of
 
@@ -39,12 +39,12 @@ class Added:
         return 100.0 * (self.tensors + self.objects) / self.donors
 
 
-def family_of(model: nn.Module, donors: int) -> Family:
+def family_of(model: nn.Module, donors: int) -> MergeGroup:
     """`donors` models with weights of their own."""
-    return Family([model, *(copy.deepcopy(model) for _ in range(donors - 1))])
+    return MergeGroup([model, *(copy.deepcopy(model) for _ in range(donors - 1))])
 
 
-def memory_of_merges(family: Family, *, merges: int) -> Added:
+def memory_of_merges(family: MergeGroup, *, merges: int) -> Added:
     """What `merges` random merges add."""
     plans = sample_plans(len(family.donors), family.depth, count=merges, seed=0)
     family.merge(plans[0])  # what is imported or cached once

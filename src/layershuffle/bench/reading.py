@@ -19,7 +19,6 @@ from layershuffle.bench.subjects import random_spec
 from layershuffle.data import DataOptions, open_data
 from layershuffle.machine import versions
 from layershuffle.models import image_view, load
-from layershuffle.training.fit import collate
 
 PHOTO, FILES, QUALITY = (500, 375), 256, 90
 _LEAST_STEPS = 4
@@ -72,7 +71,6 @@ def bench_input(chosen: Chosen, *, files: int = FILES) -> Report:
             split.dataset,
             batch_sampler=Again(split.size or 1, batch=chosen.batch),
             num_workers=chosen.workers,
-            collate_fn=collate,
             pin_memory=chosen.device == "cuda",
         )
         seconds = steady(iter(loader), workers=chosen.workers, steps=chosen.steps)

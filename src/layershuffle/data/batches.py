@@ -1,7 +1,8 @@
-"""Batches of a split, ready for a model: read by loader processes, sent as bytes, finished there.
+"""Batches of a split on the model's device, as often as they are wanted.
 
-What is read again and again (a held-out split between steps of training, a test split under many
-merges) is kept where the model is, if it takes no more than a share of what is free there.
+Loader processes read the pixels, which travel as bytes and become float32 on the device. A split
+that is read again and again (the holdout between training steps, a test split under many merges)
+stays on the device, if it takes no more than a share of the memory that is free there.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ Place = Literal["gpu", "host"]
 GPU_SHARE = 0.25  # of the GPU's memory that is free when the first batch arrives
 
 
-class Batches:
-    """Batches (images float32 [n, *view], labels int64 [n]) on `device`, as often as wanted.
+class DeviceBatches:
+    """Iterates over batches (images float32 [n, *view], labels int64 [n]) on `device`.
 
-    After the first whole pass the pixels stay on the GPU if `keep` is set and all of them take at
-    most a quarter of its free memory, else in main memory if they take at most `host_bytes`, else
-    they are read anew. `processes` read ahead.
+    With `keep` the pixels stay after the first whole pass: on the GPU if all of them take at most
+    a quarter of its free memory, else in main memory if they take at most `host_bytes`; otherwise
+    every pass reads the files again. `processes` loader processes read ahead.
     """
 
     def __init__(
@@ -62,23 +63,23 @@ class Batches:
             yield self._finished(pixels, labels)
 
     def _read(self) -> Iterator[tuple[Tensor, Tensor]]:
-        kept: list[tuple[Tensor, Tensor]] = []
+        stored: list[tuple[Tensor, Tensor]] = []
         place = None
         for number, (pixels, labels) in enumerate(self._loader):
             if number == 0 and self._keep:
                 place = self._place(pixels)
             sent = self._sent(pixels), self._sent(labels)
             if place is not None:
-                kept.append(sent if place == "gpu" else (pixels, labels))
+                stored.append(sent if place == "gpu" else (pixels, labels))
             yield self._finished(*sent)
         if place is not None:
-            self._kept = kept
+            self._kept = stored
 
     def _finished(self, pixels: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         return self.finish(self._sent(pixels)), self._sent(labels)
 
     def _sent(self, tensor: Tensor) -> Tensor:
-        # The host does not wait: torch keeps pinned memory until the GPU is done with it.
+        # The host does not wait: torch does not reuse pinned memory before the GPU has read it.
         return tensor.to(self.device, non_blocking=True)
 
     def _place(self, pixels: Tensor) -> Place | None:

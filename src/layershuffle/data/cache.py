@@ -1,9 +1,16 @@
-"""`build_cache`: a copy of image data at the size that training needs, read many times faster.
+"""A copy of image data at the size that training needs, which is read many times faster.
 
-Every image is brought to `size` pixels on its shorter side (never enlarged) and kept as a JPEG in
-the layout that `folder:` reads, in the order of the source within each class, so that the same
-images are held out. It takes several processes, can be killed at any moment, and goes on where it
-was: an image is there whole or not at all, and one that is there is not made again.
+`build_cache` brings every image to `size` pixels on its shorter side (it enlarges none) and keeps
+it as a JPEG in the layout that `folder:` reads, in the order of the source within each class, so
+that `fit` holds out the same images. `verify_cache` reads every file back.
+
+    DIR/cache.json                  source, settings, counts, checksum of the manifest
+    DIR/manifest/train-00000.jsonl  one line per image: file, SHA-256, bytes, source
+    DIR/train/CLASS/00000012.jpg    image 12 of the training split; likewise val/ and test/
+
+Until it is whole the directory is called DIR.partial. The command may be killed at any moment:
+given again it continues, since each image is written whole or not at all and never made twice.
+Why `hf:` with `datasets` does not replace it: docs/decisions/019-benchmarks-and-the-cache.md.
 """
 
 from __future__ import annotations
@@ -14,57 +21,68 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
-from layershuffle.data.cache_files import (
-    HEADER,
-    MANIFEST,
-    SCHEMA,
-    SOURCE,
-    CacheReport,
-    Header,
-    Progress,
-    checksum,
-    manifest_parts,
-    read_header,
-    read_lines,
-    report_of,
-    require_same,
-)
-from layershuffle.data.contract import DataOptions, shortened
+from layershuffle.data.contract import DataOptions
 from layershuffle.data.loading import loader_processes, open_data, parse_spec
-from layershuffle.data.tables import ImageTable, TrainingImages, TransformedImages
+from layershuffle.data.tables import ImageTable, TransformedImages
 from layershuffle.data.view import ImageView
 from layershuffle.errors import DataError, UsageError
 from layershuffle.files import explained, locked, remove_stale_stages, write_bytes, write_text
 from layershuffle.settings import CacheSettings
+from layershuffle.text import shortened
 
-CHUNK = 128  # images whose lines in the manifest are written together
+HEADER, MANIFEST = "cache.json", "manifest"
+SOURCE = "source"  # key of the header: image counts and checksum that identify the source
+SCHEMA = 1
+CHUNK = 128  # images per file of the manifest: what a killed process checks again at most
 _VIEW = ImageView(channels=3, height=1, width=1, mean=(0.0,) * 3, std=(1.0,) * 3)
 _FOLDERS = {"train": "train", "holdout": "val", "test": "test"}
+
+Progress = Callable[[int, int], None]
+"""Called with the number of images done and of all images."""
+Header = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheReport:
+    """A whole cache: images per split folder, bytes of all images, and what was left out.
+
+    `written`: number of images that this call wrote.
+    """
+
+    out: Path
+    images: Mapping[str, int]
+    bytes: int
+    skipped: tuple[str, ...]
+    written: int
 
 
 @dataclass(frozen=True)
 class Part:
-    """One split: its folder in the cache, the table its images come from, folders by label."""
+    """One split: its folder in the cache, the table of its images, class folders by label."""
 
     folder: str
     table: ImageTable
     classes: tuple[str, ...]
 
     def file(self, row: int) -> str:
-        """Where image `row` goes, relative to the cache."""
+        """Path of image `row`, relative to the cache."""
         return f"{self.folder}/{self.classes[self.table.labels[row]]}/{row:08d}.jpg"
 
 
+# --- making ---------------------------------------------------------------------------------------
+
+
 def default_out(spec: str, size: int) -> Path:
-    """A folder's neighbour (DIR-256), or NAME-256 here. Raises UsageError for patterns."""
+    """A folder's neighbour (DIR-256), else NAME-256 here. Raises UsageError for patterns."""
     place = parse_spec(spec)[1].rstrip("/")
     if Path(place).expanduser().is_dir():
         return Path(f"{place}-{size}").expanduser()
@@ -77,33 +95,34 @@ def default_out(spec: str, size: int) -> Path:
 def build_cache(
     spec: str, out: Path, *, settings: CacheSettings, progress: Progress | None = None
 ) -> CacheReport:
-    """Make the cache of `spec` in `out`, or go on with it; a whole one is left as it is.
+    """Make the cache of `spec` in `out`, or continue it; a whole one is left as it is.
 
-    Raises UsageError if `out` holds something else or a cache made in another way, DataError,
-    naming it, for an image that cannot be read (unless `settings.skip_corrupt`).
+    Raises UsageError if `out` holds something else or a cache with other settings, and DataError,
+    naming the image, for one that cannot be read (unless `settings.skip_corrupt`).
     """
     made_by = {"schema": SCHEMA, "data": spec, "size": settings.size, "quality": settings.quality}
     if not out.exists():
-        parts, work = _open(spec), partial_of(out)  # nothing is made for a source that is not there
+        # The source is opened first: for one that does not exist no directory is made.
+        parts, work = _open(spec), partial_of(out)
         with locked(work):
-            if not out.exists():  # another process may have made it while we waited
+            if not out.exists():  # another process may have made it while this one waited
                 return _build(out, made_by, parts=parts, settings=settings, progress=progress)
         shutil.rmtree(work, ignore_errors=True)
     header = read_header(out)
     require_same(out, header, wanted=made_by)
     assert header is not None
-    return report_of(out, header)
+    return _report(out, header)
 
 
 def partial_of(out: Path) -> Path:
-    """What the cache is called until it is whole."""
+    """The name of the directory until the cache is whole."""
     return out.with_name(f"{out.name}.partial")
 
 
 def class_folders(classes: Sequence[str]) -> tuple[str, ...]:
     """A folder name per class, whose sorted order is the order of the classes.
 
-    The names themselves where they can be, as those of folders can; else 000-NAME, 001-NAME, ...
+    The class names themselves where folders can have them; else 000-NAME, 001-NAME, ...
     """
     plain = all(re.fullmatch(r"[^/\0.][^/\0]{0,99}", name) for name in classes)
     if plain and list(classes) == sorted(set(classes)):
@@ -114,7 +133,7 @@ def class_folders(classes: Sequence[str]) -> tuple[str, ...]:
 
 
 def shrunk(image: Image.Image, size: int) -> Image.Image:
-    """The image with `size` pixels on its shorter side, bicubic; untouched if it has no more."""
+    """The image with `size` pixels on its shorter side, bicubic; unchanged if it has no more."""
     shorter = min(image.size)
     if shorter <= size:
         return image
@@ -133,27 +152,39 @@ def _build(
     work = partial_of(out)
     images = {part.folder: len(part.table.labels) for part in parts}
     begun = {**made_by, SOURCE: {"images": images, "checksum": _source(parts)}}
-    _clear_stages(work)
-    found = read_header(work)
-    if found is not None or any(path.name != ".lock" for path in work.iterdir()):
-        require_same(work, found, wanted=begun)
+    for folder in (work, work / MANIFEST, *work.glob("*/*")):
+        if folder.is_dir():
+            remove_stale_stages(folder)
+    header = read_header(work)
+    if header is not None or any(path.name != ".lock" for path in work.iterdir()):
+        require_same(work, header, wanted=begun)
     else:
         write_text(work / HEADER, json.dumps(begun, indent=2))
-    made = _make_all(_Chunks(work, parts, settings), settings, progress)
+
+    chunks = _Chunks(work, parts, settings)
+    processes = loader_processes() if settings.workers is None else settings.workers
+    written, done = 0, chunks.done
+    if progress is not None:
+        progress(done, chunks.images)
+    for new, count in DataLoader(chunks, batch_size=None, num_workers=processes):
+        written, done = written + new, done + count
+        if progress is not None:
+            progress(done, chunks.images)
+
     header = {**begun, **_counts(work, parts), "versions": {"pillow": version("pillow")}}
     write_text(work / HEADER, json.dumps(header, indent=2))
     with explained(out):
         os.replace(work, out)
         (out / ".lock").unlink()
-    return report_of(out, header, made=made)
+    return _report(out, header, written=written)
 
 
 def _open(spec: str) -> list[Part]:
-    """The splits of the source. Raises UsageError for data that is no image files."""
+    """The splits of the source. Raises UsageError for data that is not made of image files."""
     data = open_data(spec, _VIEW, options=DataOptions(holdout=None))
     classes, parts = class_folders(data.classes), []
     for name, split in data.splits.items():
-        if not isinstance(split.dataset, TransformedImages | TrainingImages):
+        if not isinstance(split.dataset, TransformedImages):
             raise UsageError("these images are in memory, a cache gains nothing", place=spec)
         table = split.dataset.table
         absent = sorted(set(range(len(classes))) - set(table.labels))
@@ -170,45 +201,26 @@ def _open(spec: str) -> list[Part]:
 
 
 def _source(parts: Sequence[Part]) -> str:
-    """What shows that a source has changed in between: image 12 might be another one now."""
-    facts = [
+    """A checksum that changes with the source: image 12 might be another one by now."""
+    content = [
         (p.folder, p.classes, [int(label) for label in p.table.labels], p.table.fingerprint())
         for p in parts
     ]
-    return hashlib.sha256(json.dumps(facts).encode("utf-8")).hexdigest()
-
-
-def _clear_stages(work: Path) -> None:
-    for folder in (work, work / MANIFEST, *work.glob("*/*")):
-        if folder.is_dir():
-            remove_stale_stages(folder)
-
-
-def _make_all(chunks: _Chunks, settings: CacheSettings, progress: Progress | None) -> int:
-    """Make what is missing; how many images that were."""
-    processes = loader_processes() if settings.workers is None else settings.workers
-    made, done, total = 0, chunks.done, chunks.images
-    if progress is not None:
-        progress(done, total)
-    for new, count in DataLoader(chunks, batch_size=None, num_workers=processes):
-        made, done = made + new, done + count
-        if progress is not None:
-            progress(done, total)
-    return made
+    return hashlib.sha256(json.dumps(content).encode("utf-8")).hexdigest()
 
 
 class _Chunks(Dataset[tuple[int, int]]):
-    """Reading item i makes chunk i of those missing: (images made, images dealt with)."""
+    """Reading item i makes the i-th missing chunk: (images written, images dealt with)."""
 
     def __init__(self, work: Path, parts: Sequence[Part], settings: CacheSettings) -> None:
         self._work, self._settings = work, settings
-        every = [
+        chunks = [
             (part, number, range(start, min(start + CHUNK, len(part.table.labels))))
             for part in parts
             for number, start in enumerate(range(0, len(part.table.labels), CHUNK))
         ]
-        self.images = sum(len(rows) for _, _, rows in every)
-        self._missing = [one for one in every if not self._record(one[0], one[1]).is_file()]
+        self.images = sum(len(rows) for _, _, rows in chunks)
+        self._missing = [chunk for chunk in chunks if not self._record(*chunk[:2]).is_file()]
         self.done = self.images - sum(len(rows) for _, _, rows in self._missing)
 
     def __len__(self) -> int:
@@ -216,21 +228,21 @@ class _Chunks(Dataset[tuple[int, int]]):
 
     def __getitem__(self, index: int) -> tuple[int, int]:
         part, number, rows = self._missing[index]
-        lines, made = [], 0
+        lines, written = [], 0
         for row in rows:
             path = self._work / part.file(row)
             there = path.is_file()
             line = self._line(part, row, path.read_bytes() if there else None)
-            made += not there and "file" in line
+            written += not there and "file" in line
             lines.append(json.dumps(line) + "\n")
         write_text(self._record(part, number), "".join(lines))
-        return made, len(rows)
+        return written, len(rows)
 
     def _record(self, part: Part, number: int) -> Path:
         return self._work / MANIFEST / f"{part.folder}-{number:05d}.jsonl"
 
     def _line(self, part: Part, row: int, content: bytes | None) -> dict[str, str | int]:
-        """What the manifest says of an image, which is made if there is no `content`."""
+        """The manifest's line of an image, which is written first if there is no `content`."""
         source, file = part.table.name(row), part.file(row)
         if content is None:
             try:
@@ -245,6 +257,7 @@ class _Chunks(Dataset[tuple[int, int]]):
 
     def _encoded(self, table: ImageTable, row: int) -> bytes:
         size = self._settings.size
+        # The decoder may halve large JPEGs, but not below twice the size: bicubic does the rest.
         image = shrunk(table.image(row, least=2 * size), size)
         image.info = {}  # no comments, profiles or rotation: pixels alone
         buffer = io.BytesIO()
@@ -253,11 +266,11 @@ class _Chunks(Dataset[tuple[int, int]]):
 
 
 def _counts(work: Path, parts: Sequence[Part]) -> Header:
-    """Counts and checksum of a cache that is done. Raises DataError if a class came out empty."""
+    """Counts and checksum of a finished cache. Raises DataError if a class has no image in it."""
     images = {part.folder: 0 for part in parts}
     empty = {f"{part.folder}/{name}" for part in parts for name in part.classes}
     skipped, size = [], 0
-    for line in (line for part in manifest_parts(work) for line in read_lines(part)):
+    for line in (line for part in manifest_parts(work) for line in _read_lines(part)):
         if "skipped" in line:
             skipped.append(f"{line['skipped']} ({line['reason']})")
             continue
@@ -271,5 +284,156 @@ def _counts(work: Path, parts: Sequence[Part]) -> Header:
             place=work,
             hint="repair the source, or leave these classes out of it; then delete this directory",
         )
-    digest = checksum(manifest_parts(work))
+    digest = _checksum(manifest_parts(work))
     return {"images": images, "bytes": size, "skipped": skipped, "manifest": digest}
+
+
+def _report(out: Path, header: Header, *, written: int = 0) -> CacheReport:
+    return CacheReport(
+        out=out,
+        images=header["images"],
+        bytes=header["bytes"],
+        skipped=tuple(header["skipped"]),
+        written=written,
+    )
+
+
+# --- what is on disk ------------------------------------------------------------------------------
+
+
+def read_header(directory: Path) -> Header | None:
+    """The content of `cache.json`, None without one. Raises DataError if it cannot be read."""
+    path = directory / HEADER
+    try:
+        header = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read what the cache is ({error})", place=path) from error
+    return header if isinstance(header, dict) else None
+
+
+def require_same(directory: Path, header: Header | None, *, wanted: Header) -> None:
+    """Raises UsageError if `directory` is no cache, or one of another source or settings."""
+    if header is None:
+        raise UsageError(
+            "the directory is there and holds no cache",
+            place=directory,
+            hint="choose another --out",
+        )
+    other = [
+        f"{key} {header.get(key)!r} there, {wanted[key]!r} now"
+        for key in wanted
+        if key != SOURCE and header.get(key) != wanted[key]
+    ]
+    if other:
+        raise UsageError(
+            f"the cache was made from other settings ({'; '.join(other)})",
+            place=directory,
+            hint="choose another --out, or delete it",
+        )
+    if SOURCE not in wanted or header.get(SOURCE) == wanted[SOURCE]:
+        return
+    before, now = header.get(SOURCE, {}).get("images", {}), wanted[SOURCE]["images"]
+    change = f"{_counted(before)} then, {_counted(now)} now"
+    if before == now:
+        change = "as many images, but other classes, labels, file names or sizes"
+    raise UsageError(
+        f"the source is not what it was when this cache was begun ({change})",
+        place=directory,
+        hint=f"rm -r {directory} and the same command again, or choose another --out",
+    )
+
+
+def _counted(images: Mapping[str, int]) -> str:
+    return " and ".join(f"{count} {split}" for split, count in images.items())
+
+
+def manifest_parts(directory: Path) -> list[Path]:
+    """The files of the manifest, sorted."""
+    return sorted((directory / MANIFEST).glob("*.jsonl"))
+
+
+def _read_lines(part: Path) -> list[dict[str, Any]]:
+    try:
+        return [json.loads(line) for line in part.read_text("utf-8").splitlines()]
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read the manifest ({error})", place=part) from error
+
+
+def _checksum(parts: list[Path]) -> str:
+    """SHA-256 over the files of the manifest, one after the other."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part.read_bytes())
+    return digest.hexdigest()
+
+
+# --- checking -------------------------------------------------------------------------------------
+
+
+def verify_cache(out: Path, *, processes: int = 0, progress: Progress | None = None) -> int:
+    """Read every image back and return their number.
+
+    Raises DataError, naming a few, if images are missing, differ from the manifest or are not in
+    it, and if the manifest itself has changed.
+    """
+    again = f"delete {out} and make it again"
+    header, parts = read_header(out), manifest_parts(out)
+    if header is None or "manifest" not in header:
+        raise UsageError("the directory is no cache", place=out)
+    if _checksum(parts) != header["manifest"]:
+        raise DataError("the manifest is not what it was", place=out / MANIFEST, hint=again)
+    total: int = sum(header["images"].values())
+    done = 0
+    listed: set[str] = set()
+    missing: list[str] = []
+    changed: list[str] = []
+    checks = DataLoader(_Checks(out, parts), batch_size=None, num_workers=processes)
+    for files, absent, other in checks:
+        listed.update(files)
+        missing += absent
+        changed += other
+        done += len(files)
+        if progress is not None:
+            progress(done, total)
+    strange = sorted(set(_files(out, header["images"])) - listed)
+    faults = {"missing": missing, "not what was written": changed, "not in the manifest": strange}
+    parts_of_message = [
+        f"{len(names)} {what} ({shortened(names)})" for what, names in faults.items() if names
+    ]
+    if parts_of_message:
+        raise DataError(f"of {total} images {', '.join(parts_of_message)}", place=out, hint=again)
+    return total
+
+
+class _Checks(Dataset[tuple[list[str], list[str], list[str]]]):
+    """Item i: all images of the i-th file of the manifest, those missing and those changed."""
+
+    def __init__(self, out: Path, parts: list[Path]) -> None:
+        self._out, self._parts = out, parts
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def __getitem__(self, index: int) -> tuple[list[str], list[str], list[str]]:
+        files, missing, changed = [], [], []
+        for line in _read_lines(self._parts[index]):
+            if "file" not in line:
+                continue
+            files.append(line["file"])
+            try:
+                content = (self._out / line["file"]).read_bytes()
+            except FileNotFoundError:
+                missing.append(line["file"])
+                continue
+            if hashlib.sha256(content).hexdigest() != line["sha256"]:
+                changed.append(line["file"])
+        return files, missing, changed
+
+
+def _files(out: Path, splits: Mapping[str, int]) -> Iterator[str]:
+    for split in splits:
+        for parent, _, names in os.walk(out / split):
+            for name in names:
+                yield str(Path(parent, name).relative_to(out))

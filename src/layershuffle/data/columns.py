@@ -39,19 +39,20 @@ class Columns:
 
 def image_column(features: Features, *, wanted: str | None, place: str) -> str:
     """The one column of images. Raises DataError if there is none, UsageError if it is unclear."""
-    found = [name for name, kind in features.items() if isinstance(kind, datasets.Image)]
-    return _chosen(found, features, what="image", wanted=wanted, place=place)
+    images = [name for name, kind in features.items() if isinstance(kind, datasets.Image)]
+    return _chosen(images, features, what="image", wanted=wanted, place=place)
 
 
 def label_column(features: Features, *, wanted: str | None, place: str) -> str:
     """The label column: the one ClassLabel, else "label", else the one of integers or strings."""
-    found = [name for name, kind in features.items() if isinstance(kind, datasets.ClassLabel)]
-    if not found:
-        found = [name for name, kind in features.items() if _plain_label(kind)]
-        found = [name for name in found if not name.startswith("__")]
-        if "label" in found:
-            found = ["label"]
-    return _chosen(found, features, what="label", wanted=wanted, place=place)
+    labels = [name for name, kind in features.items() if isinstance(kind, datasets.ClassLabel)]
+    if not labels:
+        # webdataset's own columns (__key__, __url__) are strings too.
+        plain = [name for name, kind in features.items() if _plain_label(kind)]
+        labels = [name for name in plain if not name.startswith("__")]
+        if "label" in labels:
+            labels = ["label"]
+    return _chosen(labels, features, what="label", wanted=wanted, place=place)
 
 
 def label_meaning(
@@ -82,8 +83,8 @@ class HubTable:
 
     def __init__(self, data: Any, columns: Columns, *, channels: int, place: str) -> None:
         self.labels = [columns.index(cell) for cell in data[columns.label]]
-        kept = [name for name in (columns.image, "__key__") if name in data.column_names]
-        data = data.select_columns(kept)
+        names = [name for name in (columns.image, "__key__") if name in data.column_names]
+        data = data.select_columns(names)
         self.data = data.cast_column(columns.image, datasets.Image(decode=False))
         self.reader = record_reader(columns, channels=channels, place=place)
 
@@ -136,24 +137,24 @@ def _looked_up(table: Mapping[str, int], cell: Any) -> int:
 
 
 def _plain_label(kind: Any) -> bool:
-    known = ("int", "uint", "string", "large_string")
-    return isinstance(kind, datasets.Value) and str(kind.dtype).startswith(known)
+    kinds = ("int", "uint", "string", "large_string")
+    return isinstance(kind, datasets.Value) and str(kind.dtype).startswith(kinds)
 
 
 def _chosen(
-    found: list[str], features: Features, *, what: str, wanted: str | None, place: str
+    candidates: list[str], features: Features, *, what: str, wanted: str | None, place: str
 ) -> str:
     columns = ", ".join(features)
     if wanted is not None:
         if wanted not in features:
             raise UsageError(f"no column {wanted!r}", place=place, hint=f"columns: {columns}")
         return wanted
-    if len(found) == 1:
-        return found[0]
-    if not found:
+    if len(candidates) == 1:
+        return candidates[0]
+    if not candidates:
         raise DataError(f"no {what} column among: {columns}", place=place)
     raise UsageError(
-        f"several columns could be the {what}: {', '.join(found)}",
+        f"several columns could be the {what}: {', '.join(candidates)}",
         place=place,
-        hint=f"say which, for example {place}?{what}={found[0]}",
+        hint=f"say which, for example {place}?{what}={candidates[0]}",
     )

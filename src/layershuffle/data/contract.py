@@ -1,10 +1,10 @@
-"""The words every data source shares: options in, named splits of (image, label) out.
+"""The types that every data source shares: options in, named splits of (image, label) out.
 
 A source is a function `SourceRequest -> ImageData`. Items are pixels, a byte each; what the model
 takes is made of whole batches of them, where the model is (`ImageData.finish`).
 
-The split names say what each part is for, so that picking a checkpoint and reporting a score never
-quietly use the same images: "train" is fitted, "holdout" (a part of the training data) picks the
+The split names say what each part is for, so that a checkpoint is never picked on the images whose
+score is reported: "train" is fitted, "holdout" (a part of the training data) picks the
 checkpoint, "test" is reported.
 """
 
@@ -137,21 +137,21 @@ def generator_for(*parts: int | str) -> torch.Generator:
 def stratified_holdout(
     labels: Sequence[int] | Tensor, share: float, *, seed: int = HOLDOUT_SEED
 ) -> tuple[list[int], list[int]]:
-    """(kept, held out): ascending indices, each class cut at `share` by its own shuffle.
+    """(training, held-out) ascending indices, each class cut at `share` by its own shuffle.
 
     Per class round(share * n), but at least one image, and never the last one: a class with two
     or more images is in both parts, a class with a single image stays in the training part.
     """
     table = torch.as_tensor(labels, dtype=torch.int64)
-    kept, held = [], []
+    training, held_out = [], []
     for label in torch.unique(table).tolist():
         members = torch.nonzero(table == label).flatten()
         count = len(members)
         cut = min(max(round(share * count), 1), count - 1)
         shuffle = torch.randperm(count, generator=generator_for("holdout", seed, label))
-        held += members[shuffle[:cut]].tolist()
-        kept += members[shuffle[cut:]].tolist()
-    return sorted(kept), sorted(held)
+        held_out += members[shuffle[:cut]].tolist()
+        training += members[shuffle[cut:]].tolist()
+    return sorted(training), sorted(held_out)
 
 
 def limited_test(dataset: Dataset[Item], size: int, *, limit: int | None) -> Split:
@@ -174,9 +174,3 @@ def check_labels(labels: Sequence[int] | Tensor, classes: int, *, place: str | P
             place=place,
             hint="correct the labels or the list of classes",
         )
-
-
-def shortened(names: Sequence[str], *, limit: int = 3) -> str:
-    """ "a, b, c and 7 more": names for a message."""
-    shown = ", ".join(names[:limit])
-    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

@@ -15,11 +15,12 @@ from pathlib import Path
 from PIL import Image
 from torch import Tensor
 
-from layershuffle.data.contract import ImageData, SourceRequest, shortened
+from layershuffle.data.contract import ImageData, SourceRequest
 from layershuffle.data.decode import read_pixels
 from layershuffle.data.images import mode_for, read_image
 from layershuffle.data.tables import Tables, assemble
 from layershuffle.errors import DataError
+from layershuffle.text import shortened
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".pgm", ".bmp", ".tif", ".tiff", ".webp")
 VALIDATION_NAMES = ("val", "validation")
@@ -103,14 +104,14 @@ def split_folders(root: Path, *, need_train: bool) -> tuple[Path | None, Path | 
             hint="pass folder:DIR with the folders DIR/train and DIR/val in it",
         )
     train = root / "train" if (root / "train").is_dir() else None
-    found = [root / name for name in VALIDATION_NAMES if (root / name).is_dir()]
-    if len(found) == 2:
+    reported = [root / name for name in VALIDATION_NAMES if (root / name).is_dir()]
+    if len(reported) == 2:
         raise DataError("there are both val/ and validation/", place=root, hint="keep one of them")
     if (root / TEST_NAME).is_dir():
-        found.append(root / TEST_NAME)
-    if (train is None and need_train) or not found:
-        raise _missing_splits(root, train is None, not found)
-    return train, found[0] if len(found) == 2 else None, found[-1]
+        reported.append(root / TEST_NAME)
+    if (train is None and need_train) or not reported:
+        raise _missing_splits(root, train is None, not reported)
+    return train, reported[0] if len(reported) == 2 else None, reported[-1]
 
 
 def class_names(split: Path) -> tuple[str, ...]:
@@ -206,12 +207,12 @@ def _missing_splits(root: Path, no_train: bool, no_test: bool) -> DataError:
     absent = ["train/"] * no_train + ["val/ (or validation/ or test/)"] * no_test
     inside = _subfolders(root)
     if no_train and no_test and inside:
-        found = f"found {len(inside):,} other folders ({shortened(inside)})"
+        seen = f"found {len(inside):,} other folders ({shortened(inside)})"
         hint = (
             f"if these are the classes, move them into {root}/train and a part of the images of "
             f"each class into the same class folder under {root}/val"
         )
     else:
-        found = f"found {shortened(inside)}" if inside else "found no folders"
+        seen = f"found {shortened(inside)}" if inside else "found no folders"
         hint = f"add {' and '.join(absent)} with one folder per class"
-    return DataError(f"there is no {' and no '.join(absent)}; {found}", place=root, hint=hint)
+    return DataError(f"there is no {' and no '.join(absent)}; {seen}", place=root, hint=hint)

@@ -28,6 +28,7 @@ from layershuffle.data.images import mode_for
 from layershuffle.data.streams import Streams, assemble_streams
 from layershuffle.data.tables import Tables, assemble
 from layershuffle.errors import DataError
+from layershuffle.text import one_line
 
 TRAIN_NAMES = ("train", "training")
 VALIDATION_NAMES = ("validation", "valid", "val", "dev")
@@ -61,14 +62,16 @@ def splits_to_data(request: SourceRequest, splits: Mapping[str, Any]) -> ImageDa
         name: HubTable(part, columns, channels=request.view.channels, place=request.spec)
         for name, part in parts.items()
     }
-    found = Tables(
-        classes=columns.classes,
-        test=tables["test"],
-        train=tables.get("train"),
-        validation=tables.get("validation"),
-        notes=notes,
+    return assemble(
+        request,
+        Tables(
+            classes=columns.classes,
+            test=tables["test"],
+            train=tables.get("train"),
+            validation=tables.get("validation"),
+            notes=notes,
+        ),
     )
-    return assemble(request, found)
 
 
 def load_splits(request: SourceRequest) -> Mapping[str, Any]:
@@ -191,7 +194,6 @@ def _saved_by_datasets(root: Path) -> bool:
 
 
 def _load_failure(request: SourceRequest, root: Path, error: BaseException) -> DataError:
-    reason = " ".join(str(error).split())[:300] or type(error).__name__
     if root.is_dir():
         hint = "put class folders under train/ and test/ in it, or save it with save_to_disk"
     else:
@@ -200,4 +202,4 @@ def _load_failure(request: SourceRequest, root: Path, error: BaseException) -> D
             "folder:DIR; or set HF_HOME to a cache that has it and HF_HUB_OFFLINE=1. "
             "With one, check the name and unset HF_HUB_OFFLINE"
         )
-    return DataError(f"cannot open the data set ({reason})", place=request.spec, hint=hint)
+    return DataError(f"cannot open the data set ({one_line(error)})", place=request.spec, hint=hint)

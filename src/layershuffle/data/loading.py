@@ -12,9 +12,8 @@ the digits do not wait for the libraries of the others.
 
 from __future__ import annotations
 
-import difflib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import cast
@@ -23,6 +22,7 @@ from urllib.parse import parse_qsl
 from layershuffle.data.contract import DataOptions, ImageData, SourceRequest
 from layershuffle.data.view import ImageView
 from layershuffle.errors import DataError, UsageError
+from layershuffle.text import did_you_mean, nearest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,21 +134,21 @@ def loader_processes(spec: str = "") -> int:
 def _settings(query: str, scheme: str) -> dict[str, str]:
     settings: dict[str, str] = {}
     for key, value in parse_qsl(query, keep_blank_values=True):
-        known = SOURCES[scheme].settings
-        if key not in known:
-            nearest = difflib.get_close_matches(key, known, n=1)
-            guess = f"did you mean {nearest[0]}? " if nearest else ""
+        names = SOURCES[scheme].settings
+        if key not in names:
+            guess = did_you_mean(key, names)
             raise UsageError(
-                f"{scheme} has no setting {key!r}", hint=f"{guess}known: {', '.join(known)}"
+                f"{scheme} has no setting {key!r}",
+                hint=f"{guess} known: {', '.join(names)}".lstrip(),
             )
         settings[key] = value
     return settings
 
 
 def _unknown_scheme(spec: str, scheme: str) -> UsageError:
-    nearest = difflib.get_close_matches(scheme, SOURCES, n=1)
-    if nearest:
-        guess = f"did you mean {SOURCES[nearest[0]].form}? "
+    match = nearest(scheme, SOURCES)
+    if match:
+        guess = f"did you mean {SOURCES[match].form}? "
     elif "/" in spec or "." in spec:
         guess = f"for class folders write folder:{spec}; "
     else:
@@ -156,9 +156,5 @@ def _unknown_scheme(spec: str, scheme: str) -> UsageError:
     return UsageError(
         f"unknown data source {scheme!r}",
         place=f"--data {spec}",
-        hint=f"{guess}known: {_forms(SOURCES)}",
+        hint=f"{guess}known: {'; '.join(source.form for source in SOURCES.values())}",
     )
-
-
-def _forms(sources: Mapping[str, Source]) -> str:
-    return "; ".join(source.form for source in sources.values())

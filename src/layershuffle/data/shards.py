@@ -63,11 +63,11 @@ def existing_shards(pattern: str) -> list[Path]:
     """The files of one pattern (braces, then * and ?). Raises DataError naming what is missing."""
     paths: list[Path] = []
     for name in expand_braces(str(Path(pattern).expanduser())):
-        found = sorted(glob.glob(name)) if any(c in name for c in "*?[") else [name]
-        missing = [path for path in found if not Path(path).is_file()]
-        if missing or not found:
+        files = sorted(glob.glob(name)) if any(c in name for c in "*?[") else [name]
+        missing = [path for path in files if not Path(path).is_file()]
+        if missing or not files:
             raise DataError("a shard is missing", place=(missing or [name])[0], hint=_HINT)
-        paths += [Path(path) for path in found]
+        paths += [Path(path) for path in files]
     return paths
 
 
@@ -137,22 +137,22 @@ def _label(content: bytes, kind: str, place: str) -> int:
 
 
 def _in_folder(root: Path) -> dict[str, list[Path]]:
-    found: dict[str, list[Path]] = {}
+    splits: dict[str, list[Path]] = {}
     kinds = {"train": TRAIN_NAMES, "validation": VALIDATION_NAMES, "test": TEST_NAMES}
     for kind, names in kinds.items():
         shards = [p for n in names for p in (*root.glob(f"{n}-*.tar"), *root.glob(f"{n}/*.tar"))]
         if shards:
-            found[kind] = sorted(shards)
-    if "test" not in found and "validation" in found:
-        found["test"] = found.pop("validation")
-    if "test" not in found:
+            splits[kind] = sorted(shards)
+    if "test" not in splits and "validation" in splits:
+        splits["test"] = splits.pop("validation")
+    if "test" not in splits:
         inside = sorted(path.name for path in root.iterdir())[:5]
         raise DataError(
             f"no val-*.tar or val/*.tar; found {', '.join(inside) or 'nothing'}",
             place=root,
             hint=_HINT,
         )
-    return found
+    return splits
 
 
 def _choices(inside: str) -> list[str]:

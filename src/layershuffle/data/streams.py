@@ -39,6 +39,7 @@ from layershuffle.data.transforms import (
 )
 from layershuffle.data.view import Finish
 from layershuffle.errors import DataError, UsageError
+from layershuffle.text import one_line
 
 # Undecoded images kept for shuffling: about 200 MB of ImageNet.
 SHUFFLE_BUFFER = 2_000
@@ -153,9 +154,8 @@ class StreamedImages(IterableDataset[Item]):
         try:
             yield from self.stream
         except STREAM_ERRORS as error:
-            reason = " ".join(str(error).split())[:300] or type(error).__name__
             raise DataError(
-                f"the stream broke off ({reason})",
+                f"the stream broke off ({one_line(error)})",
                 place=self.reader.place,
                 hint="check the files or the network, then run the same command again",
             ) from error

@@ -25,7 +25,6 @@ from layershuffle.data.contract import (
     check_labels,
     derived_seed,
     limited_test,
-    shortened,
     stratified_holdout,
 )
 from layershuffle.data.decode import NO_JPEG, decodes_jpeg
@@ -38,6 +37,7 @@ from layershuffle.data.transforms import (
 )
 from layershuffle.data.view import Finish
 from layershuffle.errors import DataError
+from layershuffle.text import shortened
 
 
 class ImageTable(Protocol):
@@ -64,24 +64,13 @@ class ImageTable(Protocol):
 
 
 class TransformedImages(Dataset[Item]):
-    """The images `indices` of a table, each through one deterministic transform."""
+    """The images `indices` of a table, each through one deterministic transform.
 
-    def __init__(self, table: ImageTable, indices: Sequence[int], transform: Transform) -> None:
-        self.table, self.indices, self.transform = table, indices, transform
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __getitem__(self, index: int) -> Item:
-        row = self.indices[index]
-        return self.transform(self.table.image(row)), int(self.table.labels[row])
-
-
-class TrainingImages(Dataset[Item]):
-    """`TransformedImages` without Pillow where that is possible, for training."""
+    A `PixelTransform` (training) reads them without Pillow where that is possible.
+    """
 
     def __init__(
-        self, table: ImageTable, indices: Sequence[int], transform: PixelTransform
+        self, table: ImageTable, indices: Sequence[int], transform: Transform | PixelTransform
     ) -> None:
         self.table, self.indices, self.transform = table, indices, transform
 
@@ -90,7 +79,10 @@ class TrainingImages(Dataset[Item]):
 
     def __getitem__(self, index: int) -> Item:
         row = self.indices[index]
-        return self.transform(self.table.pixels(row)), int(self.table.labels[row])
+        label = int(self.table.labels[row])
+        if isinstance(self.transform, PixelTransform):
+            return self.transform(self.table.pixels(row)), label
+        return self.transform(self.table.image(row)), label
 
 
 class AugmentedImages(Dataset[Item]):
@@ -204,33 +196,33 @@ def _training_splits(
 ) -> dict[str, Split]:
     assert tables.train is not None
     options, plain = request.options, PlainTransform(request.view, request.options.resize)
-    held: Dataset[Item]
+    holdout_images: Dataset[Item]
     if tables.validation is not None:
-        kept = rows["train"]
-        held = TransformedImages(tables.validation, rows["validation"], plain)
+        training = rows["train"]
+        holdout_images = TransformedImages(tables.validation, rows["validation"], plain)
         size = len(rows["validation"])
         notes.append("the holdout is the validation split of the data")
     else:
-        kept, cut = _cut(request, tables, rows["train"], notes)
-        held, size = TransformedImages(tables.train, cut, plain), len(cut)
+        training, cut = _cut(request, tables, rows["train"], notes)
+        holdout_images, size = TransformedImages(tables.train, cut, plain), len(cut)
     uncut = options.holdout is None and tables.validation is None
-    _require_images(kept, size or uncut, request)
-    fitted = _fitted(request, tables.train, kept, notes)
-    splits = {"train": Split(dataset=fitted, size=len(kept))}
-    return splits if uncut else {**splits, "holdout": Split(dataset=held, size=size)}
+    _require_images(training, size or uncut, request)
+    fitted = _fitted(request, tables.train, training, notes)
+    splits = {"train": Split(dataset=fitted, size=len(training))}
+    return splits if uncut else {**splits, "holdout": Split(dataset=holdout_images, size=size)}
 
 
 def _fitted(
-    request: SourceRequest, table: ImageTable, kept: Sequence[int], notes: list[str]
+    request: SourceRequest, table: ImageTable, rows: Sequence[int], notes: list[str]
 ) -> Dataset[Item]:
     options, view = request.options, request.view
     if options.augment:
-        return AugmentedImages(table, kept, augment_transform(view), seed=options.seed)
+        return AugmentedImages(table, rows, augment_transform(view), seed=options.seed)
     if view.interpolation == "nearest":
-        return TransformedImages(table, kept, PlainTransform(view, options.resize))
+        return TransformedImages(table, rows, PlainTransform(view, options.resize))
     if not decodes_jpeg():
         notes.append(NO_JPEG)
-    return TrainingImages(table, kept, PixelTransform(view, options.resize))
+    return TransformedImages(table, rows, PixelTransform(view, options.resize))
 
 
 def _cut(
@@ -242,21 +234,21 @@ def _cut(
         return good, []
     if tables.holdout is not None:
         readable = set(good)
-        kept, cut = ([row for row in part if row in readable] for part in tables.holdout)
-        return kept, cut
+        training, cut = ([row for row in part if row in readable] for part in tables.holdout)
+        return training, cut
     labels = [tables.train.labels[row] for row in good]
-    kept, cut = stratified_holdout(labels, request.options.holdout)
+    training, cut = stratified_holdout(labels, request.options.holdout)
     notes.append(
         f"the holdout is {len(cut)} of {len(good)} training images, "
         f"a share of {request.options.holdout:g} per class, the same for every seed"
     )
-    return [good[i] for i in kept], [good[i] for i in cut]
+    return [good[i] for i in training], [good[i] for i in cut]
 
 
-def _require_images(kept: Sequence[int], held: int, request: SourceRequest) -> None:
-    if not kept or not held:
+def _require_images(training: Sequence[int], held_out: int, request: SourceRequest) -> None:
+    if not training or not held_out:
         raise DataError(
-            f"{len(kept)} images to train on and {held} held out: both must be above 0",
+            f"{len(training)} images to train on and {held_out} held out: both must be above 0",
             place=request.spec,
             hint="give more training images, or another holdout share",
         )

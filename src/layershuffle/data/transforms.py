@@ -11,14 +11,15 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal, TypeVar, cast
 
 import numpy as np
 import torch
-import torch.nn.functional as F
+import torchvision.transforms.v2.functional as TF
 from PIL import Image
 from timm.data import create_transform
 from torch import Tensor
+from torchvision.transforms import InterpolationMode
 
 from layershuffle.data.decode import pixel_tensor
 from layershuffle.data.view import ImageView
@@ -26,12 +27,7 @@ from layershuffle.errors import UsageError
 
 Resize = Literal["crop", "squash"]
 Transform = Callable[[Image.Image], Tensor]
-
-_RESAMPLING = {
-    "nearest": Image.Resampling.NEAREST,
-    "bilinear": Image.Resampling.BILINEAR,
-    "bicubic": Image.Resampling.BICUBIC,
-}
+_Picture = TypeVar("_Picture", Image.Image, Tensor)
 
 
 @dataclass(frozen=True)
@@ -47,18 +43,7 @@ class PlainTransform:
 
     def __call__(self, image: Image.Image) -> Tensor:
         """Pixels uint8 [C, H, W]."""
-        sized = self._squashed(image) if self.resize == "squash" else self._cropped(image)
-        return pixel_tensor(sized).contiguous()
-
-    def _squashed(self, image: Image.Image) -> Image.Image:
-        size = (self.view.width, self.view.height)
-        return image.resize(size, _RESAMPLING[self.view.interpolation])
-
-    def _cropped(self, image: Image.Image) -> Image.Image:
-        size = resized_size(image.size, self.view)
-        resized = image.resize(size, _RESAMPLING[self.view.interpolation])
-        left, top = crop_corner(size, self.view)
-        return resized.crop((left, top, left + self.view.width, top + self.view.height))
+        return pixel_tensor(_resized(image, image.size, self)).contiguous()
 
 
 @dataclass(frozen=True)
@@ -78,25 +63,19 @@ class PixelTransform:
 
     def __call__(self, pixels: Tensor) -> Tensor:
         """Pixels uint8 [C, H, W] of the view's size, from such pixels of any size."""
-        if self.resize == "squash":
-            return self._sized(pixels, (self.view.width, self.view.height)).contiguous()
-        size = resized_size((pixels.shape[-1], pixels.shape[-2]), self.view)
-        left, top = crop_corner(size, self.view)
-        sized = self._sized(pixels, size)
-        rows = sized[:, top : top + self.view.height]
-        return rows[:, :, left : left + self.view.width].contiguous()
-
-    def _sized(self, pixels: Tensor, size: tuple[int, int]) -> Tensor:
-        width, height = size
-        if pixels.shape[-2:] == (height, width):
-            return pixels
-        mode = self.view.interpolation
-        return F.interpolate(pixels[None], size=(height, width), mode=mode, antialias=True)[0]
+        size = pixels.shape[-1], pixels.shape[-2]
+        return _resized(pixels, size, self).contiguous()
 
 
-def crop_corner(size: tuple[int, int], view: ImageView) -> tuple[int, int]:
-    """(left, top) of the centre crop of an image of `size` (width, height)."""
-    return round((size[0] - view.width) / 2), round((size[1] - view.height) / 2)
+def _resized(
+    picture: _Picture, size: tuple[int, int], transform: PlainTransform | PixelTransform
+) -> _Picture:
+    # torchvision hands Pillow images to Pillow and tensors to torch's uint8 kernels, bit for bit.
+    view, whole = transform.view, transform.resize == "squash"
+    width, height = (view.width, view.height) if whole else resized_size(size, view)
+    mode = InterpolationMode(view.interpolation)
+    resized = TF.resize(picture, [height, width], interpolation=mode, antialias=True)
+    return cast(_Picture, resized if whole else TF.center_crop(resized, list(view.size)))
 
 
 def resized_size(size: tuple[int, int], view: ImageView) -> tuple[int, int]:
@@ -129,14 +108,14 @@ def augment_transform(view: ImageView) -> Transform:
 
 @contextmanager
 def seeded_globals(seed: int) -> Iterator[None]:
-    """Python's, numpy's and torch's global CPU generators start at `seed`, then are put back.
+    """Seed Python's, numpy's and torch's global CPU generators inside; restore them afterwards.
 
-    The one place of this package that touches them: timm's and torchvision's transforms draw
-    from the global generators and take no generator of their own. Seeding each item alone makes
-    it a pure function of its seed (worker count, order and resume do not matter), and putting the
-    states back keeps the transforms from moving anybody else's draws. torch.manual_seed would
-    reseed the CUDA generators too, hence the state of a private generator. Not for threads that
-    draw at the same time: the generators are one per process.
+    This is the only place of this package that touches them: timm's and torchvision's transforms
+    draw from the global generators and take no generator of their own. Seeding each item by itself
+    makes it a pure function of its seed, whatever the worker count, the order and the resumption,
+    and restoring the states keeps the transforms from changing anybody else's draws.
+    torch.manual_seed would reseed the CUDA generators too, hence the state of a private generator.
+    Not safe for threads that draw at the same time: the generators are shared by the process.
     """
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:

@@ -29,7 +29,6 @@ from layershuffle.data.contract import (
     ImageData,
     SourceRequest,
     generator_for,
-    shortened,
 )
 from layershuffle.data.hub import LOAD_ERRORS
 from layershuffle.data.images import mode_for
@@ -43,6 +42,7 @@ from layershuffle.data.shards import (
 from layershuffle.data.streams import IdentityCut, Streams, assemble_streams, identity
 from layershuffle.data.tables import Tables, assemble
 from layershuffle.errors import DataError
+from layershuffle.text import one_line, shortened
 
 Shards = dict[str, list[Path]]
 
@@ -85,7 +85,7 @@ def _tabled(request: SourceRequest, shards: Shards, classes: tuple[str, ...]) ->
     cut, notes = None, ""
     if "train" in loaded and "validation" not in loaded:
         cut, notes = _cut(request, loaded["train"][0], shards["train"])
-    found = Tables(
+    named = Tables(
         classes=classes,
         test=tables["test"],
         train=tables.get("train"),
@@ -93,7 +93,7 @@ def _tabled(request: SourceRequest, shards: Shards, classes: tuple[str, ...]) ->
         holdout=cut,
         notes=(notes,) * bool(notes),
     )
-    return assemble(request, found)
+    return assemble(request, named)
 
 
 def _cut(
@@ -103,11 +103,11 @@ def _cut(
     share = request.options.holdout
     if share is None:
         return (list(range(len(train))), []), ""
-    held = held_out_shards(len(shards), share)
-    if held is not None:
-        names = {str(shards[index]) for index in held}
+    held_out = held_out_shards(len(shards), share)
+    if held_out is not None:
+        names = {str(shards[index]) for index in held_out}
         out = [shard in names for shard in train[_SHARD]]
-        note = _shard_note(held, shards)
+        note = _shard_note(held_out, shards)
     else:
         rule = IdentityCut(share=share, held_out=True)
         out = [rule.keeps(identity(key.encode("utf-8"))) for key in train[_KEY]]
@@ -115,19 +115,20 @@ def _cut(
             f"the holdout is {sum(out)} of {len(out)} training images, "
             f"about {share:g}, chosen by the hash of their key, the same for every seed"
         )
-    kept = [row for row, held_out in enumerate(out) if not held_out]
-    return (kept, [row for row, held_out in enumerate(out) if held_out]), note
+    training = [row for row, is_out in enumerate(out) if not is_out]
+    return (training, [row for row, is_out in enumerate(out) if is_out]), note
 
 
 def _streamed(request: SourceRequest, shards: Shards, classes: tuple[str, ...]) -> ImageData:
     note = ""
     if "train" in shards and "validation" not in shards:
         train, share = shards["train"], request.options.holdout
-        held = None if share is None else held_out_shards(len(train), share)
-        if held is not None:
-            note = _shard_note(held, train)
-            kept = [path for index, path in enumerate(train) if index not in held]
-            shards = shards | {"train": kept, "validation": [train[index] for index in held]}
+        held_out = None if share is None else held_out_shards(len(train), share)
+        if held_out is not None:
+            note = _shard_note(held_out, train)
+            training = [path for index, path in enumerate(train) if index not in held_out]
+            validation = [train[index] for index in held_out]
+            shards = shards | {"train": training, "validation": validation}
     loaded = {name: _load(request, paths, classes) for name, paths in shards.items()}
     raw = datasets.Image(decode=False)
     readers, streams = {}, {}
@@ -136,7 +137,7 @@ def _streamed(request: SourceRequest, shards: Shards, classes: tuple[str, ...]) 
         readers[name] = record_reader(
             columns, channels=request.view.channels, place=request.spec, key=_KEY
         )
-    found = Streams(
+    named = Streams(
         classes=classes,
         readers=readers,
         test=streams["test"],
@@ -144,7 +145,7 @@ def _streamed(request: SourceRequest, shards: Shards, classes: tuple[str, ...]) 
         validation=streams.get("validation"),
         notes=(note,) * bool(note),
     )
-    return assemble_streams(request, found)
+    return assemble_streams(request, named)
 
 
 def _load(
@@ -159,9 +160,8 @@ def _load(
             "webdataset", data_files=files, split="train", streaming=request.options.streaming
         )
     except (*LOAD_ERRORS, tarfile.TarError) as error:
-        reason = " ".join(str(error.__cause__ or error).split())[:300]
         raise DataError(
-            f"cannot read the shards ({reason})",
+            f"cannot read the shards ({one_line(error.__cause__ or error)})",
             place=shortened([str(path) for path in shards]),
             hint=f"try tar -tf {shards[0]} and the like; samples need an image and a .cls or .json",
         ) from error
@@ -178,9 +178,9 @@ def _load(
     return renamed, Columns(image=_IMAGE, label=label, classes=classes, index=index)
 
 
-def _shard_note(held: Sequence[int], shards: Sequence[Path]) -> str:
-    names = ", ".join(shards[index].name for index in held[:5])
+def _shard_note(held_out: Sequence[int], shards: Sequence[Path]) -> str:
+    names = ", ".join(shards[index].name for index in held_out[:5])
     return (
-        f"the holdout is {len(held)} of {len(shards)} training shards, the same for every seed: "
-        f"{names}"
+        f"the holdout is {len(held_out)} of {len(shards)} training shards, "
+        f"the same for every seed: {names}"
     )

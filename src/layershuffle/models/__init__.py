@@ -1,7 +1,7 @@
 """Host models by one spec string, and what the rest of the package asks of them.
 
 `store` loads and saves; each host library has its adapter (`timm_host`, `hf_host`,
-`torchvision_host`); `files` and `facts` check everything that is read.
+`torchvision_host`); `files` and `metadata` check everything that is read.
 """
 
 from layershuffle.models.metadata import read_record
@@ -12,8 +12,8 @@ from layershuffle.models.store import (
     logits_of,
     num_classes_of,
     save,
+    truncate,
 )
-from layershuffle.models.truncation import truncate
 
 __all__ = [
     "host_of",

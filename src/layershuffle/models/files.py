@@ -1,12 +1,13 @@
-"""Read and check the files of a saved model: JSON, safetensors, and the facts beside the weights.
+"""Read, check and write the files of a saved model: JSON and safetensors.
 
-A model directory may come from anyone. So nothing is ever unpickled, JSON is capped and checked
-before it is used, and the tensors that are announced are compared with the model that is built
-before a byte of them is read. Whatever is wrong becomes one `ModelFileError`.
+A model directory may come from anyone. So nothing is ever unpickled, JSON is limited in size and
+checked before it is used, and the names and shapes in a safetensors header are compared with the
+model that is built before any tensor is read. Every fault becomes one `ModelFileError`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections import defaultdict
@@ -14,11 +15,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from layershuffle.errors import ModelFileError
+from layershuffle.text import shortened
 
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
@@ -29,8 +32,8 @@ PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"})
 MAX_JSON_BYTES = 1 << 20
 _MAX_NESTING = 64
 MAX_INDEX_BYTES = 1 << 24  # a shard index lists every tensor of a model
-# Far beyond any vision transformer. A configuration is built before its weights are compared, and
-# these three kinds of numbers decide how long that takes.
+# Far beyond any vision transformer. A model is built from its configuration before its weights are
+# compared, and these three kinds of numbers decide how much time and memory that takes.
 _MAX_NUMBER = 1 << 24
 _MAX_BLOCKS = 1024
 _MAX_CLASSES = 1 << 20
@@ -75,10 +78,10 @@ def read_json(path: Path, *, limit: int = MAX_JSON_BYTES) -> dict[str, Any]:
 
 
 def _check_nesting(data: object, path: Path) -> None:
-    # What walks over the data later does so by recursion.
+    # The functions that walk over the data later are recursive.
     level: list[Any] = [data]
     for _ in range(_MAX_NESTING):
-        inside = [one.values() if isinstance(one, dict) else one for one in level]
+        inside = [node.values() if isinstance(node, dict) else node for node in level]
         level = [x for values in inside for x in values if isinstance(x, dict | list)]
         if not level:
             return
@@ -172,38 +175,57 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     save_file(plain, path, metadata={"format": "pt"})
 
 
+def weights_digest(model: nn.Module) -> str:
+    """SHA-256, in hexadecimal, over name, type, shape and bytes of every tensor of `model`.
+
+    Equal for equal weights wherever they lie, and however they were stored.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        plain = tensor.detach().cpu().contiguous()
+        digest.update(f"{name} {plain.dtype} {tuple(plain.shape)};".encode())
+        digest.update(plain.reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
 def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
     """Shapes by tensor name."""
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
+def difference(missing: Iterable[str], unexpected: Iterable[str]) -> str:
+    """Which tensors are missing in a file and which do not belong in it, in words."""
+    lists = (shortened(sorted(names)) or "none" for names in (missing, unexpected))
+    return "missing {}; unexpected {}".format(*lists)
+
+
 def check_tensors(
-    found: Mapping[str, Shape], expected: Mapping[str, Shape], *, place: Path
+    stored: Mapping[str, Shape], expected: Mapping[str, Shape], *, place: Path
 ) -> None:
     """Raises `ModelFileError` unless names and shapes agree; another depth is named first."""
-    missing, unexpected = expected.keys() - found.keys(), found.keys() - expected.keys()
+    missing, unexpected = expected.keys() - stored.keys(), stored.keys() - expected.keys()
     if missing or unexpected:
-        check_depth(stack_depth(found), stack_depth(expected), place=place)
+        check_depth(stack_depth(stored), stack_depth(expected), place=place)
         raise ModelFileError(
             "The tensors in the file are not those of the model: "
-            f"missing {listed(missing)}; unexpected {listed(unexpected)}",
+            + difference(missing, unexpected),
             place=place,
             hint="weights and configuration come from different models: save the model again",
         )
     for name, shape in expected.items():
-        if found[name] != shape:
+        if stored[name] != shape:
             raise ModelFileError(
-                f"The tensor {name} has shape {found[name]}, the model needs {shape}",
+                f"The tensor {name} has shape {stored[name]}, the model needs {shape}",
                 place=place,
                 hint="weights and configuration come from different models: save the model again",
             )
 
 
-def check_depth(found: int, expected: int, *, place: Path) -> None:
+def check_depth(stored: int, expected: int, *, place: Path) -> None:
     """Raises `ModelFileError` naming both numbers of blocks if they differ."""
-    if found != expected:
+    if stored != expected:
         raise ModelFileError(
-            f"This is a checkpoint of another depth: it holds {found} blocks, {expected} are "
+            f"This is a checkpoint of another depth: it holds {stored} blocks, {expected} are "
             "expected",
             place=place,
             hint="weights and configuration come from different models: save the model again",
@@ -217,13 +239,6 @@ def stack_depth(names: Iterable[str]) -> int:
         for match in re.finditer(r"(?:(?<=[._])|^)(\d+)(?=\.)", name):
             stacks[name[: match.start()]].add(match[1])
     return max((len(numbers) for numbers in stacks.values()), default=0)
-
-
-def listed(names: Iterable[str], *, limit: int = 3) -> str:
-    """ "a, b, c and 7 more", or "none"."""
-    ordered = sorted(names)
-    more = f" and {len(ordered) - limit} more" if len(ordered) > limit else ""
-    return ", ".join(ordered[:limit]) + more if ordered else "none"
 
 
 def _shards(directory: Path, index: Path) -> tuple[Path, ...]:

@@ -35,7 +35,7 @@ from layershuffle.models.files import (
     WEIGHTS_INDEX,
     check_depth,
     check_numbers,
-    listed,
+    difference,
     read_json,
     shapes_of,
     stack_depth,
@@ -55,6 +55,7 @@ from layershuffle.models.origin import (
     warn_new_head,
     weights_missing,
 )
+from layershuffle.text import one_line, shortened
 
 NAME = "transformers"
 _FILES = (
@@ -67,7 +68,7 @@ _ATTENTION = frozenset(
 _INSIDE_TIMM = frozenset(
     {"checkpoint_path", "cache_dir", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay"}
 )
-# What a configuration that is not one makes transformers raise.
+# The errors that transformers raises for a malformed configuration.
 _REFUSED = (
     OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, ImportError, IndexError,
     ZeroDivisionError, AssertionError, StrictDataclassError, SafetensorError,
@@ -83,8 +84,8 @@ def build(name: str, settings: Mapping[str, Any], *, seed: int) -> nn.Module:
     """The image classifier `name`: a directory, or a model of the hub (`revision` chooses which).
 
     `pretrained=False` takes the configuration alone, with random weights. Raises `UsageError` for
-    other settings, `ModelFileError` if the files cannot be had or read. Missing heads are new and
-    said to be so.
+    other settings, `ModelFileError` if the files cannot be fetched or read. A missing head is
+    freshly initialised, with a warning.
     """
     unknown = sorted(settings.keys() - {"pretrained", "revision"})
     if unknown:
@@ -319,12 +320,14 @@ def _check_loaded(
                 num_classes(host),
             )
         if unexpected:
-            LOG.warning("%s: tensors that are not used: %s.", directory, listed(unexpected))
+            LOG.warning(
+                "%s: tensors that are not used: %s.", directory, shortened(sorted(unexpected))
+            )
         missing, unexpected = missing - heads, set()
     if missing or unexpected:
         raise ModelFileError(
             "The tensors in the file are not those of the model: "
-            f"missing {listed(missing)}; unexpected {listed(unexpected)}",
+            + difference(missing, unexpected),
             place=directory,
             hint="weights and configuration come from different models: save the model again",
         )
@@ -333,11 +336,11 @@ def _check_loaded(
 def _heads(host: Host) -> dict[str, nn.Linear]:
     """Linear layers beside the backbone with as many outputs as there are classes, by path."""
     classes = num_classes(host)
-    found = {name: child for name, child in host.named_children() if isinstance(child, nn.Linear)}
-    if not found and hasattr(host, "timm_model"):
-        head = host.timm_model.get_classifier()
-        found = {n: m for n, m in host.named_modules() if m is head and isinstance(m, nn.Linear)}
-    return {name: head for name, head in found.items() if head.out_features == classes}
+    heads = {name: child for name, child in host.named_children() if isinstance(child, nn.Linear)}
+    if not heads and hasattr(host, "timm_model"):
+        inner = host.timm_model.get_classifier()
+        heads = {n: m for n, m in host.named_modules() if m is inner and isinstance(m, nn.Linear)}
+    return {name: head for name, head in heads.items() if head.out_features == classes}
 
 
 def _processor(directory: Path) -> dict[str, Any] | None:
@@ -355,7 +358,7 @@ def _explained(place: Path) -> Iterator[None]:
     try:
         yield
     except _REFUSED as error:
-        shown = " ".join(str(error).split())[:300]
+        shown = one_line(error)
         if "ignore_mismatched_sizes" in shown:  # its advice is not for our callers
             shown = "tensors in the file have other shapes than the configuration gives the model"
         raise ModelFileError(
@@ -368,7 +371,7 @@ def _explained(place: Path) -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No progress bars or load reports of transformers: what matters is raised or logged by us."""
+    """Silence transformers' progress bars and load reports: our own errors and logs say it all."""
     verbosity, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()

@@ -87,8 +87,8 @@ def _from_processor(
         channels=channels,
         height=height,
         width=width,
-        mean=tuple(scale * one for one in per_channel(mean, channels)),
-        std=tuple(scale * one for one in per_channel(std, channels)),
+        mean=tuple(scale * value for value in per_channel(mean, channels)),
+        std=tuple(scale * value for value in per_channel(std, channels)),
         interpolation=_interpolation(settings.get("resample"), habit),
         crop_pct=min(1.0, min(height, width) / max(1, min(resized))),
     )

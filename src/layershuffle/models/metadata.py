@@ -1,4 +1,4 @@
-"""layershuffle.json: the facts beside the weights that no host library has a place for.
+"""layershuffle.json: the metadata beside the weights for which no host library has a place.
 
 {"schema": 1, "library": "timm", "name": "vit_tiny_patch16_224", "model_args": {...},
  "num_classes": 100, "depth": 12, "blocks": "blocks", "position": {"encoding": null,
@@ -8,8 +8,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from difflib import get_close_matches
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,8 +18,9 @@ from layershuffle.errors import ModelFileError, UsageError
 from layershuffle.models.files import check_numbers, read_json
 from layershuffle.policies import policy_from_json
 from layershuffle.position_forms import EncodingForm, PredictionForm, form_from_json
+from layershuffle.text import did_you_mean, one_line
 
-FACTS = "layershuffle.json"
+METADATA_FILE = "layershuffle.json"
 SCHEMA = 1
 RECORD_KEYS = ("method", "policy", "selected", "settings", "scores", "provenance")
 Json = dict[str, JsonValue]
@@ -30,14 +30,14 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
 
 
-class PositionFacts(_Strict):
+class PositionForms(_Strict):
     """Forms of the position parts, `None` for a part that is not there."""
 
     encoding: Json | None = None
     prediction: Json | None = None
 
 
-class Facts(_Strict):
+class ModelMetadata(_Strict):
     """The content of layershuffle.json."""
 
     schema_: Literal[1] = Field(alias="schema")
@@ -47,7 +47,7 @@ class Facts(_Strict):
     num_classes: Annotated[int, Field(ge=1)]
     depth: Annotated[int, Field(ge=2)]
     blocks: str
-    position: PositionFacts
+    position: PositionForms
     image_view: Json
     base_model: str | None = None
     method: str | None = None
@@ -60,14 +60,14 @@ class Facts(_Strict):
 
 def read_record(directory: str | Path) -> dict[str, Any]:
     """The mapping in DIRECTORY/layershuffle.json, checked; `ModelFileError` if it is wrong."""
-    path = Path(directory) / FACTS
+    path = Path(directory) / METADATA_FILE
     data = read_json(path)
-    read_facts(data, path)
+    parse_metadata(data, path)
     return data
 
 
-def read_facts(data: Mapping[str, Any], path: Path) -> Facts:
-    """The facts in `data`; raises `ModelFileError` naming the first key that is wrong."""
+def parse_metadata(data: Mapping[str, Any], path: Path) -> ModelMetadata:
+    """The metadata in `data`; raises `ModelFileError` naming the first key that is wrong."""
     if data.get("schema") != SCHEMA:
         raise ModelFileError(
             f"The file has schema {str(data.get('schema'))[:20]}, this version reads {SCHEMA}",
@@ -75,14 +75,14 @@ def read_facts(data: Mapping[str, Any], path: Path) -> Facts:
             hint="install the version of layershuffle that saved it, or save the model again",
         )
     try:
-        facts = Facts.model_validate(data)
+        metadata = ModelMetadata.model_validate(data)
     except ValidationError as error:
         raise _invalid(error, path) from error
-    for part in (facts.model_args, facts.position.model_dump(), {"classes": facts.num_classes}):
+    sizes = {"classes": metadata.num_classes, "depth": metadata.depth}
+    for part in (metadata.model_args, metadata.position.model_dump(), sizes):
         check_numbers(part, path)
-    check_numbers({"depth": facts.depth}, path)
-    _check_policy(facts, path)
-    return facts
+    _check_policy(metadata, path)
+    return metadata
 
 
 def form_of(
@@ -96,7 +96,7 @@ def form_of(
             raise UsageError(f"dropout lies in [0, 1], {form.dropout} does not")
     except (UsageError, ValidationError, TypeError) as error:
         raise ModelFileError(
-            f"The position part is not a {kind.__name__} ({' '.join(str(error).split())[:300]})",
+            f"The position part is not a {kind.__name__} ({one_line(error)})",
             place=path,
             hint="save the model again",
         ) from error
@@ -120,11 +120,11 @@ def checked_record(record: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def _check_policy(facts: Facts, path: Path) -> None:
-    if facts.policy is None:
+def _check_policy(metadata: ModelMetadata, path: Path) -> None:
+    if metadata.policy is None:
         return
     try:
-        policy_from_json(facts.policy)
+        policy_from_json(metadata.policy)
     except (UsageError, TypeError) as error:
         raise ModelFileError(
             f"The order policy is not one ({error})", place=path, hint="save the model again"
@@ -135,8 +135,8 @@ def _invalid(error: ValidationError, path: Path) -> ModelFileError:
     first = error.errors(include_url=False)[0]
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        known = [field.alias or name for name, field in Facts.model_fields.items()]
-        return ModelFileError(f"The key {key!r} is unknown", place=path, hint=_nearest(key, known))
+        names = [field.alias or name for name, field in ModelMetadata.model_fields.items()]
+        return ModelFileError(f"The key {key!r} is unknown", place=path, hint=_nearest(key, names))
     return ModelFileError(
         f"The key {key!r} is wrong ({first['msg']})",
         place=path,
@@ -144,6 +144,5 @@ def _invalid(error: ValidationError, path: Path) -> ModelFileError:
     )
 
 
-def _nearest(key: str, known: tuple[str, ...] | list[str]) -> str:
-    near = get_close_matches(key, known, n=1)
-    return f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+def _nearest(key: str, names: Sequence[str]) -> str:
+    return did_you_mean(key, names, otherwise=f"the keys are {', '.join(names)}")

@@ -112,7 +112,7 @@ def view_to_json(view: ImageView) -> dict[str, Any]:
 def view_from_json(data: Mapping[str, Any], place: Path) -> ImageView:
     """The view that `view_to_json` wrote; raises `ModelFileError` if it does not hold together."""
     try:
-        mean, std = (tuple(float(one) for one in data[name]) for name in ("mean", "std"))
+        mean, std = (tuple(float(value) for value in data[name]) for name in ("mean", "std"))
         return ImageView(**{**data, "mean": mean, "std": std})
     except (TypeError, KeyError, ValueError) as error:
         raise ModelFileError(

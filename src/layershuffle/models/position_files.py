@@ -18,34 +18,36 @@ from layershuffle.models.files import (
     tensor_shapes,
     write_tensors,
 )
-from layershuffle.models.metadata import FACTS, Facts, form_of
+from layershuffle.models.metadata import METADATA_FILE, ModelMetadata, form_of
 from layershuffle.position import PositionedModel, PositionEncoding, PositionPrediction, width_of
 from layershuffle.position_forms import EncodingForm, PredictionForm
 
 PARTS = "layershuffle.safetensors"
 
 
-def with_stored_parts(host: nn.Module, facts: Facts, *, directory: Path) -> nn.Module:
+def with_stored_parts(host: nn.Module, metadata: ModelMetadata, *, directory: Path) -> nn.Module:
     """`host`, or a `PositionedModel` with the stored parts around it."""
     path = directory / PARTS
-    encoding, prediction = facts.position.encoding, facts.position.prediction
+    encoding, prediction = metadata.position.encoding, metadata.position.prediction
     if encoding is None and prediction is None:
         if path.exists():
             raise ModelFileError(
-                f"{FACTS} knows nothing of this file", place=path, hint="save the model again"
+                f"{METADATA_FILE} knows nothing of this file",
+                place=path,
+                hint="save the model again",
             )
         return host
-    place = directory / FACTS
+    place = directory / METADATA_FILE
     shapes = tensor_shapes(path)
-    _check_part_depth(shapes, facts.depth, path=path)
+    _check_part_depth(shapes, metadata.depth, path=path)
     model = PositionedModel(host)
     if encoding is not None:
         form = cast(EncodingForm, form_of(EncodingForm, encoding, path=place))
         _check_features(shapes, form, path=path)
-        model.encoding = PositionEncoding(facts.depth, width_of(host), form=form, seed=0)
+        model.encoding = PositionEncoding(metadata.depth, width_of(host), form=form, seed=0)
     if prediction is not None:
         guess = cast(PredictionForm, form_of(PredictionForm, prediction, path=place))
-        model.prediction = PositionPrediction(facts.depth, width_of(host), form=guess, seed=0)
+        model.prediction = PositionPrediction(metadata.depth, width_of(host), form=guess, seed=0)
     parts = _parts_of(model)
     tensors = read_tensors(path, shapes_of(parts.state_dict()))
     parts.load_state_dict(tensors, strict=True, assign=True)
@@ -64,7 +66,7 @@ def _check_features(shapes: Mapping[str, Shape], form: EncodingForm, *, path: Pa
     stored = shapes.get("encoding.table", ())[-1:]
     if stored and stored != (form.features,):
         raise ModelFileError(
-            f"The tensor encoding.table has shape {shapes['encoding.table']}, {FACTS} says "
+            f"The tensor encoding.table has shape {shapes['encoding.table']}, {METADATA_FILE} says "
             f"features = {form.features}",
             place=path,
             hint="the files come from different models: save the model again",
@@ -78,7 +80,7 @@ def _parts_of(model: PositionedModel) -> nn.ModuleDict:
     return nn.ModuleDict({name: part for name, part in parts.items() if part is not None})
 
 
-def position_facts(model: nn.Module) -> dict[str, Any]:
+def position_to_json(model: nn.Module) -> dict[str, Any]:
     """The forms of the model's position parts as layershuffle.json has them."""
     if not isinstance(model, PositionedModel):
         return {"encoding": None, "prediction": None}

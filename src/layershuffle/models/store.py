@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module, resources
 from pathlib import Path
@@ -37,13 +37,12 @@ from layershuffle.models.files import (
     refuse_pickle,
 )
 from layershuffle.models.metadata import (
-    FACTS,
+    METADATA_FILE,
     RECORD_KEYS,
     SCHEMA,
-    Facts,
+    ModelMetadata,
     checked_record,
-    read_facts,
-    read_record,
+    parse_metadata,
 )
 from layershuffle.models.origin import (
     origin_of,
@@ -52,14 +51,16 @@ from layershuffle.models.origin import (
     view_from_json,
     view_to_json,
 )
-from layershuffle.models.position_files import PARTS, position_facts, with_stored_parts, write_parts
+from layershuffle.models.position_files import (
+    PARTS,
+    position_to_json,
+    with_stored_parts,
+    write_parts,
+)
 from layershuffle.models.spec import ModelSpec, parse_spec
+from layershuffle.orders import ExecutionOrder, order_of
 from layershuffle.position import PositionedModel
-from layershuffle.stack import BlockStack, depth_of, wrap
-
-__all__ = [
-    "host_of", "image_view", "load", "logits_of", "num_classes_of", "read_record", "save",
-]  # fmt: skip
+from layershuffle.stack import BlockStack, depth_of, stack_of, wrap
 
 CARD = "README.md"
 
@@ -130,7 +131,7 @@ def save(
 ) -> None:
     """Write `model` to `directory`, which is whole or absent at any moment; nothing else changes.
 
-    `record`: JSON-able facts (method, policy, selected, settings, scores, provenance) kept in
+    `record`: JSON-able metadata (method, policy, selected, settings, scores, provenance) kept in
     layershuffle.json; `scores` by order mode, e.g. {"arbitrary": {"top1": 74.5}}. Without a record
     that of the loaded model is kept, its scores excepted: the weights may have changed.
     `model_args`: what a timm model was built with, where timm does not know it. Raises `UsageError`
@@ -139,13 +140,13 @@ def save(
     """
     final, host = Path(directory), host_of(model)
     _check_replaceable(final)
-    kept = {k: v for k, v in origin_of(host).record.items() if k != "scores"}
-    plain = checked_record(kept if record is None else record)
+    earlier = {k: v for k, v in origin_of(host).record.items() if k != "scores"}
+    plain = checked_record(earlier if record is None else record)
     library, view = library_of(host), image_view(host)
     path, depth = _stack_place(host)
     with staged_directory(final) as stage:
         name, args = library.write(host, stage, view=view, model_args=model_args)
-        facts = {
+        metadata = {
             "schema": SCHEMA,
             "library": library.NAME,
             "name": name,
@@ -153,15 +154,50 @@ def save(
             "num_classes": library.num_classes(host),
             "depth": depth,
             "blocks": path,
-            "position": position_facts(model),
+            "position": position_to_json(model),
             "image_view": view_to_json(view),
             "base_model": origin_of(host).base_model,
             **plain,
         }
         write_parts(model, stage)
-        (stage / FACTS).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-        card = render(facts, place=final.absolute().name)
+        (stage / METADATA_FILE).write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")
+        card = render(metadata, place=final.absolute().name)
         (stage / CARD).write_text(card, encoding="utf-8")
+
+
+def truncate(model: nn.Module, blocks: ExecutionOrder | str | Sequence[int]) -> nn.Module:
+    """`model` itself, shortened to `blocks` (ids, each once), which it now runs in that order.
+
+    Stem and head stay. It can be saved and loaded as an ordinary model of its library. Raises
+    `UsageError` for repeats, for models with position parts (their tables belong to another depth),
+    and where the library cannot describe the shorter model; the model is then as before.
+    """
+    stack = stack_of(wrap(model))
+    order = order_of(blocks, stack.depth)
+    if host_of(model) is not model:
+        raise UsageError(
+            "A model with position parts cannot be shortened", hint="shorten it before adding them"
+        )
+    if len(set(order)) < len(order):
+        raise UsageError(f"The blocks {order} hold one twice", hint="name each block once")
+    before = dict(stack._modules)
+    names = list(before)[: len(order)]
+    shorter = dict(zip(names, [stack.block(block) for block in order], strict=True))
+    _fill(stack, shorter)
+    noted = False
+    try:
+        library_of(model).set_depth(model, len(order))
+        noted = True
+    finally:
+        if not noted:
+            _fill(stack, before)
+    # Method and scores were those of the longer model.
+    return remember(model, replace(origin_of(model), record={}))
+
+
+def _fill(stack: nn.Module, blocks: Mapping[str, nn.Module | None]) -> None:
+    stack._modules.clear()
+    stack._modules.update(blocks)
 
 
 def host_of(model: nn.Module) -> nn.Module:
@@ -187,7 +223,7 @@ def logits_of(output: Any) -> Tensor:
     Of two heads (timm's distilled models in training) the mean, as they compute at evaluation.
     """
     logits = getattr(output, "logits", output)
-    if isinstance(logits, tuple) and all(isinstance(one, Tensor) for one in logits):
+    if isinstance(logits, tuple) and all(isinstance(head, Tensor) for head in logits):
         logits = torch.stack(logits).mean(dim=0)
     if not isinstance(logits, Tensor):
         raise UsageError(
@@ -217,7 +253,7 @@ def library_of(host: nn.Module) -> HostLibrary:
     """The adapter of the library that made `host`; raises `UsageError` for other models."""
     # transformers first: its wrapper around timm models has attributes of both.
     for name in ("transformers", "torchvision", "timm"):
-        # Nobody has a model of a library that was never imported.
+        # A library that was never imported made no model.
         if name in sys.modules and _library(name).owns(host):
             return _library(name)
     raise UsageError(
@@ -229,10 +265,12 @@ def library_of(host: nn.Module) -> HostLibrary:
 def _load_bundled(name: str, *, seed: int) -> nn.Module:
     assets = resources.files("layershuffle").joinpath("assets")
     root = assets.joinpath(name)
-    if Path(name).name != name or not root.joinpath(FACTS).is_file():
+    if Path(name).name != name or not root.joinpath(METADATA_FILE).is_file():
         # "digits" is known even where its files are missing, as in a source tree without them.
         if name != "digits":
-            there = [one.name for one in assets.iterdir() if one.joinpath(FACTS).is_file()]
+            there = [
+                path.name for path in assets.iterdir() if path.joinpath(METADATA_FILE).is_file()
+            ]
             raise unknown_name("bundled model", name, names=there, listing="write bundled:digits")
         raise ModelFileError(
             "The bundled model 'digits' is missing in this installation",
@@ -246,31 +284,31 @@ def _load_bundled(name: str, *, seed: int) -> nn.Module:
 
 def _load_directory(place: Path, *, seed: int) -> nn.Module:
     directory = _model_directory(place.expanduser())
-    path = directory / FACTS
-    facts = read_facts(read_json(path), path)
-    view = view_from_json(facts.image_view, path)
-    library = _library(facts.library)
+    path = directory / METADATA_FILE
+    metadata = parse_metadata(read_json(path), path)
+    view = view_from_json(metadata.image_view, path)
+    library = _library(metadata.library)
     host, name = library.read(directory, seed=seed)
-    record = facts.model_dump(include=set(RECORD_KEYS), exclude_none=True)
-    origin = replace(origin_of(host), view=view, base_model=facts.base_model, record=record)
-    _wrap_as(remember(host, origin), facts, path)
-    _check_said(facts.name, name, key="name", path=path)
-    _check_said(facts.num_classes, library.num_classes(host), key="num_classes", path=path)
-    return with_stored_parts(host, facts, directory=directory)
+    record = metadata.model_dump(include=set(RECORD_KEYS), exclude_none=True)
+    origin = replace(origin_of(host), view=view, base_model=metadata.base_model, record=record)
+    _wrap_as(remember(host, origin), metadata, path)
+    _check_agrees(metadata.name, name, key="name", path=path)
+    _check_agrees(metadata.num_classes, library.num_classes(host), key="num_classes", path=path)
+    return with_stored_parts(host, metadata, directory=directory)
 
 
-def _wrap_as(host: nn.Module, facts: Facts, path: Path) -> None:
+def _wrap_as(host: nn.Module, metadata: ModelMetadata, path: Path) -> None:
     try:
-        wrap(host, facts.blocks)
+        wrap(host, metadata.blocks)
     except StackError as error:
         raise ModelFileError(error.cause, place=path, hint=error.hint) from error
-    check_depth(depth_of(host), facts.depth, place=path)
+    check_depth(depth_of(host), metadata.depth, place=path)
 
 
-def _check_said(said: str | int, found: str | int, *, key: str, path: Path) -> None:
-    if said != found:
+def _check_agrees(stated: str | int, actual: str | int, *, key: str, path: Path) -> None:
+    if stated != actual:
         raise ModelFileError(
-            f"The key {key!r} says {said!r}, the model beside it has {found!r}",
+            f"The key {key!r} says {stated!r}, the model beside it has {actual!r}",
             place=path,
             hint="the files come from different models: save the model again",
         )
@@ -279,7 +317,7 @@ def _check_said(said: str | int, found: str | int, *, key: str, path: Path) -> N
 def _model_directory(place: Path) -> Path:
     """`place` itself, or PLACE/model where `place` is the output of a training run."""
     for directory in (place, place / "model"):
-        if (directory / FACTS).is_file():
+        if (directory / METADATA_FILE).is_file():
             return directory
     if place.suffix.lower() in PICKLE_SUFFIXES or (
         place.is_dir() and not (place / CONFIG).exists()
@@ -291,7 +329,7 @@ def _model_directory(place: Path) -> Path:
     if (place / CONFIG).is_file():
         refuse_pickle(place)
         hint = f"a model that transformers saved is read with hf:{place}"
-    raise ModelFileError(f"There is no {FACTS} here", place=place, hint=hint)
+    raise ModelFileError(f"There is no {METADATA_FILE} here", place=place, hint=hint)
 
 
 def _stack_place(host: nn.Module) -> tuple[str, int]:
@@ -308,11 +346,11 @@ def _check_replaceable(final: Path) -> None:
         return
     if not final.is_dir():
         raise UsageError("A file stands where the model is to go", place=final, hint="name another")
-    ours = {FACTS, PARTS, CARD, CONFIG, PROCESSOR, "model.safetensors.index.json"}
+    ours = {METADATA_FILE, PARTS, CARD, CONFIG, PROCESSOR, "model.safetensors.index.json"}
     ours.add("calibration.json")  # of these weights (layershuffle.swarm), so it goes with them
     others = sorted(
-        one.name for one in final.iterdir()
-        if one.name not in ours and not one.match("model*.safetensors")
+        path.name for path in final.iterdir()
+        if path.name not in ours and not path.match("model*.safetensors")
     )  # fmt: skip
     if others:
         raise UsageError(

@@ -53,6 +53,7 @@ from layershuffle.models.origin import (
     warn_new_head,
     weights_missing,
 )
+from layershuffle.text import one_line
 
 NAME = "timm"
 _VIEW_SETTINGS = frozenset({"mean", "std", "interpolation", "crop_pct"})
@@ -130,14 +131,14 @@ def image_view(host: Host) -> ImageView:
     config = resolve_model_data_config(host)
     channels = int(getattr(host, "in_chans", None) or config["input_size"][0])
     height, width = _image_size(host) or tuple(config["input_size"][1:])
-    known = config["interpolation"] in INTERPOLATIONS
+    usable = config["interpolation"] in INTERPOLATIONS
     return ImageView(
         channels=channels,
         height=height,
         width=width,
         mean=per_channel(config["mean"], channels),
         std=per_channel(config["std"], channels),
-        interpolation=config["interpolation"] if known else "bicubic",
+        interpolation=config["interpolation"] if usable else "bicubic",
         crop_pct=min(1.0, float(config["crop_pct"])),
     )
 
@@ -300,20 +301,20 @@ def _sketch(name: str, args: Mapping[str, Any]) -> Host:
 
 
 def _not_built(name: str, args: Mapping[str, Any], error: Exception) -> UsageError:
-    shown = " ".join(str(error).split())[:300]
     given = ", ".join(f"{key}={value!r}" for key, value in args.items()) or "no arguments"
     return UsageError(
-        f"timm cannot build {name!r} with {given[:300]} ({type(error).__name__}: {shown})",
+        f"timm cannot build {name!r} with {given[:300]} "
+        f"({type(error).__name__}: {one_line(error)})",
         hint=f"correct or leave out the argument; timm.create_model('{name}', ...) takes them",
     )
 
 
 def _known_args(host: Host) -> dict[str, Any]:
     """Arguments remembered by timm (from 1.0.31 on) or by `build`, else what the model shows."""
-    known = {**getattr(host, "_model_args", {}), **origin_of(host).model_args}
-    if not known:
-        known = {"in_chans": getattr(host, "in_chans", None), "img_size": _image_size(host)}
-    return {k: v for k, v in known.items() if v is not None and k not in _RESERVED}
+    args = {**getattr(host, "_model_args", {}), **origin_of(host).model_args}
+    if not args:
+        args = {"in_chans": getattr(host, "in_chans", None), "img_size": _image_size(host)}
+    return {k: v for k, v in args.items() if v is not None and k not in _RESERVED}
 
 
 def _plain_json(args: dict[str, Any]) -> dict[str, Any]:
@@ -360,8 +361,8 @@ def _behaviour(model: nn.Module) -> dict[str, Any]:
 
 def _pretrained_cfg(host: Host, view: ImageView) -> dict[str, Any]:
     cfg = getattr(host, "pretrained_cfg", None) or {}
-    kept = {key: cfg[key] for key in _CFG_KEYS if cfg.get(key) is not None}
-    return _plain_json(kept) | {
+    settings = {key: cfg[key] for key in _CFG_KEYS if cfg.get(key) is not None}
+    return _plain_json(settings) | {
         "input_size": [view.channels, view.height, view.width],
         "mean": list(view.mean),
         "std": list(view.std),

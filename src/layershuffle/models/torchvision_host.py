@@ -188,9 +188,9 @@ def _trained(name: str, args: dict[str, Any], *, tag: str, seed: int) -> Host:
         )
     weights = kinds[tag]
     size = weights.meta.get("min_size", (None,))[0]
-    known = {"num_classes": len(weights.meta["categories"]), "image_size": size}
+    of_weights = {"num_classes": len(weights.meta["categories"]), "image_size": size}
     classes = args.pop("num_classes", None)
-    args = {**({k: v for k, v in known.items() if v} if "vit" in name else {}), **args}
+    args = {**({k: v for k, v in of_weights.items() if v} if "vit" in name else {}), **args}
     host = _create(name, args, seed=seed)
     _load_trained(host, weights, name)
     remember(host, Origin(model_args=args, view=_preset_view(weights, host)))

@@ -13,17 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from layershuffle.data import DataOptions, open_data
-from layershuffle.evaluation import evaluate
+from layershuffle.evaluation import compiler_for, evaluate, prepare
 from layershuffle.machine import torch_threads
 from layershuffle.merging.settings import MergingSettings
 from layershuffle.models import image_view, load, logits_of, num_classes_of
 from layershuffle.modes import Mode
 from layershuffle.orders import ExecutionOrder
-from layershuffle.scoring import as_scored, compiler_if, run_blocks
 from layershuffle.settings import EvalSettings, FitSettings
 from layershuffle.stack import depth_of, running
 from layershuffle.study.speed import Speed
-from layershuffle.training.rounding import rounded
+from layershuffle.training.weights_cast import weights_cast_to
 
 _WARM_UP, _TIMED = 2, 5
 
@@ -76,31 +75,29 @@ def _training_step(model: nn.Module, images: Tensor, fitted: FitSettings) -> flo
     precision = default if fitted.precision == "auto" else fitted.precision
     pure = precision == "bf16-pure"
     images = images.bfloat16() if pure else images
-    compiler = compiler_if(images.is_cuda if fitted.compile is None else fitted.compile)
+    compiler = compiler_for(images.is_cuda if fitted.compile is None else fitted.compile)
 
     def step() -> None:
         with (
             running(model, order),
             torch.autocast(images.device.type, torch.bfloat16, enabled=precision == "bf16"),
-            rounded(model, torch.bfloat16) if pure else nullcontext(),
+            weights_cast_to(model, torch.bfloat16) if pure else nullcontext(),
         ):
             loss = F.cross_entropy(logits_of(model(images)).float(), labels)
             loss.backward()  # type: ignore[no-untyped-call]
         optimiser.step()
         optimiser.zero_grad()
 
-    as_scored(model.train(), "fp32", compiler=compiler)
-    return run_blocks(lambda: _timed(step), compiler=compiler)
+    prepare(model.train(), "fp32", compiler=compiler)
+    return compiler.run(lambda: _timed(step))
 
 
 def _evaluation(model: nn.Module, images: Tensor, scored: EvalSettings | MergingSettings) -> float:
-    compiler = compiler_if(scored.compile)
-    as_scored(model, scored.precision, compiler=compiler)
+    compiler = compiler_for(scored.compile)
+    prepare(model, scored.precision, compiler=compiler)
     labels = torch.zeros(len(images), dtype=torch.long)
     modes = [Mode(order="sequential")]
-    return run_blocks(
-        lambda: _timed(lambda: evaluate(model, [(images, labels)], modes=modes)), compiler=compiler
-    )
+    return compiler.run(lambda: _timed(lambda: evaluate(model, [(images, labels)], modes=modes)))
 
 
 def _timed(work: Callable[[], object]) -> float:

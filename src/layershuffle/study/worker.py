@@ -72,7 +72,8 @@ def execute(task: Task, out: Path) -> None:
 
 
 def _train_and_score(run: RunSpec, directory: Path) -> dict[str, Any]:
-    from layershuffle.scoring import check_modes, score_model, scores_csv
+    from layershuffle.evaluation import check_modes, evaluate_spec, score_rows
+    from layershuffle.results import write_rows
     from layershuffle.training import fit
 
     check_modes(run.settings, run.evaluate)  # before the training, not after it
@@ -82,20 +83,22 @@ def _train_and_score(run: RunSpec, directory: Path) -> dict[str, Any]:
     settings = run.evaluate.model_copy(
         update={**_as_trained(run), "seed": scoring_seed(run.evaluate.seed, run.settings.seed)}
     )
-    scoring = score_model(f"dir:{directory / 'fit'}", run.settings.data, settings=settings)
-    rows = scores_csv(scoring, method=run.arm, seed=run.settings.seed, draw=run.evaluate.draw)
-    write_text(directory / "results.csv", rows)
+    evaluation = evaluate_spec(f"dir:{directory / 'fit'}", run.settings.data, settings=settings)
+    rows = score_rows(
+        evaluation.scores, method=run.arm, seed=run.settings.seed, draw=run.evaluate.draw
+    )
+    write_rows(directory / "results.csv", rows)
     seconds = round(time.monotonic() - started, 2)
     facts = asdict(fitted)
-    if settings.compile and scoring.blocks["mode"] == "eager":
-        facts["data"]["notes"].append(f"scored in eager mode: {scoring.blocks['reason']}")
+    if settings.compile and evaluation.blocks["mode"] == "eager":
+        facts["data"]["notes"].append(f"scored in eager mode: {evaluation.blocks['reason']}")
     return {
         **facts,
         "run": run.name,
         "arm": run.arm,
         "eval_seconds": seconds,
         "eval_precision": settings.precision,
-        "eval_blocks": scoring.blocks,
+        "eval_blocks": evaluation.blocks,
         "eval_seed": settings.seed,
     }
 
@@ -120,7 +123,8 @@ def _needed_runs(task: MergingSpec | AnalysisSpec, out: Path) -> list[RunSpec]:
 
 
 def _merge(task: MergingSpec, out: Path) -> dict[str, Any]:
-    from layershuffle.merging.scoring import rows_csv, score_merging
+    from layershuffle.merging.rows import rows_csv
+    from layershuffle.merging.scoring import score_merging
 
     directory, started = task.directory(out), time.monotonic()
     donors = _needed_runs(task, out)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -20,7 +21,6 @@ from layershuffle.errors import ModelFileError, UsageError
 from layershuffle.files import write_text
 from layershuffle.modes import Mode
 from layershuffle.stats import deviation, mean, t_interval, wilson_interval
-from layershuffle.swarm.server.schemas import CalibrationFacts, Expected
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,6 +36,34 @@ _SURE = 1.96  # standard deviations on either side of a 95 % interval
 
 Percent = Annotated[float, Field(ge=0, le=100)]
 Count = Annotated[int, Field(ge=1)]
+
+
+@dataclass(frozen=True)
+class CalibrationFacts:
+    """What the expected accuracies were measured on."""
+
+    data: str
+    split: str
+    orders: int
+    images: int
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The accuracy of answers with this many blocks in arbitrary order, from the calibration.
+
+    Percent of the first guesses that were right; `low` and `high` bound it at 95 %, over orders and
+    over images.
+    """
+
+    top1: float
+    low: float
+    high: float
+    kept: int
+    orders: int
+    images: int
+    data: str
+    split: str
 
 
 class _Strict(BaseModel):
@@ -89,7 +117,7 @@ def calibrate(
     """
     from layershuffle.data import DataOptions, check_class_count, open_data
     from layershuffle.models import image_view, num_classes_of
-    from layershuffle.models.digest import weights_digest
+    from layershuffle.models.files import weights_digest
     from layershuffle.swarm.remote_model import resize_of, served_host
 
     if orders < 2:
@@ -118,14 +146,14 @@ def _scores(
 ) -> list[Score]:
     import torch
 
-    from layershuffle.data.batches import Batches
+    from layershuffle.data.batches import DeviceBatches
     from layershuffle.data.loading import loader_processes
     from layershuffle.evaluation import evaluate
     from layershuffle.stack import depth_of
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     host.to(device)
-    batches = Batches(
+    batches = DeviceBatches(
         data.splits[SPLIT],
         data.finish,
         batch_size=batch_size,
@@ -140,7 +168,7 @@ def rows_of(scores: Iterable[Score]) -> tuple[Row, ...]:
     """One row per number of blocks, ascending, of scores of single orders."""
     by_kept: dict[int, list[Score]] = {}
     for score in scores:
-        by_kept.setdefault(score.mode.kept or 0, []).append(score)
+        by_kept.setdefault(score.kept, []).append(score)
     return tuple(
         _row(kept, [one.top1 for one in group], images=group[0].images)
         for kept, group in sorted(by_kept.items())
@@ -177,7 +205,10 @@ def expected_at(calibration: Calibration, kept: int) -> Expected | None:
                 low=row.low,
                 high=row.high,
                 kept=kept,
-                **calibration.facts.model_dump(),
+                orders=calibration.orders,
+                images=calibration.images,
+                data=calibration.data,
+                split=calibration.split,
             )
     return None
 
@@ -208,7 +239,7 @@ def calibration_path(model: str) -> Path:
 
     Raises `UsageError` for models without a directory of their own.
     """
-    from layershuffle.models.metadata import FACTS
+    from layershuffle.models.metadata import METADATA_FILE
     from layershuffle.models.spec import parse_spec
 
     spec = parse_spec(model)
@@ -222,7 +253,7 @@ def calibration_path(model: str) -> Path:
             hint="save it first: layershuffle.save(model, DIR), or layershuffle fit",
         )
     place = Path(spec.place).expanduser()
-    inside = place if (place / FACTS).is_file() else place / "model"
+    inside = place if (place / METADATA_FILE).is_file() else place / "model"
     return inside / CALIBRATION
 
 

@@ -7,10 +7,10 @@ with SwarmClient("http://127.0.0.1:8000") as swarm:
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar, Unpack, cast
 from urllib.parse import urlsplit
 
 import httpx
@@ -18,7 +18,13 @@ from pydantic import BaseModel, ValidationError
 
 from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.swarm.server.auth import is_loopback
-from layershuffle.swarm.server.schemas import Classification, ErrorAnswer, Health, SwarmAnswer
+from layershuffle.swarm.server.schemas import (
+    IMAGE_FIELD,
+    Classification,
+    ErrorAnswer,
+    Health,
+    SwarmAnswer,
+)
 from layershuffle.swarm.server.tls import client_context
 
 if TYPE_CHECKING:
@@ -52,12 +58,26 @@ class SwarmError(LayerShuffleError):
         self.status, self.retry_after = status, retry_after
 
 
+class ClassifyOptions(TypedDict, total=False):
+    """What a request may say beside its images; the gateway knows the rest."""
+
+    deadline_ms: float | None
+    """Milliseconds until the answer is to be out."""
+    min_blocks: int | None
+    """Fewest blocks of an answer; with less there is an error."""
+    order: str | Sequence[int] | None
+    """Blocks to run, in this order."""
+    top_k: int | None
+    """Classes in the answer, at most."""
+
+
 class SwarmClient:
     """A gateway at `url`; every method raises `SwarmError`. Close it, or use it in a `with`.
 
     `authority`: for https, the file of the certificates to trust, and no others (default: those
     that httpx trusts). `timeout` in seconds. `transport` is how requests travel, httpx's own by
-    default.
+    default. Raises `UsageError` for what is no http address, for a key that no header can carry,
+    and for an authority that cannot be read or has no use.
     """
 
     def __init__(
@@ -69,30 +89,23 @@ class SwarmClient:
         timeout: float = TIMEOUT,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        options = _options(url, api_key=api_key, authority=authority, timeout=timeout)
-        self._http = httpx.Client(transport=transport, **options)
+        settings = _settings(url, api_key=api_key, authority=authority, timeout=timeout)
+        self._http = httpx.Client(transport=transport, **settings)
 
     def classify(
-        self,
-        images: ImageLike | Sequence[ImageLike],
-        *,
-        deadline_ms: float | None = None,
-        min_blocks: int | None = None,
-        order: str | Sequence[int] | None = None,
-        top_k: int | None = None,
+        self, images: ImageLike | Sequence[ImageLike], **options: Unpack[ClassifyOptions]
     ) -> Classification:
         """The classes of one image or several: paths, bytes of image files, or Pillow images."""
-        files = _files(images)
-        fields = _fields(deadline_ms, min_blocks, order, top_k)
-        return self._ask("POST", "/v1/classify", kind=Classification, files=files, data=fields)
+        request = _classify_request(self._http, images, options=options)
+        return self._send(request, Classification)
 
     def swarm(self) -> SwarmAnswer:
         """The hosts as they are now."""
-        return self._ask("GET", "/v1/swarm", kind=SwarmAnswer)
+        return self._send(self._http.build_request("GET", "/v1/swarm"), SwarmAnswer)
 
     def health(self) -> Health:
         """Whether requests can be answered; an unhealthy swarm is an answer too."""
-        return self._ask("GET", "/healthz", kind=Health)
+        return self._send(self._http.build_request("GET", "/healthz"), Health)
 
     def close(self) -> None:
         """Close the connections."""
@@ -101,18 +114,12 @@ class SwarmClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:  # fmt: skip
+    def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _ask(self, method: str, path: str, *, kind: type[_A], **content: Any) -> _A:
-        try:
-            response = self._http.request(method, path, **content)
-        except httpx.HTTPError as error:
-            raise _unreached(error, self._http.base_url) from error
-        return _read(response, kind)
+    def _send(self, request: httpx.Request, kind: type[_A]) -> _A:
+        with _swarm_errors(self._http.base_url):
+            return _read(self._http.send(request), kind)
 
 
 class AsyncSwarmClient:
@@ -127,32 +134,23 @@ class AsyncSwarmClient:
         timeout: float = TIMEOUT,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        options = _options(url, api_key=api_key, authority=authority, timeout=timeout)
-        self._http = httpx.AsyncClient(transport=transport, **options)
+        settings = _settings(url, api_key=api_key, authority=authority, timeout=timeout)
+        self._http = httpx.AsyncClient(transport=transport, **settings)
 
     async def classify(
-        self,
-        images: ImageLike | Sequence[ImageLike],
-        *,
-        deadline_ms: float | None = None,
-        min_blocks: int | None = None,
-        order: str | Sequence[int] | None = None,
-        top_k: int | None = None,
+        self, images: ImageLike | Sequence[ImageLike], **options: Unpack[ClassifyOptions]
     ) -> Classification:
         """See `SwarmClient.classify`."""
-        files = _files(images)
-        fields = _fields(deadline_ms, min_blocks, order, top_k)
-        return await self._ask(
-            "POST", "/v1/classify", kind=Classification, files=files, data=fields
-        )
+        request = _classify_request(self._http, images, options=options)
+        return await self._send(request, Classification)
 
     async def swarm(self) -> SwarmAnswer:
         """See `SwarmClient.swarm`."""
-        return await self._ask("GET", "/v1/swarm", kind=SwarmAnswer)
+        return await self._send(self._http.build_request("GET", "/v1/swarm"), SwarmAnswer)
 
     async def health(self) -> Health:
         """See `SwarmClient.health`."""
-        return await self._ask("GET", "/healthz", kind=Health)
+        return await self._send(self._http.build_request("GET", "/healthz"), Health)
 
     async def close(self) -> None:
         """Close the connections."""
@@ -161,25 +159,18 @@ class AsyncSwarmClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:  # fmt: skip
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
-    async def _ask(self, method: str, path: str, *, kind: type[_A], **content: Any) -> _A:
-        try:
-            response = await self._http.request(method, path, **content)
-        except httpx.HTTPError as error:
-            raise _unreached(error, self._http.base_url) from error
-        return _read(response, kind)
+    async def _send(self, request: httpx.Request, kind: type[_A]) -> _A:
+        with _swarm_errors(self._http.base_url):
+            return _read(await self._http.send(request), kind)
 
 
-def _options(
+def _settings(
     url: str, *, api_key: str | None, authority: str | Path | None, timeout: float
 ) -> dict[str, Any]:
-    """What both clients tell httpx. Raises `UsageError` for what is not an http address, for a key
-    that no header can carry, and for an authority that cannot be read or has nothing to say."""
+    """How both clients set up httpx."""
     try:
         parts = urlsplit(url)
         host = parts.hostname
@@ -192,7 +183,7 @@ def _options(
         )
     if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
         raise UsageError("An API key has plain letters, digits and signs alone")
-    options: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "base_url": url,
         "headers": {} if api_key is None else {"X-API-Key": api_key},
         "timeout": timeout,
@@ -204,28 +195,30 @@ def _options(
                 f"An authority says nothing about {url}, which is not encrypted",
                 hint="write https://..., or leave the authority out",
             )
-        options["verify"] = client_context(Path(authority).expanduser())
-    return options
+        settings["verify"] = client_context(Path(authority).expanduser())
+    return settings
 
 
-def _fields(
-    deadline_ms: float | None, min_blocks: int | None, order: str | Sequence[int] | None,
-    top_k: int | None,
-) -> dict[str, str]:  # fmt: skip
-    named = {
-        "deadline_ms": deadline_ms,
-        "min_blocks": min_blocks,
-        "order": order if order is None or isinstance(order, str) else ",".join(map(str, order)),
-        "top_k": top_k,
-    }
-    return {name: str(value) for name, value in named.items() if value is not None}
-
-
-def _files(images: ImageLike | Sequence[ImageLike]) -> list[tuple[str, tuple[str, bytes]]]:
+def _classify_request(
+    http: httpx.Client | httpx.AsyncClient,
+    images: ImageLike | Sequence[ImageLike],
+    *,
+    options: ClassifyOptions,
+) -> httpx.Request:
+    """The images and options as a form. Raises `UsageError` for what is no image."""
     several = images if isinstance(images, list | tuple) else [images]
     if not several:
         raise UsageError("There is no image to classify", hint="give one or several")
-    return [("image", ("image", _content(one))) for one in several]
+    fields = {name: value for name, value in options.items() if value is not None}
+    order = fields.get("order")
+    if order is not None and not isinstance(order, str):
+        fields["order"] = ",".join(map(str, cast("Sequence[int]", order)))
+    return http.build_request(
+        "POST",
+        "/v1/classify",
+        files=[(IMAGE_FIELD, (IMAGE_FIELD, _content(image))) for image in several],
+        data={name: str(value) for name, value in fields.items()},
+    )
 
 
 def _content(image: Any) -> bytes:
@@ -249,23 +242,25 @@ def _content(image: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _unreached(error: httpx.HTTPError, url: httpx.URL) -> SwarmError:
-    if isinstance(error, httpx.TimeoutException):
-        return SwarmError(
+@contextmanager
+def _swarm_errors(url: httpx.URL) -> Iterator[None]:
+    """What httpx raises, as `SwarmError`."""
+    try:
+        yield
+    except httpx.TimeoutException as error:
+        raise SwarmError(
             "The gateway did not answer in time", place=str(url), hint="allow a longer timeout"
-        )
-    if "CERTIFICATE_VERIFY_FAILED" in str(error):
-        return SwarmError(
-            f"The gateway's certificate is not trusted ({error})",
-            place=str(url),
-            hint="name the certificate of its authority (--authority FILE), and the gateway by a "
-            "name or address that stands in its certificate",
-        )
-    return SwarmError(
-        f"The gateway cannot be reached ({error or type(error).__name__})",
-        place=str(url),
-        hint="check the address; layershuffle swarm up starts a gateway on this machine",
-    )
+        ) from error
+    except httpx.HTTPError as error:
+        cause = f"The gateway cannot be reached ({error or type(error).__name__})"
+        hint = "check the address; layershuffle swarm up starts a gateway on this machine"
+        if "CERTIFICATE_VERIFY_FAILED" in str(error):
+            cause = f"The gateway's certificate is not trusted ({error})"
+            hint = (
+                "name the certificate of its authority (--authority FILE), and the gateway by a "
+                "name or address that stands in its certificate"
+            )
+        raise SwarmError(cause, place=str(url), hint=hint) from error
 
 
 def _read(response: httpx.Response, kind: type[_A]) -> _A:
@@ -283,16 +278,11 @@ def _read(response: httpx.Response, kind: type[_A]) -> _A:
             hint="check the address",
             status=response.status_code,
         ) from error
-    said = problem.cause if problem.id is None else f"{problem.cause} (id {problem.id})"
+    seconds = response.headers.get("retry-after", "")
     raise SwarmError(
-        said,
+        problem.cause if problem.id is None else f"{problem.cause} (id {problem.id})",
         place=place,
         hint=problem.hint or None,
         status=response.status_code,
-        retry_after=_seconds(response.headers),
+        retry_after=float(seconds) if seconds.isascii() and seconds.isdecimal() else None,
     )
-
-
-def _seconds(headers: Mapping[str, str]) -> float | None:
-    told = headers.get("retry-after", "")
-    return float(told) if told.isascii() and told.isdecimal() else None

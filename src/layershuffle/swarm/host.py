@@ -19,7 +19,7 @@ from threading import Lock
 import torch
 
 from layershuffle.errors import UsageError
-from layershuffle.swarm.batching import Job, choose
+from layershuffle.swarm.batching import Job, next_batch
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import (
     Answer,
@@ -188,7 +188,7 @@ class BlockHost:
             self._drop_the_dead(self._clock())
             if not self._jobs:
                 return
-            jobs = self._turn_of = choose(self._jobs, images=self._limits.max_batch)
+            jobs = self._turn_of = next_batch(self._jobs, images=self._limits.max_batch)
             for job in self._jobs:
                 job.passed = 0 if job in jobs else job.passed + 1
         for job in jobs:

@@ -15,9 +15,15 @@ from torch import nn
 
 from layershuffle.data.view import ImageView
 from layershuffle.errors import ModelFileError, UsageError
-from layershuffle.models.digest import weights_digest
-from layershuffle.models.files import Shape, read_json, shapes_of, tensor_shapes, weight_files
-from layershuffle.models.metadata import FACTS, Facts, read_facts
+from layershuffle.models.files import (
+    Shape,
+    read_json,
+    shapes_of,
+    tensor_shapes,
+    weight_files,
+    weights_digest,
+)
+from layershuffle.models.metadata import METADATA_FILE, ModelMetadata, parse_metadata
 from layershuffle.models.origin import origin_of, seeded, view_from_json
 from layershuffle.models.store import host_of, image_view
 from layershuffle.stack import blocks_of, stack_of
@@ -68,7 +74,7 @@ def read_lineage(directory: str | Path) -> Lineage:
         base=_base(facts.provenance),
         depth=facts.depth,
         shapes={ours: shapes[name] for name, ours in _names(place, facts, block=0).items()},
-        view=view_from_json(facts.image_view, place / FACTS),
+        view=view_from_json(facts.image_view, place / METADATA_FILE),
     )
 
 
@@ -100,14 +106,14 @@ def check_blocks(blocks: Iterable[int], *, depth: int, place: str | Path) -> Non
             )
 
 
-def _facts(directory: str | Path) -> tuple[Path, Facts]:
+def _facts(directory: str | Path) -> tuple[Path, ModelMetadata]:
     """The model's own directory (that of a run holds it as "model"), and its facts."""
     place = Path(directory)
     if not place.exists():
         raise ModelFileError("There is no such directory", place=place, hint="check the path")
-    if not (place / FACTS).is_file() and (place / "model" / FACTS).is_file():
+    if not (place / METADATA_FILE).is_file() and (place / "model" / METADATA_FILE).is_file():
         place = place / "model"
-    return place, read_facts(read_json(place / FACTS), place / FACTS)
+    return place, parse_metadata(read_json(place / METADATA_FILE), place / METADATA_FILE)
 
 
 def _base(provenance: object) -> str | None:
@@ -118,7 +124,7 @@ def _base(provenance: object) -> str | None:
     return f"{said['base_sha256']}, blocks {kept}" if kept else str(said["base_sha256"])
 
 
-def _names(place: Path, facts: Facts, *, block: int) -> dict[str, str]:
+def _names(place: Path, facts: ModelMetadata, *, block: int) -> dict[str, str]:
     """Of every tensor of the block: its name in the file, and its name in the block."""
     stored = {name for file in weight_files(place) for name in tensor_shapes(file)}
     if facts.library == "transformers":
@@ -129,7 +135,7 @@ def _names(place: Path, facts: Facts, *, block: int) -> dict[str, str]:
         names = {name: found[1] for name in stored if (found := own.fullmatch(name))}
     if not names or not names.keys() <= stored:
         raise ModelFileError(
-            f"The weights of block {block} are not where {FACTS} says ({facts.blocks})",
+            f"The weights of block {block} are not where {METADATA_FILE} says ({facts.blocks})",
             place=place,
             hint="the files come from different models: save the model again",
         )

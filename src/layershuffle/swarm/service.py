@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from layershuffle.models import load
-from layershuffle.models.digest import weights_digest
+from layershuffle.models.files import weights_digest
 from layershuffle.models.spec import parse_spec
 from layershuffle.stack import blocks_of, depth_of
 from layershuffle.swarm.bundle import Bundle, Canary, check_sibling, make_bundle

@@ -4,7 +4,7 @@ A run directory holds `settings.yaml`, `checkpoints/` (to go on after a kill), `
 state so far, in the host library's own layout), `tensorboard/` and, at the end, `result.json`.
 """
 
+from layershuffle.training.distributed import is_first_process
 from layershuffle.training.fit import FitResult, fit
-from layershuffle.training.ranks import is_first_process
 
 __all__ = ["FitResult", "fit", "is_first_process"]

@@ -1,48 +1,53 @@
-"""Where a run keeps what it needs to go on, and what it must not mix."""
+"""The run directory: whose run it holds, and the checkpoints that an unfinished run resumes from.
+
+A checkpoint `checkpoints/step-00000123/` holds `model.safetensors`, with a moving average
+`ema.safetensors`, `state.pt` (step, optimiser, schedule, best score, seconds), and for every
+process the states of its random generators. Orders, batches and augmentation are pure functions of
+the seed and the step and need no saving.
+"""
 
 from __future__ import annotations
 
+import math
+import random
 import shutil
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import torch
 import yaml
+from safetensors.torch import load_model, save_model
 
-from layershuffle.errors import UsageError
+from layershuffle.errors import TrainingError, UsageError
 from layershuffle.files import remove_stale_stages, write_text
 from layershuffle.recipes import read_recipe
 from layershuffle.settings import FitSettings
+from layershuffle.training.job import Job
+from layershuffle.training.sharding import all_finite, load_optimizer_state, optimizer_state
+from layershuffle.training.state import TrainState, new_state
 
-CHECKPOINT_FORM = "step-{:08d}"
 SETTINGS_FILE = "settings.yaml"
+_MODEL, _EMA, _STATE, _RNG = "model.safetensors", "ema.safetensors", "state.pt", "rng-{}.pt"
 # These change where and how fast a run computes, not what: a resumed run may change them.
 _MAY_CHANGE = frozenset({"log_every", "workers"})
-_NOTHING_YET = frozenset({".lock", SETTINGS_FILE, "checkpoints", "tensorboard"})
+_OF_A_RUN_WITHOUT_RESULTS = frozenset({".lock", SETTINGS_FILE, "checkpoints", "tensorboard"})
 
 
-def latest_checkpoint(checkpoints: Path) -> Path | None:
-    """The newest whole checkpoint; directories are renamed into place, so each one is whole."""
-    found = sorted(checkpoints.glob("step-*"))
-    return found[-1] if found else None
+def prepare_directory(out: Path, settings: FitSettings) -> None:
+    """Write the settings of a new run into `out`, or check that they are those of the run there.
 
-
-def remove_older(checkpoints: Path, newest: Path) -> None:
-    """Delete every checkpoint before `newest`."""
-    for path in sorted(checkpoints.glob("step-*")):
-        if path.name < newest.name:
-            shutil.rmtree(path)
-
-
-def prepare_run(out: Path, settings: FitSettings) -> None:
-    """Make or take up the run directory `out`.
-
-    Raises `UsageError` if it holds a run with other settings (naming them) or files of something
-    else. A run that ended before it had anything to keep, as with a misspelt path, binds nobody.
+    Raises `UsageError` if `out` holds a run with other settings (naming them) or files of something
+    else. A directory without a checkpoint or a result, as a misspelt model name leaves it, takes
+    any settings.
     """
     resolved = settings.model_dump(mode="json")
     path = out / SETTINGS_FILE
-    if path.is_file() and _has_something(out):
+    names = {child.name for child in out.iterdir()}
+    has_results = names - _OF_A_RUN_WITHOUT_RESULTS or latest_checkpoint(out / "checkpoints")
+    if path.is_file() and has_results:
         _refuse_other_settings(path, resolved)
-    elif not path.is_file() and any(child.name != ".lock" for child in out.iterdir()):
+    elif not path.is_file() and names - {".lock"}:
         raise UsageError(
             "The output directory is not empty and holds no run of ours",
             place=out,
@@ -54,13 +59,8 @@ def prepare_run(out: Path, settings: FitSettings) -> None:
     remove_stale_stages(out / "checkpoints")
 
 
-def _has_something(out: Path) -> bool:
-    others = {child.name for child in out.iterdir()} - _NOTHING_YET
-    return bool(others) or latest_checkpoint(out / "checkpoints") is not None
-
-
 def _refuse_other_settings(path: Path, resolved: dict[str, object]) -> None:
-    # What the version that wrote it did not know is at its default.
+    # Settings that did not exist when the file was written had their defaults' effect.
     stored = {**FitSettings.model_construct().model_dump(mode="json"), **read_recipe(path)}
     differing = [
         f"{name} ({stored.get(name)!r} there, {resolved.get(name)!r} now)"
@@ -73,3 +73,94 @@ def _refuse_other_settings(path: Path, resolved: dict[str, object]) -> None:
             place=path,
             hint="give the same settings to go on, or another --out to start afresh",
         )
+
+
+def latest_checkpoint(checkpoints: Path) -> Path | None:
+    """The newest checkpoint; directories are renamed into place, so each one is whole."""
+    paths = sorted(checkpoints.glob("step-*"))
+    return paths[-1] if paths else None
+
+
+def save_checkpoint(state: TrainState, *, loss: float) -> None:
+    """Write the state as the newest checkpoint and delete those before it.
+
+    All processes must call this. Raises `TrainingError` if `loss` or a weight is not finite: the
+    last good checkpoint is worth more than a newer one with broken weights.
+    """
+    job, ranks = state.job, state.job.ranks
+    # The step that breaks the weights can have had a finite loss itself.
+    value = loss if all_finite(state.model) else math.inf
+    if ranks.any(not math.isfinite(value)):
+        state.refuse_non_finite(value if not math.isfinite(value) else math.inf)
+    final = job.checkpoints / f"step-{state.step:08d}"
+    with ranks.stage(final) as stage:
+        torch.save(_random_states(), stage / _RNG.format(ranks.rank))
+        # Of shards the whole is put together, by all processes, so that one process can read it.
+        model = state.scored_model() if job.sharded else state.model
+        optimizer = (
+            optimizer_state(state.model, state.optimizer)
+            if job.sharded
+            else state.optimizer.state_dict()
+        )
+        if ranks.first:
+            save_model(model, str(stage / _MODEL))
+            if state.ema is not None:
+                save_model(state.ema.module, str(stage / _EMA))
+            content = {
+                "step": state.step,
+                "best": state.best,
+                "seconds": state.seconds(),
+                "optimizer": optimizer,
+                "scheduler": state.scheduler.state_dict(),
+            }
+            torch.save(content, stage / _STATE)
+    if ranks.first:
+        for path in sorted(job.checkpoints.glob("step-*")):
+            if path.name < final.name:
+                shutil.rmtree(path)
+
+
+def load_state(job: Job, checkpoint: Path | None) -> TrainState:
+    """The state of a run as the checkpoint has it, or before the first step without one."""
+    if checkpoint is None:
+        return new_state(job)
+    if not (checkpoint / _STATE).is_file():
+        raise TrainingError(
+            "An older version of layershuffle began this run, and its checkpoint cannot be read",
+            place=checkpoint,
+            hint="finish the run with that version, or start again in another --out",
+        )
+    load_model(job.model, str(checkpoint / _MODEL))  # before `new_state` shards it
+    state = new_state(job)
+    if state.ema is not None:
+        load_model(state.ema.module, str(checkpoint / _EMA))
+    content = torch.load(checkpoint / _STATE, map_location="cpu", weights_only=True)
+    state.step, state.best = content["step"], content["best"]
+    state.seconds_before = content["seconds"]
+    if job.sharded:
+        load_optimizer_state(state.model, state.optimizer, state=content["optimizer"])
+    else:
+        state.optimizer.load_state_dict(content["optimizer"])
+    state.scheduler.load_state_dict(content["scheduler"])
+    path = checkpoint / _RNG.format(job.ranks.rank)
+    if path.is_file():  # another number of processes goes on with the seeds of `new_state`
+        _set_random_states(torch.load(path, weights_only=True))
+    return state
+
+
+def _random_states() -> dict[str, Any]:
+    name, keys, *rest = np.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": (name, keys.tolist(), *rest),  # an array would need a pickle
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+    }
+
+
+def _set_random_states(states: dict[str, Any]) -> None:
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    if states["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])

@@ -4,48 +4,40 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+import threading
 import time
 import traceback
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from torch import nn
 
 from layershuffle.errors import Interrupted, ModelFileError
-from layershuffle.evaluation import evaluate
 from layershuffle.files import locked, write_text
 from layershuffle.machine import hardware, versions
 from layershuffle.models import save
-from layershuffle.modes import Mode
 from layershuffle.policies import policy_to_json
 from layershuffle.settings import FitSettings, digest
 from layershuffle.stack import depth_of
-from layershuffle.training.checkpoints import latest_checkpoint, prepare_run
-from layershuffle.training.events import Flow, Listener, stopping_on_signals
-from layershuffle.training.job import (
-    METRIC,
-    Job,
-    block_compiler,
-    device_of,
-    prepare,
-    trainer_arguments,
-)
-from layershuffle.training.ranks import joined
-from layershuffle.training.rehearsal import Rehearsal, too_large
-from layershuffle.training.tensorboard import tensorboard_listener
-from layershuffle.training.trainer import OrderTrainer
+from layershuffle.training.checkpoints import latest_checkpoint, load_state, prepare_directory
+from layershuffle.training.distributed import joined
+from layershuffle.training.job import Job, device_of, prepare
+from layershuffle.training.loop import Event, Listener, OnPhase, ignore_phase, train
+from layershuffle.training.state import TrainState
+from layershuffle.training.warmup import too_large
 
 RESULT_FILE = "result.json"
 
 
 @dataclass(frozen=True, kw_only=True)
 class FitResult:
-    """What a finished run says of itself; also in `result.json`."""
+    """What a finished run reports; also in `result.json`."""
 
     schema: int
     method: str
@@ -66,24 +58,32 @@ class FitResult:
     """mode, reason (of eager mode), graphs, recompiles; of the process that finished the run."""
 
 
-def fit(settings: FitSettings, out: Path, *, listeners: Sequence[Listener] = ()) -> FitResult:
+def fit(
+    settings: FitSettings,
+    out: Path,
+    *,
+    listeners: Sequence[Listener] = (),
+    on_phase: OnPhase = ignore_phase,
+) -> FitResult:
     """Train as `settings` say in the directory `out`; the best state ends up in `out/model`.
 
-    Killed at any moment and called again with the same settings it goes on where its last
-    checkpoint is, to the same weights, bit for bit on a CPU. A finished run returns its result at
-    once. Raises `UsageError` if `out` holds another run, `Interrupted` after SIGTERM with a
-    checkpoint saved, `TrainingError` for a loss that is not finite.
+    A run that was killed at any moment resumes from its last checkpoint when it is started again
+    with the same settings, and ends with the same weights, bit for bit on a CPU. A finished run
+    returns its result at once. `listeners` hear events and `on_phase` the phases of every step
+    (layershuffle.training.loop). Raises `UsageError` if `out` holds another run, `Interrupted`
+    after SIGTERM with a checkpoint saved, `TrainingError` for a loss that is not finite or a batch
+    that does not fit the memory.
     """
     with joined(device_of(settings)) as ranks, locked(out) if ranks.first else nullcontext():
         if ranks.first:
-            prepare_run(out, settings)
+            prepare_directory(out, settings)
         ranks.check_same(digest(settings), what="The settings")
         finished = ranks.from_first(lambda: read_result(out))
         if finished is not None:
             return finished
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
-        return _run(prepare(settings, out, ranks=ranks), listeners if ranks.first else ())
+        return _run(prepare(settings, out, ranks=ranks), listeners, on_phase)
 
 
 def read_result(out: Path) -> FitResult | None:
@@ -99,50 +99,89 @@ def read_result(out: Path) -> FitResult | None:
         ) from error
 
 
-def _run(job: Job, listeners: Sequence[Listener]) -> FitResult:
-    if job.ranks.first:
-        listeners = (*listeners, tensorboard_listener(job.out / "tensorboard"))
-    flow = Flow(
-        eval_every=job.eval_every,
-        checkpoint_every=job.settings.checkpoint_every or job.eval_every,
-        listeners=tuple(listeners),
-        ranks=job.ranks,
-    )
+def _run(job: Job, listeners: Sequence[Listener], on_phase: OnPhase) -> FitResult:
+    # Only the first process reports: all of them have the same events.
+    heard_by = (*listeners, _tensorboard(job.out / "tensorboard")) if job.ranks.first else ()
+
+    def tell(kind: str, **facts: Any) -> None:
+        for listener in heard_by:
+            listener({"kind": kind, **facts})
+
+    def keep_best(model: nn.Module, cross_entropy: float) -> None:
+        save(model, job.out / "model", record=_record(job, state.step, cross_entropy))
+
     if job.ranks.count > 1 and job.settings.rank_orders == "same":
         job.ranks.check_same(job.orders.fingerprint(), what="The execution orders")
-    trainer = _trainer(job, flow)
-    checkpoint = job.ranks.from_first(lambda: latest_checkpoint(trainer.checkpoints))
-    if checkpoint is not None:
-        trainer.take_up(checkpoint)
-    flow.tell("data", text=_what_was_read(job), notes=job.data.notes)
-    begun = _step_of(checkpoint)
-    flow.tell("start", steps=job.steps, at=begun)
-    if begun < job.steps:  # else it was killed between its last checkpoint and its result
-        with stopping_on_signals(flow.stop_asked), trainer.compiler.limits():
-            _train(trainer, job, checkpoint)
-    reached = max(begun, trainer.state.global_step)
-    flow.tell("end", step=reached)
-    if reached < job.steps:
+    state = load_state(job, job.ranks.from_first(lambda: latest_checkpoint(job.checkpoints)))
+    tell("data", text=_describe_data(job), notes=job.data.notes)
+    tell("start", steps=job.steps, at=state.step)
+    # A run that was killed between its last checkpoint and its result has no step left.
+    if state.step < job.steps:
+        with _stop_signals() as stop_asked, job.compiler.limits(), _explained_memory(state):
+            train(state, tell=tell, keep_best=keep_best, stop_asked=stop_asked, on_phase=on_phase)
+    tell("end", step=state.step)
+    if state.step < job.steps:
         raise Interrupted(
-            f"Stopped at step {reached} of {job.steps}; a checkpoint is saved",
+            f"Stopped at step {state.step} of {job.steps}; a checkpoint is saved",
             place=job.out,
             hint="the same command goes on from there",
         )
-    return job.ranks.from_first(lambda: _finish(job, trainer))
+    return job.ranks.from_first(lambda: _finish(state))
 
 
-def _train(trainer: OrderTrainer, job: Job, checkpoint: Path | None) -> None:
+@contextmanager
+def _stop_signals() -> Iterator[threading.Event]:
+    """An event that SIGTERM and SIGINT set: the run saves a checkpoint after its step and ends.
+
+    Outside the main thread, where Python allows no handlers, signals keep their meaning.
+    """
+    stop_asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop_asked
+        return
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        del number, frame
+        stop_asked.set()
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        yield stop_asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _explained_memory(state: TrainState) -> Iterator[None]:
+    """Turns "out of memory" into an error that names a batch that fits."""
+    try:
+        yield
     except torch.OutOfMemoryError as error:
         # Its frames hold the very tensors that do not fit.
         traceback.clear_frames(error.__traceback__)
     else:
         return
-    raise too_large(trainer, job.settings)
+    raise too_large(state)  # here, for inside `except` the error still holds those frames
 
 
-def _what_was_read(job: Job) -> str:
+def _tensorboard(directory: Path) -> Listener:
+    """A listener that writes every number of "log" and "scores" events, by step."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(directory))
+
+    def listen(event: Event) -> None:
+        if event["kind"] == "end":
+            writer.close()
+        elif event["kind"] in ("log", "scores"):
+            for name in event.keys() - {"kind", "step"}:
+                writer.add_scalar(f"{event['kind']}/{name}", event[name], event["step"])
+
+    return listen
+
+
+def _describe_data(job: Job) -> str:
     sizes = (
         f"{'?' if split.size is None else format(split.size, ',')} {name}"
         for name in ("train", "holdout", "test")
@@ -155,61 +194,16 @@ def _what_was_read(job: Job) -> str:
     )
 
 
-def _trainer(job: Job, flow: Flow) -> OrderTrainer:
-    def keep(model: nn.Module, step: int, value: float) -> None:
-        save(model, job.out / "model", record=_record(job, step, value))
-        flow.tell("best", step=step, cross_entropy=value)
-
-    trainer = OrderTrainer(
-        job.model,
-        orders=job.orders,
-        ranks=job.ranks,
-        compiler=block_compiler(job),
-        score=lambda model: _selection_scores(job, model),
-        keep=keep,
-        checkpoints=job.out / "checkpoints",
-        ema_decay=job.settings.ema,
-        finish=job.data.finish,
-        recompute=job.settings.activation_checkpointing,
-        round_to=job.round_to,
-        sharded=job.sharded,
-        args=trainer_arguments(job),
-        train_dataset=job.data.splits["train"].dataset,
-        data_collator=collate,
-    )
-    trainer.remove_callback(ProgressCallback)
-    trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(Rehearsal(trainer))
-    trainer.add_callback(flow)
-    return trainer
-
-
-def _selection_scores(job: Job, model: nn.Module) -> dict[str, float]:
-    """Means over the drawn orders, per order mode, on the split that picks the checkpoint."""
-    scores = evaluate(
-        model,
-        job.selection_batches,
-        modes=[Mode(order="sequential"), Mode(order="arbitrary")],
-        num_orders=job.settings.eval_orders,
-        seed=job.settings.seed,
-    )
-    metrics = {}
-    for mode in ("sequential", "arbitrary"):
-        rows = [score for score in scores if score.mode.order == mode]
-        metrics[METRIC.format(mode)] = sum(row.cross_entropy for row in rows) / len(rows)
-        metrics[f"eval_{mode}_top1"] = sum(row.top1 for row in rows) / len(rows)
-    if job.ranks.count == 1:
-        return metrics
-    # Every process scored its share of the images.
-    *sums, images = job.ranks.total([m * scores[0].images for m in (*metrics.values(), 1.0)])
-    return {name: value / images for name, value in zip(metrics, sums, strict=True)}
-
-
-def _record(job: Job, step: int, value: float) -> dict[str, Any]:
+def _record(job: Job, step: int, cross_entropy: float) -> dict[str, Any]:
+    """What `layershuffle.json` beside a saved model says of its training."""
     return {
         "method": job.method.name,
         "policy": policy_to_json(job.method.policy),
-        "selected": _selected(job, step, value),
+        "selected": {
+            "step": step,
+            "metric": f"{job.selection_split} cross-entropy, {job.select_by} order",
+            "value": cross_entropy,
+        },
         "settings": job.settings.model_dump(mode="json"),
         "provenance": {
             "base": job.settings.model,
@@ -221,13 +215,8 @@ def _record(job: Job, step: int, value: float) -> dict[str, Any]:
     }
 
 
-def _selected(job: Job, step: int, value: float) -> dict[str, Any]:
-    metric = f"{job.selection_split} cross-entropy, {job.select_by} order"
-    return {"step": step, "metric": metric, "value": value}
-
-
-def _finish(job: Job, trainer: OrderTrainer) -> FitResult:
-    seconds = trainer.seconds()
+def _finish(state: TrainState) -> FitResult:
+    job, seconds = state.job, state.seconds()
     stored = json.loads((job.out / "model" / "layershuffle.json").read_text(encoding="utf-8"))
     sizes = {name: split.size for name, split in job.data.splits.items()}
     result = FitResult(
@@ -251,18 +240,8 @@ def _finish(job: Job, trainer: OrderTrainer) -> FitResult:
         hardware=hardware(job.precision),
         versions=versions(),
         processes=job.ranks.count,
-        compile=trainer.compiler.report(),
+        compile=job.compiler.report(),
     )
     write_text(job.out / RESULT_FILE, json.dumps(asdict(result), indent=2))
-    shutil.rmtree(trainer.checkpoints)  # they serve to go on, and there is nothing left to do
+    shutil.rmtree(job.checkpoints)  # a finished run has nothing to resume
     return result
-
-
-def collate(items: Sequence[tuple[Tensor, int]]) -> dict[str, Tensor]:
-    """A batch: pixels uint8 `[n, channels, height, width]` and labels `[n]`."""
-    images, labels = zip(*items, strict=True)
-    return {"images": torch.stack(images), "labels": torch.as_tensor(labels)}
-
-
-def _step_of(checkpoint: Path | None) -> int:
-    return int(checkpoint.name.removeprefix("step-")) if checkpoint else 0

@@ -1,4 +1,4 @@
-"""What a run needs, resolved once: model, data, number of steps, Trainer's arguments."""
+"""What a run needs, resolved once from its settings: model, data, numbers of steps and images."""
 
 from __future__ import annotations
 
@@ -6,90 +6,97 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import Subset
-from transformers import TrainingArguments
 
 from layershuffle.compiling import BlockCompiler
 from layershuffle.data import DataOptions, ImageData, Split, open_data
-from layershuffle.data.batches import Batches
+from layershuffle.data.batches import DeviceBatches
 from layershuffle.data.loading import loader_processes
 from layershuffle.errors import DataError, UsageError
 from layershuffle.machine import warn_of_slow_bf16
 from layershuffle.methods import Method
 from layershuffle.models import image_view, load, num_classes_of, truncate
-from layershuffle.models.digest import weights_digest
+from layershuffle.models.files import weights_digest
 from layershuffle.orders import ExecutionOrder
 from layershuffle.position import PositionedModel, add_position
 from layershuffle.settings import DEFAULT_EPOCHS, FitSettings
 from layershuffle.stack import depth_of, stack_of
-from layershuffle.training.drawing import Orders, always_runs_all
-from layershuffle.training.ranks import Ranks
+from layershuffle.training.distributed import Ranks
+from layershuffle.training.order_schedule import OrderSchedule, always_runs_all
 from layershuffle.training.sharding import idle_parameters
 
-METRIC = "eval_{}_cross_entropy"
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Job:
-    """Everything a run needs.
+    """Everything that stays the same during a run.
 
-    `base_sha256`: of the pretrained blocks (the head may be new). `origin`: the pretrained blocks
-    that a truncated model is made of. `steps` of the run, `eval_every` so many; `select_by` is the
-    order mode whose held-out cross-entropy picks the checkpoint. `ranks`: who trains with us.
+    `base_sha256` is the digest of the pretrained blocks (the head may be new). `origin` names the
+    pretrained blocks that a truncated model is made of. `images_per_forward` are those of one
+    process, `steps` the optimiser steps, `eval_every` those between two evaluations. The held-out
+    cross-entropy in the order mode `select_by` picks the checkpoint. `ranks` are the processes that
+    train together.
     """
 
     settings: FitSettings
     ranks: Ranks
     out: Path
     method: Method
-    base_sha256: str
-    origin: ExecutionOrder | None
     data: ImageData
     model: PositionedModel
+    compiler: BlockCompiler
+    images_per_forward: int
     steps: int
     eval_every: int
     select_by: str
+    base_sha256: str = ""
+    origin: ExecutionOrder | None = None
 
     @property
-    def selection_split(self) -> str:
-        """The split that picks the checkpoint; the paper used the one it reports."""
-        return "test" if self.settings.paper_protocol else "holdout"
+    def checkpoints(self) -> Path:
+        """The directory of the checkpoints that an unfinished run resumes from."""
+        return self.out / "checkpoints"
 
-    @cached_property
-    def selection_batches(self) -> Batches:
-        """Of that split what this process scores; it stays on the GPU if there is room for it."""
-        return Batches(
-            _share(self.data.splits[self.selection_split], self.ranks),
-            self.data.finish,
-            batch_size=self.settings.eval_batch_size,
-            device=device_of(self.settings),
-            processes=loader_workers(self.settings),
-            keep=True,
-        )
+    @property
+    def device(self) -> str:
+        """Where the run computes: cpu or cuda."""
+        return device_of(self.settings)
 
     @property
     def precision(self) -> str:
-        """fp32, bf16 (autocast) or bf16-pure."""
-        return _precision(self.settings)
+        """The dtype of forwards: fp32, bf16 (autocast) or bf16-pure."""
+        if self.settings.precision != "auto":
+            return self.settings.precision
+        has_bf16 = self.device == "cuda" and torch.cuda.is_bf16_supported()
+        return "bf16" if has_bf16 else "fp32"
 
     @property
-    def round_to(self) -> torch.dtype | None:
-        """What forwards are of altogether, if not of the weights' own dtype."""
-        return torch.bfloat16 if self.precision == "bf16-pure" else None
+    def workers(self) -> int:
+        """The number of loader processes."""
+        workers = self.settings.workers
+        return loader_processes(self.settings.data) if workers is None else workers
 
     @property
     def sharded(self) -> bool:
         """Whether every process holds a part of the weights (FSDP2)."""
         return self.settings.parallel == "fsdp" and self.ranks.count > 1
 
+    @cached_property
+    def has_unused_parameters(self) -> bool:
+        """Whether DDP has to look for parameters without a gradient.
+
+        It then walks the graph in every step, so it is told to look only where there can be some.
+        """
+        if self.ranks.count == 1 or self.sharded:
+            return False
+        return not always_runs_all(self.method.policy) or bool(idle_parameters(self.model))
+
     @property
-    def orders(self) -> Orders:
-        """Which orders the forwards go in."""
-        return Orders(
+    def orders(self) -> OrderSchedule:
+        """The execution orders of the forwards."""
+        return OrderSchedule(
             policy=self.method.policy,
             depth=depth_of(self.model),
             seed=self.settings.seed,
@@ -97,13 +104,43 @@ class Job:
             rank=self.ranks.rank if self.settings.rank_orders == "own" else 0,
         )
 
+    @property
+    def selection_split(self) -> str:
+        """The split that picks the checkpoint; the paper used the one that it reports."""
+        return "test" if self.settings.paper_protocol else "holdout"
+
+    @cached_property
+    def selection_batches(self) -> DeviceBatches:
+        """The part of the selection split that this process scores.
+
+        It stays on the GPU after the first pass if there is room for it.
+        """
+        split, ranks = self.data.splits[self.selection_split], self.ranks
+        # Every process scores every n-th image. A stream has no n-th image, and a split of fewer
+        # images than processes would leave some without any: then all score all of it.
+        if ranks.count > 1 and split.size is not None and split.size >= ranks.count:
+            rows = range(ranks.rank, split.size, ranks.count)
+            split = Split(dataset=Subset(split.dataset, rows), size=len(rows))
+        return DeviceBatches(
+            split,
+            self.data.finish,
+            batch_size=self.settings.eval_batch_size,
+            device=self.device,
+            processes=self.workers,
+            keep=True,
+        )
+
 
 def prepare(settings: FitSettings, out: Path, *, ranks: Ranks) -> Job:
-    """Load the model and open the data; the head is resized to the classes of the data."""
-    _images_per_forward(settings, ranks)
-    warn_of_slow_bf16(settings.precision, device_of(settings))
-    if settings.device == "cuda" and not torch.cuda.is_available():
+    """Load the model and open the data; the head is resized to the classes of the data.
+
+    Raises `UsageError` for settings that cannot be met here and whatever model and data raise.
+    """
+    images_per_forward = _images_per_forward(settings, ranks)
+    device = device_of(settings)
+    if device == "cuda" and not torch.cuda.is_available():
         raise UsageError("There is no GPU that torch can use here", hint="leave --device at auto")
+    warn_of_slow_bf16(settings.precision, device)
     method = settings.find_method()
     host = load(settings.model, seed=settings.seed)
     options = DataOptions(
@@ -129,41 +166,63 @@ def prepare(settings: FitSettings, out: Path, *, ranks: Ranks) -> Job:
         ranks=ranks,
         out=out,
         method=method,
-        base_sha256=base_sha256,
-        origin=origin,
         data=data,
-        model=_positioned(host, method, settings),
+        model=_with_position(host, method, settings),
+        compiler=_compiler(settings, device),
+        images_per_forward=images_per_forward,
         steps=steps,
         eval_every=min(settings.eval_every or per_epoch, steps),
         select_by=method.selects_by if settings.select_by == "method" else settings.select_by,
+        base_sha256=base_sha256,
+        origin=origin,
     )
 
 
-def _positioned(host: nn.Module, method: Method, settings: FitSettings) -> PositionedModel:
-    if isinstance(host, PositionedModel):
-        _check_parts(host, method, settings)
-        return host
-    return add_position(
-        host,
-        encoding=settings.encoding if method.encoding else None,
-        prediction=settings.prediction if method.prediction else None,
-        seed=settings.seed,
-    )
-
-
-def _check_parts(host: PositionedModel, method: Method, settings: FitSettings) -> None:
-    found = (host.encoding is not None, host.prediction is not None)
-    if found != (method.encoding, method.prediction):
+def _images_per_forward(settings: FitSettings, ranks: Ranks) -> int:
+    forwards = settings.accumulate * ranks.count
+    if settings.batch_size % forwards:
         raise UsageError(
-            f"The model has position encoding: {found[0]}, prediction: {found[1]}; the method "
+            f"A step of {settings.batch_size} images cannot be shared by {ranks.count} processes "
+            f"with {settings.accumulate} forwards each",
+            hint=f"give a --batch-size that {forwards} divides",
+        )
+    return settings.batch_size // forwards
+
+
+def _with_position(host: nn.Module, method: Method, settings: FitSettings) -> PositionedModel:
+    if not isinstance(host, PositionedModel):
+        return add_position(
+            host,
+            encoding=settings.encoding if method.encoding else None,
+            prediction=settings.prediction if method.prediction else None,
+            seed=settings.seed,
+        )
+    has = (host.encoding is not None, host.prediction is not None)
+    if has != (method.encoding, method.prediction):
+        raise UsageError(
+            f"The model has position encoding: {has[0]}, prediction: {has[1]}; the method "
             f"{method.name!r} trains encoding: {method.encoding}, prediction: {method.prediction}",
             place=settings.model,
             hint="go on with the method that the model was trained by",
         )
+    return host
+
+
+def _compiler(settings: FitSettings, device: str) -> BlockCompiler:
+    """Compiles the blocks, or knows the reason why they are not compiled."""
+    reason = None
+    if settings.compile is False:
+        reason = "compile is off"
+    elif settings.compile is None and device == "cpu":
+        reason = "off by default on a CPU, where it takes minutes and gains nothing"
+    return BlockCompiler(reason=reason, dynamic=settings.orders_per_batch > 1)
 
 
 def steps_of(settings: FitSettings, train: Split) -> tuple[int, int]:
-    """(steps of the run, steps of an epoch)."""
+    """Optimiser steps of the run, and of one epoch.
+
+    Raises `DataError` for a stream of unknown length without the setting `steps`.
+    """
     if train.size is None and settings.steps is None:
         raise DataError(
             "The size of this stream is not known, so epochs cannot be counted",
@@ -176,102 +235,8 @@ def steps_of(settings: FitSettings, train: Split) -> tuple[int, int]:
     return steps, per_epoch or steps
 
 
-def _share(split: Split, ranks: Ranks) -> Split:
-    """The images that a process scores: every n-th, or all where that cannot be."""
-    if ranks.count == 1 or split.size is None or split.size < ranks.count:
-        return split
-    rows = range(ranks.rank, split.size, ranks.count)
-    return Split(dataset=Subset(split.dataset, rows), size=len(rows))
-
-
-def _images_per_forward(settings: FitSettings, ranks: Ranks) -> int:
-    """In one process; `batch_size` is that of all of them together."""
-    parts = settings.accumulate * ranks.count
-    if settings.batch_size % parts:
-        raise UsageError(
-            f"A step of {settings.batch_size} images cannot be shared by {ranks.count} processes "
-            f"with {settings.accumulate} forwards each",
-            hint=f"a --batch-size that {parts} divides",
-        )
-    return settings.batch_size // parts
-
-
-def block_compiler(job: Job) -> BlockCompiler:
-    """What compiles the blocks, or says why they are not compiled."""
-    wanted, reason = job.settings.compile, None
-    if wanted is False:
-        reason = "compile is off"
-    elif wanted is None and device_of(job.settings) == "cpu":
-        reason = "off by default on a CPU, where it takes minutes and gains nothing"
-    return BlockCompiler(reason=reason, dynamic=job.settings.orders_per_batch > 1)
-
-
-def trainer_arguments(job: Job) -> TrainingArguments:
-    """Trainer's arguments: what we decide ourselves (evaluation, saving, logging) is off there."""
-    settings = job.settings
-    on_gpu = device_of(settings) != "cpu"
-    arguments = TrainingArguments(
-        output_dir=str(job.out / "checkpoints"),
-        per_device_train_batch_size=_images_per_forward(settings, job.ranks),
-        gradient_accumulation_steps=settings.accumulate,
-        max_steps=job.steps,
-        learning_rate=settings.lr,
-        lr_scheduler_type={"constant": "constant_with_warmup"}.get(
-            settings.schedule, settings.schedule
-        ),
-        warmup_steps=settings.warmup,
-        optim="adamw_torch_fused",  # without weight decay AdamW is Adam
-        adam_beta1=0.9,
-        adam_beta2=0.999,
-        adam_epsilon=1e-6,
-        weight_decay=settings.weight_decay,
-        max_grad_norm=settings.clip or 0.0,
-        bf16=job.precision == "bf16",
-        use_cpu=not on_gpu,
-        seed=(settings.seed + job.ranks.rank) % (1 << 32),  # of dropout; `Orders` has the other
-        logging_strategy="steps",
-        logging_steps=min(settings.log_every, job.steps),
-        logging_nan_inf_filter=False,  # a loss that is not finite must be seen
-        metric_for_best_model=METRIC.format(job.select_by),
-        greater_is_better=False,
-        eval_strategy="no",  # `Flow` decides when to evaluate and to save
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        remove_unused_columns=False,
-        label_names=["labels"],
-        dataloader_num_workers=loader_workers(settings),
-        dataloader_pin_memory=on_gpu,
-        accelerator_config={"non_blocking": on_gpu},  # or the host waits for every batch's copy
-        **_parallel_arguments(job),
-    )
-    # More GPUs than processes would mean nn.DataParallel, which ignores execution orders.
-    arguments._n_gpu = min(arguments.n_gpu, 1)
-    return arguments
-
-
-def _parallel_arguments(job: Job) -> dict[str, Any]:
-    if job.ranks.count == 1 or job.sharded:
-        return {}
-    # Looking for unused parameters walks the graph at every step, so it is off where none can be.
-    unused = not always_runs_all(job.method.policy) or bool(idle_parameters(job.model))
-    return {"ddp_find_unused_parameters": unused}
-
-
 def device_of(settings: FitSettings) -> str:
-    """cpu or cuda."""
+    """The device that `settings.device` stands for here: cpu or cuda."""
     if settings.device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return settings.device
-
-
-def _precision(settings: FitSettings) -> str:
-    if settings.precision != "auto":
-        return settings.precision
-    has_bf16 = device_of(settings) == "cuda" and torch.cuda.is_bf16_supported()
-    return "bf16" if has_bf16 else "fp32"
-
-
-def loader_workers(settings: FitSettings) -> int:
-    """Loader processes."""
-    return loader_processes(settings.data) if settings.workers is None else settings.workers

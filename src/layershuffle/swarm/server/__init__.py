@@ -1,6 +1,7 @@
-"""The swarm's HTTP face: requests in, answers with their route out. Import the modules.
+"""The swarm's HTTP server: requests come in, answers go out with their route. Import the modules.
 
-`limits`, `access` and `clients` say who may ask how much, `bodies` and `intake` read requests,
-`images` decodes, `work` carries them out, `answers` is what comes back, `app` ties them to FastAPI,
-`door` and `https` let connections in, `serving` runs it. `app`, `door` and `serving` know a server.
+`run` accepts connections, `app` holds the routes, `auth` and `clients` say who may ask and how
+much, `scheduler` carries a request out, `requests` reads its form, `images` decodes its files, and
+`schemas` is the JSON of the answer. `errors` has the refusals, `metrics` counts, `tls` encrypts.
+`admin` is the operator's own socket. Only `app`, `admin` and `run` import a web server.
 """

@@ -1,4 +1,4 @@
-"""The HTTP face of a swarm: routes, keys, errors. What is decided is decided elsewhere.
+"""The HTTP routes of a swarm, and the one handler that turns every error into an answer.
 
 POST /v1/classify   images in, classes and the route out
 GET  /v1/swarm      hosts, blocks, latencies, counters
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -30,23 +31,23 @@ from layershuffle.models import num_classes_of
 from layershuffle.swarm.calibration import Calibration
 from layershuffle.swarm.remote_model import RemoteModel, class_names
 from layershuffle.swarm.server import schemas
-from layershuffle.swarm.server.auth import Keys, Rates, key_in
-from layershuffle.swarm.server.errors import Refused, body_of, busy, retry_seconds, status_of
+from layershuffle.swarm.server.auth import Keys, key_in
+from layershuffle.swarm.server.errors import HTTPError, busy, error_body, status_of
 from layershuffle.swarm.server.limits import GatewayLimits
 from layershuffle.swarm.server.metrics import CONTENT_TYPE, Metrics
 from layershuffle.swarm.server.requests import BODY_SCHEMA
-from layershuffle.swarm.server.scheduler import RequestScheduler, Strangers
+from layershuffle.swarm.server.scheduler import ForeignBlocks, RequestScheduler
 from layershuffle.swarm.server.schemas import Classification, ErrorAnswer, Health, SwarmAnswer
 
 LOG = logging.getLogger("layershuffle")
 _CLASSIFY = "/v1/classify"
-_CLIENT_GONE = 499  # nobody reads it
+_CLIENT_GONE = 499  # as nginx has it; nobody reads it
 _REFUSALS = {
-    400: "The body is broken.",
+    400: "The form is broken, or has too many images.",
     401: "The API key is missing or wrong.",
     408: "The body took too long to come in.",
-    413: "The body, or the number of images, is too large.",
-    415: "The body is neither JSON nor a form.",
+    413: "The body is too large.",
+    415: "The body is not a form.",
     422: "A field or an image is wrong.",
     429: "Too many requests; see Retry-After.",
     503: "The deadline passed before there was an answer, too few blocks could be run, or the "
@@ -59,39 +60,42 @@ _GUARDED: dict[int | str, dict[str, Any]] = {status: _ERRORS[status] for status 
 
 
 def create_app(
-    front: RemoteModel,
+    remote_model: RemoteModel,
     *,
     limits: GatewayLimits | None = None,
     labels: Sequence[str] | None = None,
     calibration: Calibration | None = None,
     keys: Sequence[str] = (),
     model: str = "",
-    strangers: Callable[[], Strangers] = frozenset,
+    foreign_blocks: Callable[[], ForeignBlocks] = frozenset,
     watching: Callable[[], bool] | None = None,
     audits: Callable[[], tuple[int, int]] | None = None,
 ) -> FastAPI:
-    """The gateway of the swarm that `front` walks; it closes `front` when the server ends.
+    """The gateway to `remote_model`, which it closes when the server ends.
 
     `labels` are the names of the classes (default: those that `calibration` or the model knows),
     `keys` the API keys, none for an open gateway, `model` what /v1/swarm calls the model.
-    `strangers`: the blocks, with their hosts, of another model than the calibrated one; `watching`:
-    whether somebody watches over the hosts; `audits`: visits that were repeated, and those of them
-    that differed. Raises `UsageError` for short keys, and for labels or a calibration of another
-    model.
+    `foreign_blocks`: the blocks, with their hosts, of another model than the calibrated one;
+    `watching`: whether somebody watches over the hosts; `audits`: visits that were repeated, and
+    those of them that differed. Raises `UsageError` for short keys, and for labels or a calibration
+    of another model.
     """
-    limits = limits or GatewayLimits()
-    names = _labels(front, labels=labels, calibration=calibration)
-    desk = RequestScheduler(
-        front, limits=limits, labels=names, calibration=calibration, strangers=strangers
+    names = _labels(remote_model, labels=labels, calibration=calibration)
+    scheduler = RequestScheduler(
+        remote_model,
+        limits=limits or GatewayLimits(),
+        labels=names,
+        calibration=calibration,
+        foreign_blocks=foreign_blocks,
     )
-    metrics = Metrics(front.router, watching=watching, audits=audits)
-    gateway = _Gateway(desk, Keys(keys), model, metrics)
+    metrics = Metrics(remote_model.router, watching=watching, audits=audits)
+    gateway = _Gateway(scheduler, keys=Keys(keys), model=model, metrics=metrics)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         del app
         yield
-        await asyncio.to_thread(gateway.desk.close)  # its threads may need this loop to end
+        await asyncio.to_thread(scheduler.close)  # its threads may need this loop to end
 
     app = FastAPI(
         title="LayerShuffle swarm",
@@ -104,10 +108,9 @@ def create_app(
     )
     app.state.keyed = bool(gateway.keys)
     _add_routes(app, gateway)
-    app.add_exception_handler(LayerShuffleError, gateway.told)
-    app.add_exception_handler(HTTPException, _told_plainly)
-    app.add_exception_handler(ClientDisconnect, _gone)
-    app.add_exception_handler(Exception, gateway.failed)
+    # Starlette looks a handler up by the most special class it has: one for all of ours.
+    for kind in (LayerShuffleError, HTTPException, ClientDisconnect, Exception):
+        app.add_exception_handler(kind, gateway.answer_error)
     return app
 
 
@@ -122,8 +125,8 @@ def _add_routes(app: FastAPI, gateway: _Gateway) -> None:
         summary="Classify one image or several",
     )
     async def classify(request: Request) -> Classification:
-        answer = await gateway.desk.classify(request)
-        gateway.metrics.answered(answer)
+        answer = await gateway.scheduler.classify(request)
+        gateway.metrics.count_answer(answer)
         return answer
 
     @app.get(
@@ -138,7 +141,7 @@ def _add_routes(app: FastAPI, gateway: _Gateway) -> None:
         summary="Whether requests can be answered",
     )
     async def healthz(response: Response) -> Health:
-        health = gateway.health()
+        health = gateway.metrics.health()
         if not health.ok:
             response.status_code = HTTPStatus.SERVICE_UNAVAILABLE
         return health
@@ -161,107 +164,83 @@ _Header = Annotated[str | None, Depends(APIKeyHeader(name="X-API-Key", auto_erro
 class _Gateway:
     """What the routes share."""
 
-    def __init__(self, desk: RequestScheduler, keys: Keys, model: str, metrics: Metrics) -> None:
-        self.desk, self.keys, self.model, self.metrics = desk, keys, model, metrics
-        self.router = desk.front.router
-        self._rates = Rates(desk.limits)
+    def __init__(
+        self, scheduler: RequestScheduler, *, keys: Keys, model: str, metrics: Metrics
+    ) -> None:
+        self.scheduler, self.keys, self.model, self.metrics = scheduler, keys, model, metrics
+        self.router = scheduler.remote_model.router
 
     async def admit(self, request: Request, bearer: _Bearer, header: _Header) -> None:
-        """Let a request through, or raise `Refused`: 429 or 401."""
+        """Let a request through. Raises `HTTPError`: 429 before anything else, or 401."""
         del bearer, header  # declared for the OpenAPI page, read below as they came
         address = request.client.host if request.client else ""
-        wait = self._rates.wait(address, now=self.router.clock())
+        wait = self.scheduler.clients.at(address).wait(self.router.clock())
         if wait:
             raise busy("Too many requests from your address", wait=wait)
         headers = request.headers
-        if not self.keys.open_for(key_in(headers.get("authorization"), headers.get("x-api-key"))):
-            raise Refused(
+        if not self.keys.accept(key_in(headers.get("authorization"), headers.get("x-api-key"))):
+            raise HTTPError(
                 HTTPStatus.UNAUTHORIZED,
                 "The API key is missing or wrong",
                 hint="send it as Authorization: Bearer KEY, or as X-API-Key: KEY",
             )
 
     def swarm(self) -> SwarmAnswer:
-        """What /v1/swarm says."""
-        router, calibration = self.router, self.desk.calibration
+        """The answer of /v1/swarm."""
+        router, calibration = self.router, self.scheduler.calibration
         return SwarmAnswer(
             model=self.model,
             depth=router.depth,
-            classes=len(self.desk.labels),
+            classes=len(self.scheduler.labels),
             routing=router.routing,
             wire=router.wire,
             unreachable_blocks=schemas.unreachable(router.swarm, depth=router.depth),
             hosts=schemas.hosts_of(router.swarm, now=router.clock()),
-            counters=dict(self.metrics.counters),
+            counters=dict(self.metrics.requests),
             audits=self.metrics.audits(),
             calibration=None if calibration is None else calibration.facts,
             limits=router.limits,
         )
 
-    def health(self) -> Health:
-        """What /healthz says."""
-        watching = self.metrics.watching() if self.metrics.watching is not None else None
-        return schemas.health(self.router.swarm, depth=self.router.depth, watching=watching)
-
-    async def told(self, request: Request, error: Exception) -> Response:
-        """The answer to a request that was refused or could not be answered."""
-        assert isinstance(error, LayerShuffleError)
-        status = status_of(error)
-        if status == HTTPStatus.INTERNAL_SERVER_ERROR:
-            return await self.failed(request, error)
-        self._count(request, status)
-        place = f" ({error.place})" if error.place else ""
-        body = body_of(error.cause + place, error.hint or "")
-        return JSONResponse(body, status, self._headers(status, error))
-
-    async def failed(self, request: Request, error: Exception) -> Response:
-        """The answer to a request that broke on a fault of ours: an id, and no more."""
-        reference = uuid.uuid4().hex
-        LOG.error("request %s failed", reference, exc_info=error)
-        self._count(request, HTTPStatus.INTERNAL_SERVER_ERROR)
-        body = body_of(
-            "The gateway failed", "give the operator this id: it is in the log", reference=reference
-        )
-        return JSONResponse(body, HTTPStatus.INTERNAL_SERVER_ERROR)
-
-    def _headers(self, status: HTTPStatus, error: LayerShuffleError) -> dict[str, str]:
-        if status == HTTPStatus.UNAUTHORIZED:
-            return {"WWW-Authenticate": "Bearer"}
-        wait = error.retry_after if isinstance(error, Refused) else None
-        if status == HTTPStatus.SERVICE_UNAVAILABLE:
-            wait = schemas.retry_after(self.router.swarm, now=self.router.clock())
-        return {} if wait is None else {"Retry-After": str(retry_seconds(wait))}
-
-    def _count(self, request: Request, status: HTTPStatus) -> None:
+    async def answer_error(self, request: Request, error: Exception) -> Response:
+        """The answer to a request that is refused, cannot be answered, or broke on our fault."""
+        if isinstance(error, ClientDisconnect):
+            return Response(status_code=_CLIENT_GONE)
+        if isinstance(error, HTTPException):  # a wrong path or method
+            body = error_body(str(error.detail), "see /docs for what there is")
+            return JSONResponse(body, error.status_code, error.headers)
+        status, headers = status_of(error), {}
         # Not request.url: it is made with the Host header, which may be anything.
         if request.scope["path"] == _CLASSIFY and request.method == "POST":
-            self.metrics.turned_away(status)
-
-
-async def _told_plainly(request: Request, error: Exception) -> Response:
-    """The answer to a wrong path or method."""
-    del request
-    assert isinstance(error, HTTPException)
-    body = body_of(str(error.detail), "see /docs for what there is")
-    return JSONResponse(body, error.status_code, error.headers)
-
-
-async def _gone(request: Request, error: Exception) -> Response:
-    """Nobody is there to be answered."""
-    del request, error
-    return Response(status_code=_CLIENT_GONE)
+            self.metrics.count_refusal(status)
+        if status == HTTPStatus.INTERNAL_SERVER_ERROR or not isinstance(error, LayerShuffleError):
+            # Causes of our own failures may name files and hosts: the client gets an id alone.
+            reference = uuid.uuid4().hex
+            LOG.error("request %s failed", reference, exc_info=error)
+            hint = "give the operator this id: it is in the log"
+            return JSONResponse(error_body("The gateway failed", hint, reference=reference), status)
+        wait = error.retry_after if isinstance(error, HTTPError) else None
+        if status == HTTPStatus.SERVICE_UNAVAILABLE:
+            wait = schemas.retry_after(self.router.swarm, now=self.router.clock())
+        if wait is not None:
+            headers["Retry-After"] = str(max(1, math.ceil(wait)))  # whole seconds
+        if status == HTTPStatus.UNAUTHORIZED:
+            headers["WWW-Authenticate"] = "Bearer"
+        place = f" ({error.place})" if error.place else ""
+        return JSONResponse(error_body(error.cause + place, error.hint or ""), status, headers)
 
 
 def _labels(
-    front: RemoteModel, *, labels: Sequence[str] | None, calibration: Calibration | None
+    remote_model: RemoteModel, *, labels: Sequence[str] | None, calibration: Calibration | None
 ) -> tuple[str, ...]:
-    classes = num_classes_of(front.model)
-    if calibration is not None and len(calibration.rows) != front.depth:
+    classes = num_classes_of(remote_model.model)
+    if calibration is not None and len(calibration.rows) != remote_model.depth:
         raise UsageError(
-            f"The calibration is of {len(calibration.rows)} blocks, the model has {front.depth}"
+            f"The calibration is of {len(calibration.rows)} blocks, the model has "
+            f"{remote_model.depth}"
         )
     if labels is None:
-        labels = class_names(front.model) if calibration is None else calibration.classes
+        labels = class_names(remote_model.model) if calibration is None else calibration.classes
     if len(labels) != classes:
         raise UsageError(f"{len(labels)} labels do not name {classes} classes")
     return tuple(labels)

@@ -1,79 +1,111 @@
-"""What each client has under way, so that none takes the places or the decoders of all others."""
+"""Fairness between clients: how fast each may ask, and how much of the server it may occupy."""
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import TypeVar
 
-from layershuffle.swarm.server.auth import client_of
 from layershuffle.swarm.server.errors import busy
 from layershuffle.swarm.server.limits import GatewayLimits
 
+_IPV6_PREFIX = 64  # one client commands as many addresses as it likes below such a prefix
 _Result = TypeVar("_Result")
 
 
+def client_of(address: str) -> str:
+    """What stands for a client: its IPv4 address, its IPv6 /64 network, else the text itself."""
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return address
+    mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else parsed
+    return str(mapped or ipaddress.ip_network((int(parsed), _IPV6_PREFIX), strict=False))
+
+
 class Client:
-    """The requests of one client, and its share of the decoders: half of them, at least one.
-
-    `idle` is called when nothing of it is under way any more.
-    """
-
-    def __init__(self, decoders: int, *, idle: Callable[[], object]) -> None:
-        self.requests = self._decodes = 0
-        self._idle = idle
-        self._turns = asyncio.Semaphore(max(1, decoders // 2))
-
-    async def decode(self, pool: ThreadPoolExecutor, work: Callable[[], _Result]) -> _Result:
-        """What `work` returns, done in a thread of `pool` when it is this client's turn.
-
-        Being cancelled takes it out of the queue. A thread that has begun goes on, and counts until
-        it ends: clients that give up early get no more of the decoders than others.
-        """
-        await self._turns.acquire()
-        running = pool.submit(work)
-        self._decodes += 1
-        loop = asyncio.get_running_loop()
-
-        def ended(_: object) -> None:
-            with suppress(RuntimeError):  # the loop has ended, and with it all that is counted
-                loop.call_soon_threadsafe(self._decoded)
-
-        running.add_done_callback(ended)
-        return await asyncio.wrap_future(running)
-
-    def _decoded(self) -> None:
-        self._decodes -= 1
-        self._turns.release()
-        self.check()
-
-    def check(self) -> None:
-        """Tell whether it is idle."""
-        if not self.requests and not self._decodes:
-            self._idle()
-
-
-class Clients:
-    """The clients that have something under way. One event loop."""
+    """One client: its rate, its requests under way, and its share of the decoders (half of them,
+    at least one)."""
 
     def __init__(self, limits: GatewayLimits) -> None:
         self._limits = limits
-        self._known: dict[str, Client] = {}
+        self._paid_until = 0.0
+        self._decoder_places = asyncio.Semaphore(max(1, limits.decoders // 2))
+        self.requests = self.decodes = 0
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing of this client is under way, threads that nobody waits for included."""
+        return not self.requests and not self.decodes
+
+    def wait(self, now: float) -> float:
+        """Count a request; the seconds that it has to wait, 0 if it may be made at `now`.
+
+        This is the generic cell rate algorithm, a token bucket in one number: every request pays
+        for 1 / rate seconds, and a client may be `burst` payments ahead of the clock. A request
+        that has to wait pays nothing.
+        """
+        begin = max(self._paid_until, now)
+        wait = begin - now - (self._limits.burst - 1) / self._limits.rate
+        # Sums of many payments round: without the margin a request at its time would wait 1e-16 s.
+        if wait > 1e-9:
+            return wait
+        self._paid_until = begin + 1 / self._limits.rate
+        return 0.0
+
+    async def decode(self, pool: ThreadPoolExecutor, work: Callable[[], _Result]) -> _Result:
+        """What `work` returns, done in a thread of `pool` once this client has a place there.
+
+        Being cancelled gives up the wait. A thread that has begun goes on, and keeps its place
+        until it ends: clients that give up early and ask again get no more decoders than others.
+        """
+        await self._decoder_places.acquire()
+        self.decodes += 1
+        loop = asyncio.get_running_loop()
+
+        def leave() -> None:
+            self.decodes -= 1
+            self._decoder_places.release()
+
+        def thread_ended(_: object) -> None:
+            with suppress(RuntimeError):  # the loop has ended, and with it everything counted here
+                loop.call_soon_threadsafe(leave)
+
+        future = pool.submit(work)
+        future.add_done_callback(thread_ended)
+        return await asyncio.wrap_future(future)
+
+
+class Clients:
+    """The clients that were heard of last, by address. Takes bounded memory; one event loop."""
+
+    def __init__(self, limits: GatewayLimits) -> None:
+        self._limits = limits
+        self._clients: OrderedDict[str, Client] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._clients)
+
+    def at(self, address: str) -> Client:
+        """The client with this address."""
+        name = client_of(address)
+        client = self._clients.setdefault(name, Client(self._limits))
+        self._clients.move_to_end(name)
+        if len(self._clients) > self._limits.max_clients:
+            # Of a client that is forgotten the rate starts anew, so the one unheard of for longest
+            # goes. Those with requests under way stay: the limit on connections bounds them.
+            idle = (name for name, client in self._clients.items() if client.idle)
+            self._clients.pop(next(idle, name))
+        return client
 
     @contextmanager
     def request_of(self, address: str) -> Iterator[Client]:
-        """Count a request of `address`; raises `Refused` (429) if its client has too many."""
-        name = client_of(address)
-        client = self._known.get(name)
-        if client is None:
-            client = Client(self._limits.decoders, idle=partial(self._known.pop, name, None))
-            self._known[name] = client
+        """Count a request of `address`. Raises `HTTPError` (429) if its client has too many."""
+        client = self.at(address)
         if client.requests >= self._limits.client_requests:
             raise busy("Too many requests from your address are under way")
         client.requests += 1
@@ -81,4 +113,3 @@ class Clients:
             yield client
         finally:
             client.requests -= 1
-            client.check()

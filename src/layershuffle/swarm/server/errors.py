@@ -1,8 +1,7 @@
-"""Requests that get no answer: the HTTP status, and what the client is told."""
+"""Requests that get no answer: the HTTP status, and the cause and hint that the client reads."""
 
 from __future__ import annotations
 
-import math
 from http import HTTPStatus
 from typing import Any
 
@@ -14,7 +13,7 @@ _SOON = 1.0  # seconds after which a busy gateway is worth another try
 _LONGEST = 500  # characters of a cause: some of them repeat what the client sent
 
 
-class Refused(LayerShuffleError):
+class HTTPError(LayerShuffleError):
     """A request that is turned away; `retry_after` in seconds, where coming later may help."""
 
     def __init__(
@@ -24,9 +23,9 @@ class Refused(LayerShuffleError):
         self.status, self.retry_after = status, retry_after
 
 
-def busy(cause: str, *, wait: float = _SOON) -> Refused:
-    """The answer to a client that is to come later, after `wait` seconds."""
-    return Refused(
+def busy(cause: str, *, wait: float = _SOON) -> HTTPError:
+    """The refusal of a client that is to come later, after `wait` seconds."""
+    return HTTPError(
         HTTPStatus.TOO_MANY_REQUESTS,
         cause,
         hint="wait as long as Retry-After says, and send less at one time",
@@ -34,9 +33,14 @@ def busy(cause: str, *, wait: float = _SOON) -> Refused:
     )
 
 
-def status_of(error: LayerShuffleError) -> HTTPStatus:
-    """The HTTP status that tells a client of `error`."""
-    if isinstance(error, Refused):
+def unprocessable(cause: str, *, hint: str) -> HTTPError:
+    """The refusal of a request that can be read but not carried out."""
+    return HTTPError(HTTPStatus.UNPROCESSABLE_ENTITY, cause, hint=hint)
+
+
+def status_of(error: Exception) -> HTTPStatus:
+    """The HTTP status for `error`; 500 for everything that is no fault of the client's."""
+    if isinstance(error, HTTPError):
         return error.status
     if isinstance(error, NotAnswered):
         return HTTPStatus.SERVICE_UNAVAILABLE
@@ -45,17 +49,7 @@ def status_of(error: LayerShuffleError) -> HTTPStatus:
     return HTTPStatus.INTERNAL_SERVER_ERROR
 
 
-def retry_seconds(wait: float) -> int:
-    """A `Retry-After`: whole seconds, at least one."""
-    return max(1, math.ceil(wait))
-
-
-def body_of(cause: str, hint: str, *, reference: str | None = None) -> dict[str, Any]:
-    """The JSON body for an error; what no encoding can carry is replaced."""
-    problem = Problem(cause=_told(cause), hint=_told(hint), id=reference)
+def error_body(cause: str, hint: str, *, reference: str | None = None) -> dict[str, Any]:
+    """The JSON body for an error."""
+    problem = Problem(cause=cause[:_LONGEST], hint=hint, id=reference)
     return ErrorAnswer(error=problem).model_dump(mode="json")
-
-
-def _told(text: str) -> str:
-    plain = text.encode("utf-8", "replace").decode("utf-8")
-    return plain if len(plain) <= _LONGEST else plain[: _LONGEST - 1] + "…"

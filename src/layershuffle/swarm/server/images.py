@@ -1,13 +1,14 @@
 """From the bytes of image files to what the model's view wants. Runs in a thread.
 
-The format, the pixels, and the size after resizing are checked before anything is decoded: a file
-of a few bytes can claim any size, and a long thin image grows when its short side is enlarged. The
-pixels of all images together are bounded as well: sixteen files of 70 kB can hold 400 million.
+Everything that makes a small file dear is checked before anything is decoded: a file of a few bytes
+can claim any size, a long thin image grows when its short side is enlarged, sixteen files of 70 kB
+can hold 400 million pixels, and there are files that are dear although their pixels are few.
 """
 
 from __future__ import annotations
 
 import io
+import re
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,11 +23,17 @@ from layershuffle.data.images import BOMBS, DECODE_ERRORS, to_mode
 from layershuffle.data.transforms import PlainTransform, resized_size
 from layershuffle.data.view import Finish, ImageView
 from layershuffle.errors import DataError
-from layershuffle.swarm.server.bombs import MOST_SCANS, lean, scans_of
 from layershuffle.swarm.server.limits import GatewayLimits
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
+MAX_SCANS = 32
+"""Of a JPEG. Progressive ones have about ten."""
+
 _FORMATS_HINT = f"send {', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
+_PNG, _JPEG = b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"
+# Not bytes within a scan: a stuffed zero, restarts, filling.
+_MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
+_SCAN, _END, _TEMPORARY = 0xDA, 0xD9, 0x01
 
 
 @dataclass(frozen=True)
@@ -43,48 +50,51 @@ class Decoder:
         `check` is called before every step that takes long, and may raise to end the work.
         """
         transform = PlainTransform(self.view, resize=self.resize)
-        waiting = self._looked_at(files, check)
-        pixels = []
-        while waiting:
-            check()
-            place, image = waiting.popleft()
-            pixels.append(transform(self._decoded(image, place)))
-        return Finish(self.view)(torch.stack(pixels))
-
-    def _looked_at(
-        self, files: Sequence[bytes], check: Callable[[], None]
-    ) -> deque[tuple[str, Image.Image]]:
-        """Every image with its place, none decoded yet, and all together within the limits."""
-        looked_at: deque[tuple[str, Image.Image]] = deque()
+        waiting: deque[tuple[str, Image.Image]] = deque()
         total = 0
         for number, file in enumerate(files, start=1):
             check()
             place = f"image {number} of {len(files)}"
-            image = self._opened(file, place)
+            image = self._open(file, place)
             total += self._size(image.size, place)
             if total > self.limits.max_request_pixels:
-                raise self._too_many(total, place)
-            looked_at.append((place, image))
-        return looked_at
+                raise DataError(
+                    f"The images of the request have too many pixels together ({total} and more; "
+                    f"at most {self.limits.max_request_pixels})",
+                    place=place,
+                    hint="send several requests, or shrink the images",
+                )
+            waiting.append((place, image))
+        pixels = []
+        # Off the queue one by one: a decoded image is freed before the next one is decoded.
+        while waiting:
+            check()
+            place, image = waiting.popleft()
+            pixels.append(transform(self.decode(image, place)))
+        return Finish(self.view)(torch.stack(pixels))
 
-    def _opened(self, file: bytes, place: str) -> Image.Image:
-        """The image, of which no more than the head has been read."""
-        if scans_of(file) > MOST_SCANS:
-            raise DataError(
-                f"The image has more than {MOST_SCANS} scans",
-                place=place,
-                hint="save it as a plain JPEG, or as a progressive one with the usual scans",
-            )
-        with _told(place, self.limits):
-            return Image.open(io.BytesIO(lean(file)), formats=FORMATS)
-
-    def _decoded(self, image: Image.Image, place: str) -> Image.Image:
-        with _told(place, self.limits):
+    def decode(self, image: Image.Image, place: str) -> Image.Image:
+        """The pixels of an opened image, in the mode that the model wants."""
+        with _data_errors(place, self.limits):
             image.load()
             return to_mode(image, self.view.channels, place=place)
 
+    def _open(self, file: bytes, place: str) -> Image.Image:
+        """The image, of which no more than the head has been read."""
+        if count_scans(file) > MAX_SCANS:
+            raise DataError(
+                f"The image has more than {MAX_SCANS} scans",
+                place=place,
+                hint="save it as a plain JPEG, or as a progressive one with the usual scans",
+            )
+        with _data_errors(place, self.limits):
+            return Image.open(io.BytesIO(without_metadata(file)), formats=FORMATS)
+
     def _size(self, size: tuple[int, int], place: str) -> int:
-        """Pixels of an image of this size, as it is or resized. Raises `DataError` if too many."""
+        """Pixels of an image of this size, as it is or resized, whichever is more.
+
+        Raises `DataError` if they are too many.
+        """
         most = self.limits.max_pixels
         width, height = size
         if width * height > most:
@@ -97,17 +107,47 @@ class Decoder:
                 raise _too_large(f"{across}x{down} pixels at the model's size", place, most)
         return max(width * height, resized)
 
-    def _too_many(self, total: int, place: str) -> DataError:
-        return DataError(
-            f"The images of the request have too many pixels together ({total} and more; at most "
-            f"{self.limits.max_request_pixels})",
-            place=place,
-            hint="send several requests, or shrink the images",
-        )
+
+def without_metadata(file: bytes) -> bytes:
+    """A PNG without the chunks that its pixels do not need; other files as they are.
+
+    Pillow unpacks every compressed text and profile of a PNG. It bounds the texts, but not the
+    number of profiles: 1 MB of them took it 4.8 s under the strictest limits it knows.
+    """
+    if not file.startswith(_PNG):
+        return file
+    parts, start = [_PNG], len(_PNG)
+    while start + 8 <= len(file):
+        kind = file[start + 4 : start + 8]
+        end = start + 12 + int.from_bytes(file[start : start + 4])
+        # Upper case marks chunks that no decoder may skip. Transparency is kept beside them: an
+        # image is converted here as it was in training.
+        if kind[:1].isupper() or kind == b"tRNS":
+            parts.append(file[start:end])
+        start = end
+    return b"".join(parts)
+
+
+def count_scans(file: bytes) -> int:
+    """The scans of a JPEG, counted up to one more than `MAX_SCANS`; 0 for other files.
+
+    libjpeg goes over the whole image once per scan, and 42 bytes are enough for one: a file of
+    16 MB could keep it busy for hours.
+    """
+    count = 0
+    marker = _MARKER.search(file, 2) if file.startswith(_JPEG) else None
+    while marker is not None and count <= MAX_SCANS:
+        kind, start = file[marker.start() + 1], marker.end()
+        if kind == _END:
+            break
+        count += kind == _SCAN
+        length = 0 if kind == _TEMPORARY else int.from_bytes(file[start : start + 2])
+        marker = _MARKER.search(file, start + length)
+    return count
 
 
 @contextmanager
-def _told(place: str, limits: GatewayLimits) -> Iterator[None]:
+def _data_errors(place: str, limits: GatewayLimits) -> Iterator[None]:
     """What Pillow raises, as `DataError`."""
     try:
         yield

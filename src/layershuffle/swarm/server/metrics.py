@@ -1,27 +1,23 @@
-"""What the gateway counts, for Prometheus and for /v1/swarm."""
+"""What the gateway counts, for Prometheus, /v1/swarm and /healthz."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Literal
 
 import prometheus_client as prometheus
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from layershuffle.swarm.messages import Outcome, State, Visited
 from layershuffle.swarm.router import Router
-from layershuffle.swarm.server.schemas import Audits, Classification, health
+from layershuffle.swarm.server import schemas
+from layershuffle.swarm.server.schemas import Audits, Classification, Health
 
 CONTENT_TYPE = prometheus.CONTENT_TYPE_LATEST
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-RequestOutcome = Literal[
-    "answered", "degraded", "unanswered", "busy", "unauthorised", "refused", "failed"
-]
-_BY_STATUS: dict[HTTPStatus, RequestOutcome] = {
+_OUTCOMES = {
     HTTPStatus.SERVICE_UNAVAILABLE: "unanswered",
     HTTPStatus.TOO_MANY_REQUESTS: "busy",
     HTTPStatus.UNAUTHORIZED: "unauthorised",
@@ -29,8 +25,13 @@ _BY_STATUS: dict[HTTPStatus, RequestOutcome] = {
 }
 
 
-class Metrics:
-    """Counters of one gateway, in a registry of their own."""
+class Metrics(Collector):
+    """The counters of one gateway, in a Prometheus registry of their own.
+
+    `requests` counts classifications by outcome, `hops` visits by host and outcome. `watching`:
+    whether somebody watches over the hosts; `audits`: visits that were repeated, and those of them
+    that differed.
+    """
 
     def __init__(
         self,
@@ -39,60 +40,62 @@ class Metrics:
         watching: Callable[[], bool] | None = None,
         audits: Callable[[], tuple[int, int]] | None = None,
     ) -> None:
-        self.registry = prometheus.CollectorRegistry()
-        self.counters: Counter[str] = Counter()
-        self.watching, self._audits = watching, audits
-        self._router = router
-        self._labelled: dict[str, set[Outcome]] = {}
-        self._requests = prometheus.Counter(
-            "layershuffle_requests", "Classifications asked for.", ["outcome"],
-            registry=self.registry,
-        )  # fmt: skip
+        self._router, self._watching, self._audits = router, watching, audits
+        self.requests: Counter[str] = Counter()
+        self.hops: dict[str, Counter[Outcome]] = {}
         self._seconds = prometheus.Histogram(
-            "layershuffle_request_seconds", "Time of answered requests.",
-            buckets=_SECONDS, registry=self.registry,
-        )  # fmt: skip
+            "layershuffle_request_seconds",
+            "Time of answered requests.",
+            buckets=_SECONDS,
+            registry=None,
+        )
         self._blocks = prometheus.Histogram(
-            "layershuffle_blocks_used", "Blocks used by answers.",
-            buckets=tuple(range(1, router.depth + 1)), registry=self.registry,
-        )  # fmt: skip
-        self._hops = prometheus.Counter(
-            "layershuffle_hops", "Visits to hosts.", ["host", "outcome"], registry=self.registry
+            "layershuffle_blocks_used",
+            "Blocks used by answers.",
+            buckets=tuple(range(1, router.depth + 1)),
+            registry=None,
         )
-        self._gauges(router)
-        router.observers.append(self._hop)
+        self._registry = prometheus.CollectorRegistry()
+        for collector in (self, self._seconds, self._blocks):
+            self._registry.register(collector)
+        router.observers.append(self._count_hop)
 
-    def _gauges(self, router: Router) -> None:
-        usable = prometheus.Gauge(
-            "layershuffle_usable_hosts", "Hosts that visits may go to.", registry=self.registry
+    def collect(self) -> Iterator[Metric]:
+        """All but the histograms, as they are now; prometheus_client calls this."""
+        health, audits = self.health(), self.audits()
+        requests = CounterMetricFamily(
+            "layershuffle_requests", "Classifications asked for.", labels=["outcome"]
         )
-        usable.set_function(lambda: health(router.swarm, depth=router.depth).usable_hosts)
-        reachable = prometheus.Gauge(
-            "layershuffle_reachable_blocks", "Blocks that a usable host holds.",
-            registry=self.registry,
-        )  # fmt: skip
-        reachable.set_function(lambda: health(router.swarm, depth=router.depth).reachable_blocks)
-        if self.watching is not None:
-            watched = prometheus.Gauge(
-                "layershuffle_watching", "1 while hosts are watched and brought back.",
-                registry=self.registry,
-            )  # fmt: skip
-            watched.set_function(self.watching)
-        if self._audits is not None:
-            self.registry.register(_AuditCounters(self._audits))
+        for outcome, count in self.requests.items():
+            requests.add_metric([outcome], count)
+        hops = CounterMetricFamily(
+            "layershuffle_hops", "Visits to hosts.", labels=["host", "outcome"]
+        )
+        self._forget_hosts()
+        for host, outcomes in self.hops.items():
+            for visit_outcome, count in outcomes.items():
+                hops.add_metric([host, visit_outcome], count)
+        yield from (requests, hops)
+        gauges = [
+            ("usable_hosts", "Hosts that visits may go to.", health.usable_hosts),
+            ("reachable_blocks", "Blocks that a usable host holds.", health.reachable_blocks),
+            ("watching", "1 while hosts are watched and brought back.", health.watching),
+        ]
+        for name, text, value in gauges:
+            if value is not None:
+                yield GaugeMetricFamily(f"layershuffle_{name}", text, value=value)
+        if audits is not None:
+            repeated = "Visits repeated on replicas and compared."
+            differed = "Those whose answers differed."
+            yield CounterMetricFamily("layershuffle_audits", repeated, value=audits.audited)
+            yield CounterMetricFamily(
+                "layershuffle_audits_disagreed", differed, value=audits.disagreed
+            )
 
-    def _hop(self, hop: Visited, before: State, after: State | None) -> None:
-        del before, after
-        if hop.host not in self._labelled:
-            self._forget()
-        self._labelled.setdefault(hop.host, set()).add(hop.outcome)
-        self._hops.labels(host=hop.host, outcome=hop.outcome).inc()
-
-    def _forget(self) -> None:
-        """Count no more for hosts that are not known any more: spares come and go for years."""
-        for host in self._labelled.keys() - {one.name for one in self._router.swarm.values()}:
-            for outcome in self._labelled.pop(host):
-                self._hops.remove(host, outcome)
+    def health(self) -> Health:
+        """Whether requests can be answered now."""
+        watching = None if self._watching is None else self._watching()
+        return schemas.health(self._router.swarm, depth=self._router.depth, watching=watching)
 
     def audits(self) -> Audits | None:
         """How many visits were audited, if anybody counts."""
@@ -101,38 +104,27 @@ class Metrics:
         audited, disagreed = self._audits()
         return Audits(audited=audited, disagreed=disagreed)
 
-    def answered(self, answer: Classification) -> None:
+    def count_answer(self, answer: Classification) -> None:
         """Count an answer."""
-        self._count("degraded" if answer.degraded else "answered")
+        self.requests["degraded" if answer.degraded else "answered"] += 1
         self._seconds.observe(answer.ms.total / 1000)
         self._blocks.observe(len(answer.blocks))
 
-    def turned_away(self, status: HTTPStatus) -> None:
+    def count_refusal(self, status: HTTPStatus) -> None:
         """Count a classification that ended with `status`."""
-        self._count(_BY_STATUS.get(status, "refused"))
-
-    def _count(self, outcome: RequestOutcome) -> None:
-        self.counters[outcome] += 1
-        self._requests.labels(outcome=outcome).inc()
+        self.requests[_OUTCOMES.get(status, "refused")] += 1
 
     def text(self) -> bytes:
         """All of it in Prometheus' format."""
-        self._forget()
-        return prometheus.generate_latest(self.registry)
+        return prometheus.generate_latest(self._registry)
 
+    def _count_hop(self, hop: Visited, before: State, after: State | None) -> None:
+        del before, after
+        if hop.host not in self.hops:
+            self._forget_hosts()
+        self.hops.setdefault(hop.host, Counter())[hop.outcome] += 1
 
-@dataclass(frozen=True)
-class _AuditCounters(Collector):
-    """The counters that the coordinator's health keeps itself."""
-
-    audits: Callable[[], tuple[int, int]]
-
-    def collect(self) -> Iterator[Metric]:
-        """Both, as they are now."""
-        audited, disagreed = self.audits()
-        yield CounterMetricFamily(
-            "layershuffle_audits", "Visits repeated on replicas and compared.", value=audited
-        )
-        yield CounterMetricFamily(
-            "layershuffle_audits_disagreed", "Those whose answers differed.", value=disagreed
-        )
+    def _forget_hosts(self) -> None:
+        """Count no more for hosts that have left: spares come and go for years."""
+        for host in self.hops.keys() - set(self._router.swarm):
+            del self.hops[host]

@@ -1,23 +1,26 @@
-"""What the gateway answers, as JSON, and how it is made from a route. No torch, no web framework:
-clients read answers with the same classes."""
+"""What the gateway answers, as JSON, and how it is made from a route.
+
+No torch, no web framework: clients read answers with the same classes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
+from layershuffle.swarm.calibration import CalibrationFacts, Expected
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Ending, Outcome, Route, Wire
 from layershuffle.swarm.policy import Routing
-from layershuffle.swarm.state import Condition, HostView, Swarm
+from layershuffle.swarm.state import Condition, Swarm
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from layershuffle.swarm.remote_model import Classified
 
+IMAGE_FIELD = "image"
+"""The field of a request's form that holds the image files; every other field is an option."""
 _MILLI = 1000.0
 
 
@@ -38,6 +41,8 @@ class ImageAnswer(BaseModel):
 class Hop(BaseModel):
     """One visit to one host: milliseconds in all, of compute, and of waiting at the host."""
 
+    model_config = ConfigDict(from_attributes=True)  # of `messages.Visited`
+
     host: str
     blocks: list[int]
     outcome: Outcome
@@ -52,23 +57,6 @@ class Skipped(BaseModel):
 
     block: int
     why: str
-
-
-class Expected(BaseModel):
-    """The accuracy of answers with this many blocks in arbitrary order, from the calibration.
-
-    Percent of the first guesses that were right; `low` and `high` bound it at 95 %, over orders and
-    over images.
-    """
-
-    top1: float
-    low: float
-    high: float
-    kept: int
-    orders: int
-    images: int
-    data: str
-    split: str
 
 
 class Times(BaseModel):
@@ -107,15 +95,6 @@ class Host(BaseModel):
     waiting: int = Field(description="Blocks sent there and not answered yet.")
     strikes: int = Field(description="Failures since the last success.")
     retry_ms: float | None = Field(description="Until a suspect host is asked again.")
-
-
-class CalibrationFacts(BaseModel):
-    """What the expected accuracies were measured on."""
-
-    data: str
-    split: str
-    orders: int
-    images: int
 
 
 class Audits(BaseModel):
@@ -169,7 +148,7 @@ class ErrorAnswer(BaseModel):
 
 
 def classification(
-    found: Classified,
+    classified: Classified,
     *,
     labels: Sequence[str],
     top_k: int,
@@ -177,36 +156,36 @@ def classification(
     expected: tuple[Expected | None, str],
     total_ms: float,
 ) -> Classification:
-    """The answer for the logits and the route in `found`."""
-    route = found.route
+    """The answer for the logits `[images, classes]` and the route of `classified`."""
+    route, logits = classified.route, classified.logits
+    # In float32, of many classes the improbable ones would add up to something else than 1.
+    best = logits.double().softmax(dim=-1).topk(min(top_k, logits.shape[-1]))
+    images = [
+        ImageAnswer(
+            top=[
+                Guess(label=labels[index], index=index, probability=probability)
+                for index, probability in zip(indices, probabilities, strict=True)
+            ]
+        )
+        for indices, probabilities in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    ]
     return Classification(
-        images=[ImageAnswer(top=row) for row in guesses(found.logits, labels=labels, top_k=top_k)],
+        images=images,
         depth=route.depth,
         blocks=list(route.order),
         skipped=[Skipped(block=block, why=why) for block, why in sorted(route.skipped.items())],
         degraded=is_degraded(route, order=order),
         ending=route.ending,
-        route=hops_of(route),
+        route=[Hop.model_validate(hop) for hop in route.hops],
         expected=expected[0],
         expected_why=expected[1],
         ms=Times(
-            total=total_ms, stem=found.stem_ms, swarm=found.swarm_ms, head=found.head_ms
+            total=total_ms,
+            stem=classified.stem_ms,
+            swarm=classified.swarm_ms,
+            head=classified.head_ms,
         ),
-    )  # fmt: skip
-
-
-def guesses(logits: Tensor, *, labels: Sequence[str], top_k: int) -> list[list[Guess]]:
-    """The `top_k` most probable classes of every row of `logits` `[images, classes]`."""
-    best = logits.double().softmax(dim=-1).topk(min(top_k, logits.shape[-1]))
-    return [
-        [
-            Guess(label=labels[index], index=index, probability=probability)
-            for index, probability in zip(indices, probabilities, strict=True)
-        ]
-        for indices, probabilities in zip(
-            best.indices.tolist(), best.values.tolist(), strict=True
-        )
-    ]  # fmt: skip
+    )
 
 
 def is_degraded(route: Route, *, order: tuple[int, ...] | None) -> bool:
@@ -217,54 +196,38 @@ def is_degraded(route: Route, *, order: tuple[int, ...] | None) -> bool:
     return set(route.order) != set(range(route.depth) if order is None else order)
 
 
-def hops_of(route: Route) -> list[Hop]:
-    """The hops of a route."""
-    return [
-        Hop(
-            host=hop.host,
-            blocks=list(hop.blocks),
-            outcome=hop.outcome,
-            ms=hop.ms,
-            compute_ms=hop.compute_ms,
-            queue_ms=hop.queue_ms,
-            why=hop.why,
-        )
-        for hop in route.hops
-    ]
-
-
 def hosts_of(swarm: Swarm, *, now: float) -> list[Host]:
     """All hosts, by name; `now` in seconds of the router's clock."""
-    return [_host(one, now) for one in swarm.values()]
-
-
-def _host(view: HostView, now: float) -> Host:
-    suspect = view.condition == "suspect"
-    return Host(
-        name=view.name,
-        condition=view.condition,
-        why=view.why,
-        blocks=sorted(view.blocks),
-        compute_ms=None if view.compute is None else view.compute * _MILLI,
-        link_ms=None if view.link is None else view.link * _MILLI,
-        waiting=view.waiting,
-        strikes=view.strikes,
-        retry_ms=max(0.0, view.retry_at - now) * _MILLI if suspect else None,
-    )
+    return [
+        Host(
+            name=host.name,
+            condition=host.condition,
+            why=host.why,
+            blocks=sorted(host.blocks),
+            compute_ms=None if host.compute is None else host.compute * _MILLI,
+            link_ms=None if host.link is None else host.link * _MILLI,
+            waiting=host.waiting,
+            strikes=host.strikes,
+            retry_ms=(
+                max(0.0, host.retry_at - now) * _MILLI if host.condition == "suspect" else None
+            ),
+        )
+        for host in swarm.values()
+    ]
 
 
 def health(swarm: Swarm, *, depth: int, watching: bool | None = None) -> Health:
     """Whether any block can be run at all, and whether the hosts are watched."""
-    usable = [one for one in swarm.values() if one.usable]
     reachable = depth - len(unreachable(swarm, depth=depth))
-    why = "" if reachable > 0 else "no usable host holds a block"
+    reasons = []
+    if reachable == 0:
+        reasons.append("no usable host holds a block")
     if watching is False:
-        unwatched = "nobody watches the hosts now: those that fail do not come back"
-        why = f"{why}; {unwatched}" if why else unwatched
+        reasons.append("nobody watches the hosts now: those that fail do not come back")
     return Health(
         ok=reachable > 0,
-        why=why,
-        usable_hosts=len(usable),
+        why="; ".join(reasons),
+        usable_hosts=sum(host.usable for host in swarm.values()),
         reachable_blocks=reachable,
         depth=depth,
         watching=watching,
@@ -273,11 +236,11 @@ def health(swarm: Swarm, *, depth: int, watching: bool | None = None) -> Health:
 
 def unreachable(swarm: Swarm, *, depth: int) -> list[int]:
     """Blocks that no usable host holds."""
-    held = {block for one in swarm.values() if one.usable for block in one.blocks}
-    return [block for block in range(depth) if block not in held]
+    reachable = {block for host in swarm.values() if host.usable for block in host.blocks}
+    return [block for block in range(depth) if block not in reachable]
 
 
 def retry_after(swarm: Swarm, *, now: float) -> float:
     """Seconds until a suspect host is asked again: when a refused request may fare better."""
-    waits = [one.retry_at - now for one in swarm.values() if one.condition == "suspect"]
+    waits = [host.retry_at - now for host in swarm.values() if host.condition == "suspect"]
     return max(0.0, min(waits, default=1.0))

@@ -1,0 +1,165 @@
+"""Scores as tidy rows, one per (model, mode, order), and the CSV files that hold them.
+
+`layershuffle reproduce` and the report share this one row type. Plain data, no torch.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
+
+from layershuffle.errors import DataError
+from layershuffle.files import write_text
+
+MODES = ("sequential", "arbitrary")
+CHOICES = ("", "random", "spaced", "first", "last")
+DRAWS = ("pass", "batch")
+
+Row = TypeVar("Row")
+Percent = Annotated[float, Field(ge=0, le=100)]  # NaN fails both comparisons
+Count = Annotated[int, Field(ge=1)]
+
+
+class ScoreRow(BaseModel):
+    """One score: a method (an arm of a study) with a seed, run along one order.
+
+    `top1` and `top5` in percent over `n` images, `cross_entropy` in nats. `choose`: how the kept
+    blocks were chosen, empty where all run. `order_seed` numbers the draws of a mode. `order` holds
+    block ids, "3,0,2"; it is empty where `draw` is "batch": every batch had another order. Columns
+    that this version does not know are kept as text.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    method: str
+    seed: int
+    mode: Literal["sequential", "arbitrary"]
+    kept: Count
+    choose: Literal["", "random", "spaced", "first", "last"]
+    order_seed: int
+    order: Annotated[str, Field(pattern=r"^(\d+(,\d+)*)?$")]
+    n: Count
+    top1: Percent
+    top5: Percent
+    cross_entropy: Annotated[float, Field(allow_inf_nan=False)]
+    draw: Literal["pass", "batch"]
+
+    @model_validator(mode="after")
+    def _check(self) -> ScoreRow:
+        blocks = self.order.count(",") + 1
+        if self.order and blocks != self.kept:
+            raise ValueError(f"order has {blocks} blocks but kept is {self.kept}")
+        if not self.order and self.draw == "pass":
+            raise ValueError("order is empty but it was drawn once per pass")
+        if self.top1 > self.top5:
+            raise ValueError(f"top1 {self.top1} is above top5 {self.top5}")
+        return self
+
+
+COLUMNS = tuple(ScoreRow.model_fields)
+_DECIMALS = {"top1": ".4f", "top5": ".4f", "cross_entropy": ".6f"}
+
+
+def write_rows(path: Path, rows: Iterable[ScoreRow], *, padded: bool = True) -> None:
+    """Write the rows under `COLUMNS`, then their further columns by name, whole or not at all.
+
+    `padded` gives every accuracy four decimals and every cross-entropy six; without it a number
+    has as few digits as it takes to read the same number back.
+    """
+    rows = list(rows)
+    names = [*COLUMNS, *sorted({name for row in rows for name in row.model_extra or ()})]
+    write_text(path, format_rows(rows, names, decimals=_DECIMALS if padded else {}))
+
+
+def format_rows(
+    rows: Iterable[object], names: Sequence[str], *, decimals: Mapping[str, str] | None = None
+) -> str:
+    """Rows of any type as CSV: the attributes `names` in this order, under a header.
+
+    `decimals` gives formats by name; other numbers have as few digits as it takes to read the same
+    number back.
+    """
+    formats = decimals or {}
+    text = io.StringIO(newline="")
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(names)
+    for row in rows:
+        values = (getattr(row, name, "") for name in names)
+        writer.writerow(
+            format(value, formats.get(name, "")) for name, value in zip(names, values, strict=True)
+        )
+    return text.getvalue()
+
+
+def read_rows(path: Path, *, hint: str | None = None) -> tuple[ScoreRow, ...]:
+    """The rows that `write_rows` wrote; further columns are allowed.
+
+    Raises `DataError` with the line for a file that is missing, cut off or holds an impossible or
+    a repeated row. `hint` says what to do about it.
+    """
+
+    def refuse(cause: str, line: int | None = None) -> DataError:
+        return DataError(cause, place=path if line is None else f"{path}, line {line}", hint=hint)
+
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise DataError(f"There is no {path.name}", place=path.parent, hint=hint) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise refuse(f"The file cannot be read ({error})") from error
+    rows = parse_rows(text, ScoreRow, columns=COLUMNS, refuse=refuse)
+    scores = {(r.method, r.seed, r.mode, r.kept, r.choose, r.draw, r.order_seed) for r in rows}
+    if len(scores) < len(rows):
+        raise refuse("The results file has a score twice")
+    return tuple(rows)
+
+
+def parse_rows(
+    text: str,
+    row_type: type[Row],
+    *,
+    columns: Sequence[str],
+    refuse: Callable[[str, int | None], DataError],
+) -> list[Row]:
+    """The rows that `format_rows` wrote, each checked by pydantic; at least one.
+
+    `refuse(cause, line)` makes the error that is raised for text that is not such rows.
+    """
+    # A file that was cut off inside a number would otherwise read as another number.
+    if not text.endswith("\n"):
+        raise refuse("The last line is cut off", None)
+    try:
+        header, *lines = csv.reader(io.StringIO(text, newline=""), strict=True)
+    except csv.Error as error:
+        raise refuse(f"This is not a CSV file ({error})", None) from error
+    absent = [name for name in columns if name not in header]
+    if absent:
+        raise refuse(f"The results file has no column {', '.join(absent)}", None)
+    if len(set(header)) < len(header):
+        raise refuse("The results file names a column twice", None)
+    rows, adapter = [], TypeAdapter(row_type)
+    for number, line in enumerate(lines, start=2):
+        if len(line) != len(header):
+            raise refuse(f"The line has {len(line)} fields, the header {len(header)}", number)
+        try:
+            rows.append(adapter.validate_python(dict(zip(header, line, strict=True))))
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = ".".join(map(str, first["loc"])) or "the row"
+            value = "" if not first["loc"] else f" {first['input']!r}"
+            raise refuse(f"The row is impossible: {name}{value}: {first['msg']}", number) from error
+    if not rows:
+        raise refuse("The results file has no rows", None)
+    return rows

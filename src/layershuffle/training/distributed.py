@@ -1,0 +1,114 @@
+"""The processes that train together, as torchrun starts them, and the messages between them.
+
+One process is the common case; every question below is then answered without torch.distributed.
+Messages go from host to host over gloo, so no GPU has to be waited for.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from layershuffle.errors import TrainingError
+from layershuffle.files import staged_directory
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process has number `rank` of `count`; the first one writes files and reports."""
+
+    rank: int = 0
+    count: int = 1
+
+    @property
+    def first(self) -> bool:
+        """Whether this process writes files and reports."""
+        return self.rank == 0
+
+    def broadcast(self, value: T) -> T:
+        """The first process's `value`, in all processes."""
+        if self.count == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def from_first(self, work: Callable[[], T]) -> T:
+        """The result of `work` in all processes; only the first one calls it."""
+        return self.broadcast(work() if self.first else cast(T, None))
+
+    def any(self, value: bool) -> bool:
+        """Whether `value` is true in at least one process."""
+        return self.total([float(value)])[0] > 0
+
+    def total(self, values: Sequence[float]) -> list[float]:
+        """The sums of `values` over all processes, in float64."""
+        if self.count == 1:
+            return list(values)
+        sums = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(sums)
+        return sums.tolist()
+
+    def wait(self) -> None:
+        """Return when all processes have called this."""
+        self.any(False)
+
+    def check_same(self, text: str, *, what: str) -> None:
+        """Raises `TrainingError` in all processes unless `text` is the same in all of them."""
+        if self.count == 1:
+            return
+        texts: list[str] = [""] * self.count
+        dist.all_gather_object(texts, text)
+        different = [rank for rank, other in enumerate(texts) if other != texts[0]]
+        if different:
+            raise TrainingError(
+                f"{what} differ between processes (process 0 against {different}); they would "
+                "train wrong weights without an error",
+                hint="give every process the same flags",
+            )
+
+    @contextmanager
+    def stage(self, final: Path) -> Iterator[Path]:
+        """A directory that all processes fill and that then takes the place of `final`."""
+        if self.first:
+            with staged_directory(final) as stage:
+                yield self.broadcast(stage)
+                self.wait()
+        else:
+            yield self.broadcast(final)
+            self.wait()
+        self.wait()  # nobody goes on before the directory has its final name
+
+
+def is_first_process() -> bool:
+    """Whether torchrun calls this process the first one; true without torchrun."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+@contextmanager
+def joined(device: str) -> Iterator[Ranks]:
+    """The processes that torchrun started, or this one alone. `device`: cpu or cuda."""
+    count = int(os.environ.get("WORLD_SIZE", "1"))
+    if count == 1 or dist.is_initialized():
+        yield Ranks(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Ranks()
+        return
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+    rank = dist.get_rank()
+    if rank:  # a warning is printed once, not once per process
+        logging.getLogger("layershuffle").setLevel(logging.ERROR)
+    yield Ranks(rank, count)
+    # Not in a `finally`: after an error the other processes may never come to this line, and
+    # waiting for them would hide the error.
+    dist.destroy_process_group()

@@ -1,0 +1,277 @@
+"""The training loop: batches, orders, forward, backward, optimiser, scores and checkpoints.
+
+`train` is the whole of it, from top to bottom. accelerate gives it mixed precision, DDP and data
+loaders that share batches between processes; it decides nothing here.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, Sampler
+
+from layershuffle.draws import Stream
+from layershuffle.errors import DataError, TrainingError
+from layershuffle.evaluation import evaluate
+from layershuffle.modes import Mode
+from layershuffle.text import one_line
+from layershuffle.training.checkpoints import save_checkpoint
+from layershuffle.training.data_wait import DataWaitMeter
+from layershuffle.training.distributed import Ranks
+from layershuffle.training.job import Job
+from layershuffle.training.state import TrainState
+from layershuffle.training.warmup import warm_up
+
+Event = dict[str, Any]
+Listener = Callable[[Event], None]
+"""Hears the events of a run. Their kinds: "data" (text, notes), "start" (steps, at), "log" (step,
+loss, grad_norm, learning_rate, accuracy and waiting, the share of the steps' time spent waiting for
+data, both in percent), "scores" (step and metrics), "checkpoint" (step), "best" (step,
+cross_entropy), "end" (step)."""
+OnPhase = Callable[[str, int], None]
+"""Called with a phase and the number of steps taken when "data", "forward", "backward",
+"optimizer" or "report" (logs, scores and checkpoints after a step) begins: for profilers."""
+Batch = tuple[Tensor, Tensor]
+"""Pixels uint8 [n, channels, height, width] and labels int64 [n] of one forward."""
+
+
+def ignore_phase(phase: str, step: int) -> None:
+    """The `OnPhase` of a run that nobody profiles."""
+    del phase, step
+
+
+def train(
+    state: TrainState,
+    *,
+    tell: Callable[..., None],
+    keep_best: Callable[[nn.Module, float], None],
+    stop_asked: threading.Event | None = None,
+    on_phase: OnPhase = ignore_phase,
+    batches: Iterator[list[Batch]] | None = None,
+) -> None:
+    """Take the steps of a run that are left; `state.step` says how far it came.
+
+    `tell(kind, **facts)` hears the events, `keep_best(model, cross_entropy)` saves a new best
+    model, `stop_asked` ends the run after its step with a checkpoint. `batches` (on the device,
+    those of a step together) stand for the training data, and the run ends when they do.
+
+    Raises `TrainingError` for a loss that is not finite and `torch.OutOfMemoryError` for a batch
+    that does not fit.
+    """
+    job, settings, accelerator = state.job, state.job.settings, state.accelerator
+    checkpoint_every = settings.checkpoint_every or job.eval_every
+    log_every = min(settings.log_every, job.steps)
+    meter = DataWaitMeter()
+    sums = _Sums(accelerator.device, step=state.step)
+    warm_up(state)
+    batches = batches or _batches(state)
+    while state.step < job.steps:
+        on_phase("data", state.step)
+        with meter.waiting():
+            micro_batches = next(batches, None)
+        if micro_batches is None:
+            return
+        state.model.train()  # scoring leaves it in evaluation mode
+        for micro_batch, (pixels, labels) in enumerate(micro_batches):
+            on_phase("forward", state.step)
+            orders = job.orders.draw(step=state.step, micro_batch=micro_batch)
+            images = state.images(pixels)
+            # DDP averages gradients once, with the last micro-batch. Shards reduce theirs with
+            # each one: put off, those of a block that the last one leaves out would be lost.
+            reduces = micro_batch == len(micro_batches) - 1 or job.sharded
+            with (
+                state.running(orders, len(labels)),
+                job.compiler.step(images.shape, {block for order in orders for block in order}),
+                nullcontext() if reduces else accelerator.no_sync(state.wrapped),
+            ):
+                loss, logits = state.loss_and_logits(state.wrapped, images=images, labels=labels)
+                loss = loss / len(micro_batches)
+                on_phase("backward", state.step)
+                # Activation checkpointing runs the blocks again, so `running` still has to hold.
+                accelerator.backward(loss)
+            sums.add(loss.detach(), logits, labels)
+
+        on_phase("optimizer", state.step)
+        norm = accelerator.clip_grad_norm_(state.model.parameters(), settings.clip or math.inf)
+        state.optimizer.step()
+        learning_rate = state.scheduler.get_last_lr()[0]
+        state.scheduler.step()
+        state.optimizer.zero_grad()
+        if state.ema is not None:
+            state.ema.update(state.model, step=state.step)
+        state.step += 1
+
+        on_phase("report", state.step)
+        # Processes have to stop together, or one would wait for the gradients of the others.
+        stopping = job.ranks.any(stop_asked is not None and stop_asked.is_set())
+        if state.step % log_every == 0:
+            means = sums.reset(job.ranks, step=state.step)
+            state.refuse_non_finite(means["loss"])
+            rates = {"grad_norm": norm.item(), "learning_rate": learning_rate}
+            tell("log", step=state.step, **means, **rates, waiting=meter.reset())
+        last = state.step == job.steps
+        with meter.exclude():
+            if last or state.step % job.eval_every == 0:
+                _score_and_keep(state, tell=tell, keep_best=keep_best)
+            if last or stopping or state.step % checkpoint_every == 0:
+                save_checkpoint(state, loss=sums.loss.item())
+                tell("checkpoint", step=state.step)
+        if stopping:
+            return
+
+
+class _Sums:
+    """Loss and right answers since the last log; on the device, for reading makes the host wait."""
+
+    def __init__(self, device: torch.device, *, step: int) -> None:
+        self.loss = torch.zeros((), device=device)
+        self._hits = torch.zeros((), dtype=torch.long, device=device)
+        self._images, self._step = 0, step
+
+    def add(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
+        self.loss += loss
+        self._hits += (logits.argmax(-1) == labels).sum()
+        self._images += len(labels)
+
+    def reset(self, ranks: Ranks, *, step: int) -> dict[str, float]:
+        """Means over the steps up to `step` in all processes; the sums start again at zero."""
+        sums = [self.loss.item(), float(self._hits.item()), float(self._images)]
+        loss, hits, images = ranks.total(sums)
+        means = {
+            "loss": loss / ranks.count / (step - self._step),
+            "accuracy": 100.0 * hits / max(images, 1.0),
+        }
+        self.loss.zero_()
+        self._hits.zero_()
+        self._images, self._step = 0, step
+        return means
+
+
+def _score_and_keep(
+    state: TrainState,
+    *,
+    tell: Callable[..., None],
+    keep_best: Callable[[nn.Module, float], None],
+) -> None:
+    """Score the model on held-out data; a new best is kept."""
+    model = state.scored_model()
+    try:
+        with state.accelerator.autocast(), torch.no_grad(), state.cast(model):
+            metrics = state.job.compiler.or_eager(lambda: score(state.job, model))
+    except torch.OutOfMemoryError as error:
+        cause = one_line(error).split(". ", maxsplit=1)[0]
+        raise TrainingError(
+            f"Scoring needs more than the memory of the device ({cause})",
+            hint="give a smaller --eval-batch-size",
+        ) from error
+    value = metrics[f"eval_{state.job.select_by}_cross_entropy"]
+    state.refuse_non_finite(value)
+    if state.best is None or value < state.best:
+        state.best = value
+        if state.job.ranks.first:
+            keep_best(model, value)
+            tell("best", step=state.step, cross_entropy=value)
+    tell("scores", step=state.step, **metrics)
+
+
+def score(job: Job, model: nn.Module) -> dict[str, float]:
+    """Mean cross-entropy and top-1 in percent over the drawn orders, for both order modes.
+
+    On the split that picks the checkpoint; every process scores its share of the images.
+    """
+    rows = evaluate(
+        model,
+        job.selection_batches,
+        modes=[Mode(order="sequential"), Mode(order="arbitrary")],
+        num_orders=job.settings.eval_orders,
+        seed=job.settings.seed,
+    )
+    metrics = {}
+    for mode in ("sequential", "arbitrary"):
+        scores = [row for row in rows if row.label == mode]
+        metrics[f"eval_{mode}_cross_entropy"] = sum(s.cross_entropy for s in scores) / len(scores)
+        metrics[f"eval_{mode}_top1"] = sum(s.top1 for s in scores) / len(scores)
+    if job.ranks.count == 1:
+        return metrics
+    images = rows[0].images
+    *sums, total = job.ranks.total([mean * images for mean in (*metrics.values(), 1.0)])
+    return {name: value / total for name, value in zip(metrics, sums, strict=True)}
+
+
+class EpochSampler(Sampler[int]):
+    """A new permutation of the data for every epoch, a pure function of (seed, epoch).
+
+    So a run can resume in the middle of an epoch without anything saved. It passes the epoch on to
+    the data set, whose augmentation is a function of it.
+    """
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self._dataset, self._seed, self._epoch = dataset, seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Use the permutation of `epoch` from the next iteration on."""
+        self._epoch = epoch
+        if hasattr(self._dataset, "set_epoch"):
+            self._dataset.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __iter__(self) -> Iterator[int]:
+        key = Stream(self._seed, self._epoch).below(1 << 63)
+        generator = torch.Generator().manual_seed(key)
+        return iter(torch.randperm(len(self), generator=generator).tolist())
+
+
+def _batches(state: TrainState) -> Iterator[list[Batch]]:
+    """The micro-batches of one step after the other, from `state.step` on, without end.
+
+    The last step of an epoch gets what is left: fewer micro-batches, the last one smaller.
+    """
+    job, accelerator, accumulate = state.job, state.accelerator, state.job.settings.accumulate
+    dataset = job.data.splits["train"].dataset
+    is_stream = isinstance(dataset, IterableDataset)
+    sampler = EpochSampler(dataset, job.settings.seed)
+    loader = accelerator.prepare_data_loader(
+        DataLoader(
+            dataset,
+            batch_size=job.images_per_forward,
+            sampler=None if is_stream else sampler,
+            num_workers=job.workers,
+            pin_memory=job.device == "cuda",
+        )
+    )
+    # A stream cannot start in the middle, and nobody knows where its epochs end: after a resume the
+    # batches of the steps that are done are read again and thrown away.
+    epoch, done, reread = 0, 0, state.step
+    if not is_stream:
+        (epoch, done), reread = divmod(state.step, math.ceil(len(loader) / accumulate)), 0
+    while True:
+        sampler.set_epoch(epoch)
+        rest = accelerator.skip_first_batches(loader, done * accumulate) if done else loader
+        rest.set_epoch(epoch)
+        # accelerate forgets this in a loader that skips; every copy would be waited for.
+        rest._non_blocking = accelerator.non_blocking
+        iterator, empty = iter(rest), True
+        while True:
+            # Where an epoch starts torch's loader draws a seed for its processes. If the epoch
+            # started before the checkpoint, that draw is in the checkpoint's random state already.
+            with torch.random.fork_rng(devices=[]) if done or reread else nullcontext():
+                micro_batches = list(islice(iterator, accumulate))
+            if not micro_batches:
+                break
+            empty, done = False, 0
+            if reread:
+                reread -= 1
+            else:
+                yield micro_batches
+        if empty:
+            raise DataError("The training data hold no image", place=job.settings.data)
+        epoch, done = epoch + 1, 0

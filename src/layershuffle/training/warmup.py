@@ -1,0 +1,140 @@
+"""Forwards and backwards that leave no trace: to compile before the first step, to try sizes."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.utils.data import default_collate
+
+from layershuffle.compiling import OFF
+from layershuffle.errors import TrainingError
+from layershuffle.training.state import TrainState
+
+
+def warm_up(state: TrainState) -> None:
+    """Compile the blocks before the first step, for every size of batch that the run will meet.
+
+    Blocks that do not compile run in eager mode from here on, with a warning. In a training step
+    that decision would come after some blocks had already run.
+    """
+    job, compiler = state.job, state.job.compiler
+    if not compiler.on:
+        return
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+
+    try:
+        for images in forward_sizes(state):
+            try_forward(state, images)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, FailOnRecompileLimitHit) as error:
+        compiler.give_up(error)
+        try_forward(state, job.images_per_forward)  # an error that compiling did not cause
+    if compiler.on and not compiler.graphs:
+        compiler.give_up(OFF)
+
+
+def forward_sizes(state: TrainState) -> list[int]:
+    """Numbers of images in the forwards of a run: a full batch, and a last, partial one.
+
+    Several processes fill the last batch up. Of a stream nobody knows the last batch beforehand.
+    """
+    job, data = state.job, state.job.data.splits["train"].dataset
+    full = job.images_per_forward
+    images = len(data) if hasattr(data, "__len__") else 0
+    reaches_the_end = job.steps * full * job.settings.accumulate >= images
+    rest = images % full if reaches_the_end and job.ranks.count == 1 else 0
+    return [full, rest] if rest else [full]
+
+
+def try_forward(state: TrainState, images: int) -> None:
+    """A forward and backward of `images` copies of one image, as training runs them.
+
+    It uses the model without DDP, so one process can try alone. Weights, gradients, buffers and
+    random generators are afterwards as before. Raises what a training step raises.
+    """
+    model, data = state.model, state.job.data.splits["train"].dataset
+    item = data[0] if hasattr(data, "__getitem__") else next(iter(data))
+    device = state.accelerator.device
+    pixels, labels = (tensor.to(device) for tensor in default_collate([item] * images))
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), _untouched(model):
+        model.train()
+        inputs = state.images(pixels)
+        for orders in state.job.orders.warmup():
+            blocks = range(state.job.orders.depth)
+            with state.running(orders, images), state.job.compiler.step(inputs.shape, blocks):
+                loss, _ = state.loss_and_logits(model, images=inputs, labels=labels)
+                state.accelerator.backward(loss)
+
+
+@contextmanager
+def _untouched(model: nn.Module) -> Iterator[None]:
+    # Only buffers and gradients: no step of the optimiser is taken.
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        model.zero_grad()
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+
+
+def largest_that_fits(trial: Callable[[int], None], *, below: int) -> int:
+    """The first of `below`/2, `below`/4, ... that `trial` has memory for; 0 if none."""
+    # accelerate's `find_executable_batch_size` ends with "No executable batch size found" and
+    # catches errors by words in their text; this finds a number for the message and nothing else.
+    size = below // 2
+    while size and not _fits(trial, size):
+        size //= 2
+    return size
+
+
+def _fits(trial: Callable[[int], None], size: int) -> bool:
+    try:
+        trial(size)
+    except torch.OutOfMemoryError:
+        fits = False
+    else:
+        fits = True
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return fits
+
+
+def largest_forward(state: TrainState, *, below: int) -> int:
+    """Images of a forward and backward that fit, halving `below`; 0 if not even one does.
+
+    Leaves room for Adam's two moments, which may not be there yet.
+    """
+    state.model.zero_grad()
+    missing = () if state.optimizer.state else (0, 1)
+    moments = [torch.empty_like(w) for w in state.model.parameters() for _ in missing]
+    fitting = largest_that_fits(lambda size: try_forward(state, size), below=below)
+    del moments
+    return fitting
+
+
+def too_large(state: TrainState) -> TrainingError:
+    """The error for a batch that the memory does not hold: what would fit, and what helps."""
+    job, settings = state.job, state.job.settings
+    images = job.images_per_forward
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "this machine"
+    cause = f"A forward of {images} images does not fit the memory of {device}"
+    ways = ["a smaller --batch-size"]
+    if not settings.activation_checkpointing:
+        ways.insert(0, "--activation-checkpointing (computes every block twice)")
+    # A forward of shards needs all processes, and the others may have had enough memory.
+    fitting = 0 if job.sharded else largest_forward(state, below=images)
+    if fitting:
+        cause += f"; the largest that did fit, halving it, is {fitting}"
+        share = images * settings.accumulate  # images of a step in this process
+        accumulate = next(n for n in range(-(-share // fitting), share + 1) if share % n == 0)
+        ways.insert(0, f"--accumulate {accumulate} (as many images per step, in smaller forwards)")
+    return TrainingError(cause, hint=" or ".join(ways))

@@ -1,0 +1,61 @@
+"""Saved directories for the tests of models."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from saved_models import LIBRARIES, RECORD, SAVED, positioned
+
+import layershuffle as ls
+from common import FAMILIES
+
+
+@pytest.fixture
+def hf_directory(tmp_path: Path) -> Path:
+    """A stock transformers directory of a ViT with 5 classes."""
+    FAMILIES["hf-vit"].plain().save_pretrained(tmp_path / "stock")
+    return tmp_path / "stock"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every family with position parts, saved under its name."""
+    root = tmp_path_factory.mktemp("saved")
+    for name in SAVED:
+        ls.save(positioned(FAMILIES[name].wrapped()), root / name, record=RECORD)
+    return root
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One good directory of each library, with position parts."""
+    root = tmp_path_factory.mktemp("good")
+    for name in LIBRARIES:
+        model = ls.add_position(
+            FAMILIES[name].wrapped(),
+            encoding=ls.EncodingForm(features=4),
+            prediction=ls.PredictionForm(),
+        )
+        ls.save(model, root / name, record={"method": "baseline"})
+    return root
+
+
+@pytest.fixture
+def good(originals: Path, tmp_path: Path) -> Callable[[str], Path]:
+    """A fresh copy of a good directory."""
+    return lambda name: shutil.copytree(originals / name, tmp_path / name)
+
+
+@pytest.fixture
+def bounded() -> Iterator[None]:
+    """A test takes seconds of processor time and little memory, whatever numbers it reads."""
+    start, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    yield
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown < 400 * 1024, f"{grown // 1024} MiB more"
+    assert time.process_time() - start < 30

@@ -1,0 +1,187 @@
+"""Specs, random weights, heads and logits of the three host libraries."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from saved_models import RECORD, TINY, assert_same_model, outputs
+
+import layershuffle as ls
+from common import CLASSES, FAMILIES, global_generators_untouched, images, redraw
+from layershuffle.errors import StackError, UsageError
+from layershuffle.models import (
+    host_of,
+    image_view,
+    logits_of,
+    num_classes_of,
+)
+from layershuffle.models.origin import origin_of
+from layershuffle.models.spec import parse_spec
+from layershuffle.stack import BlockStack
+
+
+def test_settings_are_yaml_scalars_and_lists() -> None:
+    spec = parse_spec("timm:vit?img_size=12,20&depth=2&init_values=1e-5&pretrained=no&act=gelu")
+    assert (spec.scheme, spec.place) == ("timm", "vit")
+    assert spec.settings == {
+        "img_size": (12, 20), "depth": 2, "init_values": 1e-5, "pretrained": False, "act": "gelu",
+    }  # fmt: skip
+
+
+def test_a_path_that_exists_is_a_directory(tmp_path: Path) -> None:
+    (tmp_path / "odd:name?x").mkdir()
+    spec = parse_spec(str(tmp_path / "odd:name?x"))
+    assert (spec.scheme, spec.place) == ("dir", str(tmp_path / "odd:name?x"))
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("tim:vit_tiny_patch16_224", "did you mean timm?"),
+        ("vit_tiny_patch16_224", "neither a path that exists nor a model spec"),
+        ("gs:bucket", "The forms are bundled:digits"),
+        ("timm:", "names no model"),
+        ("timm:vit_tiny_patch16_224?img_size", "is not one setting"),
+        ("timm:vit_tiny_patch16_224?depth=2&depth=3", "is not one setting"),
+        ("timm:vit_tiny_patch16_224?img_size=[1", "is not a value"),
+        ("timm:vit_tiny_patch16_24", "did you mean vit_tiny_patch16_224"),
+        ("timm:vit_tiny_patch16_224.agreg_in21k", "did you mean vit_tiny_patch16_224.augreg_in21k"),
+        ("timm:hf-hub:someone/model", "There is no timm model"),
+        ("timm:vit_tiny_patch16_224?pretrained=perhaps", "true or false"),
+        ("timm:vit_tiny_patch16_224?pretrained=false&colour=3", "unexpected keyword argument"),
+        ("timm:vit_tiny_patch16_224?pretrained=false&img_size=abc", "cannot build"),
+        ("timm:vit_tiny_patch16_224?checkpoint_path=x.pth", "'checkpoint_path' is not an argument"),
+        ("timm:vit_tiny_patch16_224?pretrained_cfg_overlay=x", "is not an argument of a model"),
+        (f"timm:vit_tiny_patch16_224?{TINY}&mean=abc", "cannot be fitted"),
+        (f"timm:vit_tiny_patch16_224?{TINY}&std=0", "must be above 0"),
+        (f"timm:vit_tiny_patch16_224?{TINY}&interpolation=cubic", "interpolation is one of"),
+        ("timm:gcvit_xxtiny", "no weights of 'gcvit_xxtiny' in safetensors"),
+        ("hf:someone/model?colour=3", "no setting 'colour'"),
+        ("torchvision:vit_b_17", "did you mean vit_b_16"),
+        ("torchvision:vit_b_16?weights=BEST", "DEFAULT, IMAGENET1K_V1"),
+        ("torchvision:vit_b_16?weights=none&image_size=15", "indivisible"),
+        ("bundled:cats", "There is no bundled model 'cats'"),
+        ("bundled:../data", "There is no bundled model"),
+    ],
+)
+def test_bad_specs_are_usage_errors(spec: str, said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        ls.load(spec)
+    assert said in str(caught.value)
+
+
+def test_swin_is_refused_with_the_reason() -> None:
+    with pytest.raises(StackError, match="stand in 4 places"):
+        ls.load(
+            "timm:swin_tiny_patch4_window7_224?pretrained=false&embed_dim=8&depths=2,2,6,2"
+            "&num_heads=1,1,1,1"
+        )
+
+
+def test_an_impossible_head_is_refused_before_anything_is_built() -> None:
+    with pytest.raises(UsageError, match="at least one class, not 0"):
+        ls.load("timm:vit_tiny_patch16_224", num_classes=0)
+
+
+@pytest.mark.parametrize("kind", ["timm", "hf"])
+def test_random_weights_are_a_function_of_the_seed_alone(kind: str, hf_directory: Path) -> None:
+    spec = f"timm:deit_tiny_distilled_patch16_224?{TINY}&num_classes=9"
+    if kind == "hf":
+        spec = f"hf:{hf_directory}?pretrained=false"
+    with global_generators_untouched():
+        first = ls.load(spec, seed=3, num_classes=7)
+    torch.manual_seed(99)
+    second, other = ls.load(spec, seed=3, num_classes=7), ls.load(spec, seed=4, num_classes=7)
+    assert_same_model(first, second)
+    different = [
+        name for name, tensor in first.state_dict().items()
+        if tensor.dim() > 1 and not torch.equal(tensor, other.state_dict()[name])
+    ]  # fmt: skip
+    assert any("head" in name or "classifier" in name for name in different)
+    assert any("attn.qkv.weight" in name or "q_proj.weight" in name for name in different)
+
+
+def test_torchvision_by_name_with_random_weights() -> None:
+    with global_generators_untouched():
+        model = ls.load("torchvision:vit_b_32?weights=none&image_size=64", num_classes=3)
+    assert isinstance(model.get_submodule("encoder.layers"), BlockStack)
+    assert (ls.depth_of(model), num_classes_of(model)) == (12, 3)
+    assert image_view(model).size == (64, 64)
+
+
+def test_loaded_models_are_wrapped_and_in_eval_mode() -> None:
+    model = ls.load(f"timm:vit_tiny_patch16_224?{TINY}")
+    assert not model.training
+    assert ls.depth_of(model) == 2
+
+
+HEADED = ["timm-vit", "timm-deit-distilled", "hf-vit", "hf-deit-teacher", "hf-siglip",
+          "hf-timm-wrapper", "torchvision-vit"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HEADED)
+def test_another_number_of_classes_gives_a_fresh_head_loudly(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = FAMILIES[name].wrapped()
+    ls.save(before, tmp_path / "m", record=RECORD)
+    with global_generators_untouched():
+        model = ls.load(f"dir:{tmp_path / 'm'}", num_classes=11, seed=2)
+    assert "5 -> 11 classes" in caplog.text
+    assert caplog.records[-1].levelno == logging.WARNING
+    assert num_classes_of(model) == 11
+    assert outputs(model).shape == (3, 11)
+    same = {n for n, t in before.state_dict().items() if torch.equal(t, model.state_dict()[n])}
+    changed = before.state_dict().keys() - same
+    assert changed
+    assert all("head" in n or "classifier" in n for n in changed)
+    assert origin_of(host_of(model)).record == {}
+    # And the model with the new head is whole: it can be saved and read again.
+    redraw(model, seed=5)
+    ls.save(model, tmp_path / "new")
+    again = ls.load(f"dir:{tmp_path / 'new'}", num_classes=11)
+    assert torch.equal(outputs(again), outputs(model))
+
+
+def test_transformers_heads_keep_config_and_labels_consistent(hf_directory: Path) -> None:
+    model: Any = ls.load(f"hf:{hf_directory}", num_classes=3)
+    assert (model.config.num_labels, model.num_labels, len(model.config.id2label)) == (3, 3, 3)
+
+
+def test_the_same_number_of_classes_keeps_the_head(
+    hf_directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = ls.load(f"hf:{hf_directory}", num_classes=CLASSES)
+    assert_same_model(model, FAMILIES["hf-vit"].wrapped())
+    assert caplog.text == ""
+
+
+def test_the_warning_is_seen_without_any_logging_set_up(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(logging.root, "handlers", [])  # pytest's own
+    ls.load(f"timm:vit_tiny_patch16_224?{TINY}", num_classes=3)
+    assert "1000 -> 3 classes" in capsys.readouterr().err
+
+
+def test_logits_of_every_kind_of_output() -> None:
+    plain = torch.tensor([[1.0, 2.0]])
+    assert logits_of(plain) is plain
+    assert logits_of(transformers.modeling_outputs.ImageClassifierOutput(logits=plain)) is plain
+    assert torch.equal(logits_of((plain, 3 * plain)), 2 * plain)
+    with pytest.raises(UsageError, match="no logits"):
+        logits_of({"boxes": plain})
+
+
+def test_the_mean_of_two_heads_is_what_timm_computes_at_evaluation() -> None:
+    model = FAMILIES["timm-deit-distilled-training"].wrapped()
+    expected = outputs(model)
+    with torch.no_grad():
+        both = model.train()(images())
+    assert isinstance(both, tuple)
+    assert torch.allclose(logits_of(both), expected, atol=1e-6)

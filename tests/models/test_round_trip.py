@@ -1,0 +1,281 @@
+"""What is saved comes back bit for bit, also without this package."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from safetensors.torch import load_file, save_file
+from saved_models import DIGITS, RECORD, SAVED, assert_same_model, front_matter, outputs, positioned
+from torch import nn
+
+import layershuffle as ls
+from common import CLASSES, FAMILIES, images, redraw
+from layershuffle.errors import LayerShuffleError, ModelFileError, UsageError
+from layershuffle.models import (
+    image_view,
+    num_classes_of,
+    read_record,
+)
+from layershuffle.policies import Shuffled, policy_from_json
+from layershuffle.stack import BlockStack
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_the_round_trip_is_bit_exact_position_parts_included(name: str, saved: Path) -> None:
+    model, again = positioned(FAMILIES[name].wrapped()), ls.load(f"dir:{saved / name}")
+    assert isinstance(again, ls.PositionedModel)
+    assert_same_model(again, model)
+    assert (again.encoding.form, again.prediction.form) == (
+        model.encoding.form, model.prediction.form,
+    )  # fmt: skip
+    assert all(parameter.requires_grad for parameter in again.encoding.parameters())
+    with ls.running(model.host, (2, 0, 3, 1)), ls.running(again.host, (2, 0, 3, 1)):
+        assert torch.equal(outputs(again), outputs(model))
+    assert image_view(again) == image_view(model)
+    assert num_classes_of(again) == CLASSES
+
+
+STOCK = """
+import json, sys
+from pathlib import Path
+import safetensors.torch, timm, torch, torchvision
+from transformers import AutoModelForImageClassification
+
+torch.set_num_threads(1)
+root = Path(sys.argv[1])
+x = safetensors.torch.load_file(root / "images.safetensors")["x"]
+
+def load(name, place):
+    if name.startswith("timm"):
+        return timm.create_model(f"local-dir:{place}", pretrained=True).eval()
+    if name.startswith("hf"):
+        return AutoModelForImageClassification.from_pretrained(place).eval()
+    model = torchvision.models.VisionTransformer(**json.load(open(place / "config.json"))["kwargs"])
+    model.load_state_dict(safetensors.torch.load_file(place / "model.safetensors"))
+    return model.eval()
+
+found = {}
+for place in sorted(p for p in root.iterdir() if p.is_dir()):
+    with torch.no_grad():
+        out = load(place.name, place)(x)
+    found[place.name] = getattr(out, "logits", out).contiguous()
+assert not [m for m in sys.modules if m.startswith("layershuffle")]
+safetensors.torch.save_file(found, sys.argv[2])
+"""
+
+
+@pytest.fixture(scope="module")
+def stock_outputs(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Logits of every saved family, computed by a process that never heard of this package."""
+    out = tmp_path_factory.mktemp("stock") / "logits.safetensors"
+    save_file({"x": images()}, saved / "images.safetensors")
+    subprocess.run([sys.executable, "-c", STOCK, saved, out], check=True, env=environment())
+    return load_file(out)
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_stock_libraries_load_the_backbone_without_us(
+    name: str, stock_outputs: dict[str, torch.Tensor]
+) -> None:
+    assert torch.equal(stock_outputs[name], outputs(FAMILIES[name].plain()))
+
+
+@pytest.mark.parametrize("name", ["timm-vit", "hf-vit", "torchvision-vit"])
+def test_saving_changes_nothing_in_the_model(name: str, tmp_path: Path) -> None:
+    model: Any = FAMILIES[name].wrapped().train()
+    before, config = copy.deepcopy(model), str(getattr(model, "config", ""))
+    cfg = copy.deepcopy(getattr(model, "pretrained_cfg", None))
+    ls.save(model, tmp_path / "m")
+    assert_same_model(model, before)
+    assert model.training
+    assert vars(model).keys() == vars(before).keys()
+    assert getattr(model, "pretrained_cfg", None) == cfg
+    assert str(getattr(model, "config", "")) == config
+    assert type(FAMILIES[name].container(model)) is BlockStack
+
+
+@pytest.mark.parametrize("name", ["timm-vit", "torchvision-vit", "hf-vit"])
+def test_half_precision_and_strided_weights_survive(name: str, tmp_path: Path) -> None:
+    model = FAMILIES[name].wrapped().to(torch.float16).to(memory_format=torch.channels_last)
+    ls.save(model, tmp_path / "m")
+    assert_same_model(ls.load(str(tmp_path / "m")), model)
+
+
+def test_models_that_were_never_wrapped_are_saved_too(tmp_path: Path) -> None:
+    model = FAMILIES["timm-vit"].plain()
+    ls.save(model, tmp_path / "m")
+    assert not [m for m in model.modules() if isinstance(m, BlockStack)]
+    assert_same_model(ls.load(str(tmp_path / "m")), model)
+
+
+def test_a_training_run_s_directory_stands_for_the_model_in_it(tmp_path: Path) -> None:
+    model = FAMILIES["timm-vit"].wrapped()
+    ls.save(model, tmp_path / "run" / "model")
+    assert_same_model(ls.load(str(tmp_path / "run")), model)
+    assert_same_model(ls.load(f"dir:{tmp_path / 'run'}"), model)
+
+
+def test_saving_replaces_an_older_model(tmp_path: Path) -> None:
+    ls.save(FAMILIES["timm-vit"].wrapped(), tmp_path / "m")
+    newer = redraw(FAMILIES["hf-vit"].wrapped(), seed=9)
+    ls.save(newer, tmp_path / "m")
+    assert_same_model(ls.load(str(tmp_path / "m")), newer)
+
+
+def test_saving_does_not_delete_files_of_others(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(UsageError, match=r"thesis\.tex"):
+        ls.save(FAMILIES["timm-vit"].wrapped(), tmp_path)
+    assert (tmp_path / "thesis.tex").read_text() == "years of work"
+
+
+def test_a_save_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    model = FAMILIES["timm-vit"].wrapped()
+    with pytest.raises(UsageError, match="'colour'"):
+        ls.save(model, tmp_path / "m", record={"colour": 1})
+    with pytest.raises(UsageError, match="cannot build"):
+        ls.save(model, tmp_path / "m", model_args={"colour": 1})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_said_to_be_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from safetensors import SafetensorError
+
+    def full(*_: Any, **__: Any) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("layershuffle.models.files.save_file", full)
+    with pytest.raises(LayerShuffleError, match="The disk is full"):
+        ls.save(FAMILIES["timm-vit"].wrapped(), tmp_path / "m")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_timm_arguments_are_found_by_comparison_where_timm_forgot_them(tmp_path: Path) -> None:
+    model: Any = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=3)
+    del model._model_args  # as timm before 1.0.31 leaves it
+    ls.save(model, tmp_path / "m")
+    assert read_record(tmp_path / "m")["model_args"]["img_size"] == [32, 32]
+    assert_same_model(ls.load(str(tmp_path / "m")), model)
+
+
+@pytest.mark.parametrize("hidden", ["depth", "num_heads"])
+def test_a_timm_model_that_its_arguments_do_not_describe_is_refused(
+    hidden: str, tmp_path: Path
+) -> None:
+    args = {"depth": 2, "embed_dim": 48, "num_heads": 2, "img_size": 32}
+    model: Any = timm.create_model("vit_tiny_patch16_224", **args)
+    model._model_args = {k: v for k, v in args.items() if k != hidden}
+    with pytest.raises(UsageError, match=r"model_args=\{"):
+        ls.save(model, tmp_path / "m")
+    ls.save(model, tmp_path / "m", model_args={hidden: args[hidden]})
+    assert_same_model(ls.load(str(tmp_path / "m")), model)
+
+
+def test_a_timm_model_built_past_the_factory_needs_its_name(tmp_path: Path) -> None:
+    sizes = {"img_size": 32, "patch_size": 16, "embed_dim": 32, "depth": 2, "num_heads": 2}
+    model = timm.models.vision_transformer.VisionTransformer(**sizes, num_classes=4)
+    with pytest.raises(UsageError, match="architecture"):
+        ls.save(model, tmp_path / "m")
+    ls.save(model, tmp_path / "m", model_args={"architecture": "vit_tiny_patch16_224", **sizes})
+    assert_same_model(ls.load(str(tmp_path / "m")), model)
+
+
+def test_arguments_that_json_cannot_hold_are_refused(tmp_path: Path) -> None:
+    model = timm.create_model("vit_tiny_patch16_224", depth=2, norm_layer=nn.LayerNorm)
+    with pytest.raises(UsageError, match="no file can hold"):
+        ls.save(model, tmp_path / "m")
+
+
+def test_a_model_of_no_known_library_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="Linear is not a model of timm"):
+        ls.save(nn.Linear(2, 2), tmp_path / "m")
+
+
+def test_the_record_is_kept_and_the_policy_comes_back(saved: Path) -> None:
+    record = read_record(saved / "timm-vit")
+    assert {key: record[key] for key in RECORD} == RECORD
+    assert policy_from_json(record["policy"]) == Shuffled(depth=(3, None))
+    assert (record["library"], record["name"]) == ("timm", "vit_tiny_patch16_224")
+    assert (record["depth"], record["blocks"], record["num_classes"]) == (4, "blocks", CLASSES)
+    assert record["position"]["encoding"]["features"] == 4
+
+
+def test_saving_a_loaded_model_keeps_its_record_but_not_its_scores(
+    saved: Path, tmp_path: Path
+) -> None:
+    model = ls.load(f"dir:{saved / 'timm-vit'}")
+    ls.save(model, tmp_path / "m")
+    record = read_record(tmp_path / "m")
+    assert {k: record[k] for k in RECORD if k != "scores"} == {
+        k: v for k, v in RECORD.items() if k != "scores"
+    }
+    assert "scores" not in record
+    ls.save(model, tmp_path / "bare", record={})
+    assert not RECORD.keys() & read_record(tmp_path / "bare").keys()
+
+
+@pytest.mark.parametrize("value", [{1, 2}, float("nan"), object()])
+def test_a_record_must_be_json(value: object, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be written as JSON"):
+        ls.save(FAMILIES["timm-vit"].wrapped(), tmp_path / "m", record={"settings": {"x": value}})
+
+
+def test_the_card_has_separate_scores_and_invents_nothing(saved: Path, tmp_path: Path) -> None:
+    front = front_matter(saved / "timm-vit")
+    assert (front["library_name"], front["tags"]) == ("timm", ["layershuffle"])
+    assert front["pipeline_tag"] == "image-classification"
+    assert not {"license", "base_model"} & front.keys()
+    (result,) = front["model-index"][0]["results"]
+    assert result["dataset"]["name"] == "digit-pairs"
+    assert {metric["name"]: metric["value"] for metric in result["metrics"]} == {
+        "top-1, sequential order": 81.9, "top-1, arbitrary order": 74.5,
+    }  # fmt: skip
+    ls.save(FAMILIES["timm-vit"].wrapped(), tmp_path / "m", record={"method": "baseline"})
+    assert "model-index" not in front_matter(tmp_path / "m")
+
+
+@pytest.mark.parametrize(
+    ("name", "stock"),
+    [
+        ("timm-vit", 'timm.create_model("local-dir:timm-vit", pretrained=True)'),
+        ("hf-vit", '.from_pretrained("hf-vit")'),
+        ("torchvision-vit", 'load_file("torchvision-vit/model.safetensors")'),
+    ],
+)
+def test_the_card_says_how_to_load_with_and_without_us(name: str, stock: str, saved: Path) -> None:
+    card = (saved / name / "README.md").read_text()
+    assert f'ls.load("dir:{name}")' in card
+    assert stock in card
+    assert "layershuffle.safetensors" in card
+
+
+@pytest.fixture
+def assets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package of the same name whose assets are empty."""
+    monkeypatch.setattr("layershuffle.models.store.resources.files", lambda _: tmp_path)
+    (tmp_path / "assets").mkdir()
+    return tmp_path / "assets"
+
+
+def test_the_bundled_model_is_a_saved_directory_in_the_package(assets: Path) -> None:
+    model = ls.load(DIGITS, seed=1)
+    ls.save(model, assets / "digits")
+    assert_same_model(ls.load("bundled:digits"), model)
+
+
+@pytest.mark.usefixtures("assets")
+def test_a_bundled_model_that_is_absent_says_how_to_make_it() -> None:
+    with pytest.raises(ModelFileError, match="layershuffle pretrain"):
+        ls.load("bundled:digits")

@@ -1,0 +1,109 @@
+"""Rows of scores: written and read back, refused with their line where they are impossible."""
+
+import csv
+
+import pytest
+
+from layershuffle.errors import DataError
+from layershuffle.results import COLUMNS, ScoreRow, read_rows, write_rows
+
+
+def row(**fields):
+    known = {
+        "method": "layershuffle",
+        "seed": 0,
+        "mode": "arbitrary",
+        "kept": 3,
+        "choose": "",
+        "order_seed": 0,
+        "order": "2,0,1",
+        "n": 200,
+        "top1": 45.5,
+        "top5": 1 / 3 + 70,
+        "cross_entropy": 2 / 3,
+        "draw": "pass",
+    }
+    return ScoreRow(**{**known, **fields})
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "results.csv"
+    write_rows(path, [row(order_seed=index) for index in range(3)])
+    return path
+
+
+def test_rows_are_written_and_read_back(tmp_path):
+    rows = (row(), row(order_seed=1, order="", draw="batch"), row(order_seed=2, seconds="0.5"))
+    path = tmp_path / "results.csv"
+    write_rows(path, rows[:2])
+    assert path.read_text() == (
+        "method,seed,mode,kept,choose,order_seed,order,n,top1,top5,cross_entropy,draw\n"
+        'layershuffle,0,arbitrary,3,,0,"2,0,1",200,45.5000,70.3333,0.666667,pass\n'
+        "layershuffle,0,arbitrary,3,,1,,200,45.5000,70.3333,0.666667,batch\n"
+    )
+    write_rows(path, rows, padded=False)
+    assert path.read_text().splitlines()[0] == ",".join([*COLUMNS, "seconds"])
+    first, second, third = read_rows(path)
+    assert (first.model_extra, third.model_extra) == ({"seconds": ""}, {"seconds": "0.5"})
+    assert first.top5 == rows[0].top5  # every digit
+    assert (second.order, second.draw) == ("", "batch")
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "message"),
+    [
+        ("mode", "random", "mode 'random'"),
+        ("choose", "best", "choose 'best'"),
+        ("draw", "epoch", "draw 'epoch'"),
+        ("kept", "0", "kept '0'"),
+        ("kept", "11", "order has 3 blocks but kept is 11"),
+        ("kept", "2.5", "valid integer"),
+        ("n", "0", "n '0'"),
+        ("order", "", "order is empty"),
+        ("order", "a,b", "order 'a,b'"),
+        ("top1", "101", "less than or equal to 100"),
+        ("top1", "nan", "top1 'nan'"),
+        ("top1", "99", "is above top5"),
+        ("cross_entropy", "inf", "finite"),
+    ],
+)
+def test_impossible_rows_are_refused_with_their_line(path, column, value, message):
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    rows[1][column] = value
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(rows)
+    with pytest.raises(DataError, match="line 3") as error:
+        read_rows(path)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda lines: [lines[0].replace(",top5", ""), *lines[1:]], "has no column top5"),
+        (lambda lines: [lines[0] + ",n", *lines[1:]], "names a column twice"),
+        (lambda lines: lines[:1], "has no rows"),
+        (lambda lines: [*lines, lines[-1]], "has a score twice"),
+        (lambda lines: [*lines, "a,b"], "2 fields, the header 12"),
+    ],
+)
+def test_wrong_csv_is_refused(path, change, message):
+    path.write_text("\n".join(change(path.read_text().splitlines())) + "\n")
+    with pytest.raises(DataError, match=message):
+        read_rows(path)
+
+
+def test_a_file_that_is_cut_off_anywhere_is_refused(path):
+    text = path.read_text()
+    for length in range(len(text)):
+        if not text[:length].endswith("\n"):  # a whole number of lines cannot be told from the file
+            path.write_text(text[:length])
+            with pytest.raises(DataError):
+                read_rows(path)
+    path.unlink()
+    with pytest.raises(DataError, match=r"no results\.csv.*Next: run it again"):
+        read_rows(path, hint="run it again")

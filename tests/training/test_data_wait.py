@@ -1,0 +1,88 @@
+"""The share of time spent waiting for data, by a clock that is set by hand; in a real run, too."""
+
+import sys
+
+import pytest
+
+from layershuffle.cli.progress import LOADER_BOUND, loader_bound
+from layershuffle.data.digits import DigitPairs
+from layershuffle.settings import FitSettings
+from layershuffle.training import fit
+from layershuffle.training.data_wait import DataWaitMeter
+
+LOOP = sys.modules["layershuffle.training.loop"]
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_the_share_is_of_the_time_of_the_steps():
+    clock = Clock()
+    meter = DataWaitMeter(clock)
+    assert meter.reset() == 0
+    clock.now += 1000  # before the first step
+    for _ in range(3):
+        with meter.waiting():
+            clock.now += 1
+        clock.now += 3
+    with meter.exclude():
+        clock.now += 500
+    assert meter.reset() == pytest.approx(25)
+    clock.now += 2
+    assert meter.reset() == 0
+    with meter.waiting():
+        clock.now += 2
+    assert meter.reset() == 100
+    assert meter.reset() == 0  # no time has passed
+
+
+def test_a_loader_that_is_too_slow_is_said():
+    assert loader_bound({"waiting": LOADER_BOUND - 0.1}) == ""
+    text = loader_bound({"waiting": 34.4})
+    assert text == ", loader-bound: 34 % of the time waiting for data"
+
+
+def shares(out, monkeypatch, *, reading, scoring):
+    """What a run tells whose steps take 3 seconds each, by a clock that only these three move."""
+    clock = Clock()
+
+    def taking(seconds, method):
+        def slowly(*args, **kwargs):
+            clock.now += seconds
+            return method(*args, **kwargs)
+
+        return slowly
+
+    def steps_take_time(phase, step):
+        clock.now += 3 if phase == "optimizer" else 0
+
+    items = taking(reading, DigitPairs.__getitems__)
+    monkeypatch.setattr(DigitPairs, "__getitems__", items)
+    monkeypatch.setattr(LOOP, "evaluate", taking(scoring, LOOP.evaluate))
+    monkeypatch.setattr(LOOP, "DataWaitMeter", lambda: DataWaitMeter(clock))
+    model = (
+        "timm:vit_tiny_patch16_224?pretrained=false&num_classes=100&in_chans=1&img_size=12,20"
+        "&patch_size=4&embed_dim=32&depth=2&num_heads=2&mlp_ratio=2"
+    )
+    settings = FitSettings(
+        method="baseline", model=model, data="digit-pairs?train=40&validation=8&test=8", steps=8,
+        batch_size=4, eval_every=3, log_every=4,
+    )  # fmt: skip
+    events = []
+    fit(settings, out, listeners=[events.append], on_phase=steps_take_time)
+    return [event["waiting"] for event in events if event["kind"] == "log"]
+
+
+def test_a_run_tells_how_long_it_waited(tmp_path, monkeypatch):
+    """A batch is read ahead, and before that one more: five in the first four steps, then four."""
+    found = shares(tmp_path, monkeypatch, reading=1, scoring=500)
+    assert found == pytest.approx([100 * 5 / (5 + 12), 100 * 4 / (4 + 12)])
+
+
+def test_data_in_memory_are_not_waited_for(tmp_path, monkeypatch):
+    assert shares(tmp_path, monkeypatch, reading=0, scoring=500) == [0, 0]
