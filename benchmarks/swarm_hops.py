@@ -19,9 +19,8 @@ from layershuffle.bench.claims import Claim, run_claim
 from layershuffle.bench.pairs import SMOKE, Bound, Effort, Row
 from layershuffle.models import load
 from layershuffle.stack import blocks_of, depth_of
-from layershuffle.swarm.asking import asker, client_inside, labelled_images
 from layershuffle.swarm.chaos import Fault, Kind
-from layershuffle.swarm.drill import run_drill
+from layershuffle.swarm.drill import client_inside, labelled_images, load_client, run_drill
 from layershuffle.swarm.messages import Route, Wire
 from layershuffle.swarm.plan import DEFAULT_MODEL, HostPlan, SwarmPlan, even_plan
 from layershuffle.swarm.ray_session import local_ray
@@ -142,7 +141,7 @@ async def throughput(swarms: Swarms, model: str, hosts: int, *, count: int) -> R
     images = labelled_images(host, DATA, count=min(count, 100))
     plan = even_plan(depth_of(host), hosts, model=model)
     async with swarms(plan) as service, client_inside(service) as client:
-        ask = asker(client, images, deadline_ms=30_000)
+        ask = load_client(client, images, deadline_ms=30_000)
         for name in plan.hosts:
             service.faults.backend.transport.break_host(name, "slow", factor=SLOW[model])
         await run_drill(ask, count, concurrency=CLIENTS)

@@ -27,10 +27,17 @@ from typing import Any
 
 from layershuffle.machine import hardware, versions
 from layershuffle.models import load
-from layershuffle.swarm.asking import asker, client_inside, labelled_images
 from layershuffle.swarm.chaos import Fault, crashes
 from layershuffle.swarm.client import AsyncSwarmClient
-from layershuffle.swarm.drill import Drill, foreseen, judged, run_drill
+from layershuffle.swarm.drill import (
+    Drill,
+    client_inside,
+    foreseen,
+    judged,
+    labelled_images,
+    load_client,
+    run_drill,
+)
 from layershuffle.swarm.plan import DEFAULT_MODEL, SwarmPlan, even_plan
 from layershuffle.swarm.ray_session import local_ray
 from layershuffle.swarm.service import Service, swarm_on
@@ -45,7 +52,7 @@ class Load:
 
     def __init__(self, service: Service, client: AsyncSwarmClient, images: Any) -> None:
         self.service, self.client, self.images = service, client, images
-        self.ask = asker(client, images, deadline_ms=DEADLINE_MS)
+        self.ask = load_client(client, images, deadline_ms=DEADLINE_MS)
 
     async def drill(self, requests: int, faults: tuple[Fault, ...] = ()) -> Drill:
         return await run_drill(

@@ -13,9 +13,8 @@ from typing import Any
 from layershuffle.bench.claims import Claim, run_claim
 from layershuffle.bench.pairs import SMOKE, Bound, Effort, Row
 from layershuffle.models import load
-from layershuffle.swarm.asking import asker, client_inside, labelled_images
 from layershuffle.swarm.chaos import Fault, check_faults, crashes, one_of_each_fault
-from layershuffle.swarm.drill import Drill, run_drill
+from layershuffle.swarm.drill import Drill, client_inside, labelled_images, load_client, run_drill
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.plan import DEFAULT_MODEL, SwarmPlan, even_plan
 from layershuffle.swarm.policy import Routing
@@ -54,7 +53,7 @@ async def real(ray: Any, plan: SwarmPlan, requests: int) -> tuple[Drill, Profile
     """The drill through the gateway; how fast the hosts were before, and a request beside them."""
     async with swarm_on(ray, plan) as service, client_inside(service) as client:
         images = labelled_images(load(DEFAULT_MODEL), DATA, count=min(requests, 100))
-        ask = asker(client, images, deadline_ms=plan.limits.deadline_ms)
+        ask = load_client(client, images, deadline_ms=plan.limits.deadline_ms)
         await run_drill(ask, requests // 6, concurrency=CLIENTS)
         began = time.perf_counter()
         await run_drill(ask, requests // 3, concurrency=CLIENTS)

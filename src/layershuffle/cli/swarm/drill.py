@@ -69,9 +69,15 @@ class DrillCommand(ServerOptions):
     async def drill(self, plan: SwarmPlan, operator: Operator) -> int:
         """The drill of a swarm that runs `plan`; the exit code."""
         from layershuffle.models import load
-        from layershuffle.swarm.asking import asker, labelled_images
         from layershuffle.swarm.client import AsyncSwarmClient
-        from layershuffle.swarm.drill import drill_report, foreseen, judged, run_drill
+        from layershuffle.swarm.drill import (
+            drill_report,
+            foreseen,
+            judged,
+            labelled_images,
+            load_client,
+            run_drill,
+        )
         from layershuffle.swarm.remote_model import served_host
         from layershuffle.swarm.service import calibration_of
 
@@ -88,7 +94,7 @@ class DrillCommand(ServerOptions):
         lost = 0.0
         routing_before = operator.routing(self.routings[0])
         async with AsyncSwarmClient(self.address, **client_options(self)) as client:
-            ask = asker(client, images, deadline_ms=self.deadline_ms)
+            ask = load_client(client, images, deadline_ms=self.deadline_ms)
             engine = _Remote(operator, client)
             try:
                 for routing in self.routings:
