@@ -379,7 +379,7 @@ def test_what_is_no_address(address):
 def test_where_nobody_answers(tmp_path):
     new_token(tmp_path / "token")
     with (
-        pytest.raises(UsageError, match="No swarm answers at 127"),
+        pytest.raises(UsageError, match="No swarm answers at '127"),
         joined_ray("127.0.0.1:9", token=tmp_path / "token"),
     ):
         pass
