@@ -23,7 +23,7 @@ from pydantic import Field, model_validator
 from layershuffle.errors import SettingsError, UsageError
 from layershuffle.recipes import read_recipe
 from layershuffle.settings import Name, Positive, Settings
-from layershuffle.swarm.wire import Wire, pack
+from layershuffle.swarm.messages import Wire, pack
 
 Above = Annotated[float, Field(gt=0)]
 NotBelow = Annotated[float, Field(ge=0)]

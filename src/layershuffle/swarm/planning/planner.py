@@ -8,6 +8,7 @@ import numpy as np
 
 from layershuffle.errors import UsageError
 from layershuffle.swarm.limits import Limits
+from layershuffle.swarm.messages import Wire
 from layershuffle.swarm.plan import DEFAULT_MODEL, HostPlan, SwarmPlan
 from layershuffle.swarm.planning.exact import Solution, solve
 from layershuffle.swarm.planning.greedy import place
@@ -22,7 +23,6 @@ from layershuffle.swarm.planning.problem import (
     refuse_impossible,
     refuse_no_battery,
 )
-from layershuffle.swarm.wire import Wire
 
 LARGE = 60
 """With more hosts than this the placement is found greedily."""
