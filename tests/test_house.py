@@ -47,9 +47,7 @@ SWARM_LAYERS = (
     ("server", "client", "asking"),
 )
 # (importing module, imported one): why this arrow inside swarm/ points up.
-UPWARDS = {
-    ("calibration", "server"): "the schema of an answer is still defined with the HTTP schemas",
-}
+UPWARDS: dict[tuple[str, str], str] = {}
 GROUND = ("errors", "files", "draws", "orders", "policies", "position_forms")
 FUNCTION_LINES, FILE_LINES, POSITIONAL = 80, 450, 2
 
