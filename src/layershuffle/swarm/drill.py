@@ -169,12 +169,12 @@ def foreseen(
             fault = pending.pop(0)
             if fault.kind != "slow" or routing == "order-free":
                 (out.discard if fault.kind == "rejoin" else out.add)(fault.host)
-        held = _reachable(plan, out, routing)
+        reachable = _reachable(plan, out, routing)
         if routing == "order-free":
-            failed += not held
-            degraded += 0 < len(held) < wanted
+            failed += not reachable
+            degraded += 0 < len(reachable) < wanted
         else:
-            failed += len(held) < depth
+            failed += len(reachable) < depth
     return Foreseen(100 * degraded / requests, 100 * failed / requests)
 
 
