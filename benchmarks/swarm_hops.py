@@ -20,7 +20,8 @@ from layershuffle.bench.pairs import SMOKE, Bound, Effort, Row
 from layershuffle.models import load
 from layershuffle.stack import blocks_of, depth_of
 from layershuffle.swarm.chaos import Fault, Kind
-from layershuffle.swarm.drill import client_inside, labelled_images, load_client, run_drill
+from layershuffle.swarm.drill import run_drill
+from layershuffle.swarm.load_client import client_inside, labelled_images, load_client
 from layershuffle.swarm.messages import Route, Wire
 from layershuffle.swarm.plan import DEFAULT_MODEL, HostPlan, SwarmPlan, even_plan
 from layershuffle.swarm.ray_session import local_ray

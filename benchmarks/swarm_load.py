@@ -29,15 +29,8 @@ from layershuffle.machine import hardware, versions
 from layershuffle.models import load
 from layershuffle.swarm.chaos import Fault, crashes
 from layershuffle.swarm.client import AsyncSwarmClient
-from layershuffle.swarm.drill import (
-    Drill,
-    client_inside,
-    foreseen,
-    judged,
-    labelled_images,
-    load_client,
-    run_drill,
-)
+from layershuffle.swarm.drill import Drill, foreseen, judged, run_drill
+from layershuffle.swarm.load_client import client_inside, labelled_images, load_client
 from layershuffle.swarm.plan import DEFAULT_MODEL, SwarmPlan, even_plan
 from layershuffle.swarm.ray_session import local_ray
 from layershuffle.swarm.service import Service, swarm_on

@@ -14,8 +14,9 @@ from layershuffle.bench.claims import Claim, run_claim
 from layershuffle.bench.pairs import SMOKE, Bound, Effort, Row
 from layershuffle.models import load
 from layershuffle.swarm.chaos import Fault, check_faults, crashes, one_of_each_fault
-from layershuffle.swarm.drill import Drill, client_inside, labelled_images, load_client, run_drill
+from layershuffle.swarm.drill import Drill, run_drill
 from layershuffle.swarm.limits import Limits
+from layershuffle.swarm.load_client import client_inside, labelled_images, load_client
 from layershuffle.swarm.plan import DEFAULT_MODEL, SwarmPlan, even_plan
 from layershuffle.swarm.policy import Routing
 from layershuffle.swarm.ray_session import local_ray
