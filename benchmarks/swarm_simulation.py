@@ -9,8 +9,9 @@ from importlib.metadata import version
 from itertools import count
 from typing import Any
 
-from layershuffle.bench.claims import Claim, run_claim
-from layershuffle.bench.pairs import SMOKE, Bound, Effort, Row, cpu_timed, paired
+from _harness import Bound, Claim, Row, compare, run_claim
+
+from layershuffle.bench.timing import SMOKE, Effort, cpu_timed
 from layershuffle.swarm import policy, state
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Visited
@@ -63,13 +64,13 @@ def size_row(hosts: int, requests: int, repeats: int) -> Row:
             "wall_s": [round(wall, 2) for wall in walls],
             "events": outcome.events,
             "simulated_s": round(outcome.seconds, 2),
-            **told(outcome),
-            **{routing: told(one) for routing, one in others.items()},
+            **summary(outcome),
+            **{routing: summary(other) for routing, other in others.items()},
         },
     )  # fmt: skip
 
 
-def told(outcome: Outcome) -> dict[str, Any]:
+def summary(outcome: Outcome) -> dict[str, Any]:
     """The shares in percent and the latencies in milliseconds."""
     return {
         "answered": outcome.share("answered"),
@@ -108,7 +109,7 @@ def stepping(hosts: int) -> Callable[[], object]:
 def rows(effort: Effort) -> Iterator[Row]:
     """The cost of a step, then the scaling curve."""
     smoke = effort is SMOKE
-    yield paired(
+    yield compare(
         "a decision and its three changes",
         "10,000 hosts / 100 hosts",
         a=cpu_timed(stepping(200 if smoke else 10_000)),

@@ -42,8 +42,9 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _measured(kind: str, settings: BenchSettings) -> Report:
-    from layershuffle.bench.kinds import BENCHES, choose
+    from layershuffle.bench.kinds import BENCHES
+    from layershuffle.bench.settings import resolve
     from layershuffle.machine import torch_threads
 
     with torch_threads(settings.threads) if settings.threads else nullcontext():
-        return BENCHES[kind](choose(settings))
+        return BENCHES[kind](resolve(settings))

@@ -15,8 +15,14 @@ from torch import nn
 
 from layershuffle.data.view import ImageView
 from layershuffle.errors import ModelFileError, UsageError
-from layershuffle.models.files import weights_digest
-from layershuffle.models.files import Shape, read_json, shapes_of, tensor_shapes, weight_files
+from layershuffle.models.files import (
+    Shape,
+    read_json,
+    shapes_of,
+    tensor_shapes,
+    weight_files,
+    weights_digest,
+)
 from layershuffle.models.metadata import METADATA_FILE, ModelMetadata, parse_metadata
 from layershuffle.models.origin import origin_of, seeded, view_from_json
 from layershuffle.models.store import host_of, image_view
