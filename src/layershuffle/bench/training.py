@@ -85,7 +85,7 @@ def training_state(
         data=ImageData(
             spec="generated",
             classes=(),
-            splits={"train": Split(dataset=images, size=len(images))},
+            splits={"train": Split(dataset=images, size=len(images))},  # type: ignore[arg-type]
             finish=workload.finish,
         ),
         model=add_position(
