@@ -11,17 +11,17 @@ from layershuffle.bench.timing import SMOKE, Effort
 from layershuffle.bench.workloads import (
     PICO,
     WIDTH_192,
-    family_of,
     make_workload,
     memory_of_merges,
+    merge_group,
 )
 
 
 def rows(effort: Effort) -> Iterator[Row]:
     """Bytes are counted, not timed: one measurement says it all."""
     spec, merges = (PICO, 3) if effort is SMOKE else (WIDTH_192, 100)
-    family = family_of(make_workload(spec, batch=1).model, 12)
-    added = memory_of_merges(family, merges=merges)
+    group = merge_group(make_workload(spec, batch=1).model, 12)
+    added = memory_of_merges(group, merges=merges)
     yield Row(
         name=f"memory of {merges} merges",
         what="added to 12 models:",

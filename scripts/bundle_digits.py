@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 import layershuffle as ls
+from layershuffle.evaluation import evaluate_spec
 from layershuffle.models import read_record
-from layershuffle.scoring import score_model
 from layershuffle.settings import EvalSettings
 
 ASSETS = Path(__file__).resolve().parent.parent / "src" / "layershuffle" / "assets"
@@ -25,10 +25,10 @@ KEPT = ("method", "policy", "selected", "settings", "provenance")
 def main(run: str, name: str) -> None:
     """Score the model of the run on all 5,000 test pairs and save it with its record."""
     torch.set_num_threads(1)  # the sums behind the scores depend on it in the last digit
-    scoring = score_model(f"dir:{run}", "digit-pairs", settings=EvalSettings(num_orders=20))
+    evaluation = evaluate_spec(f"dir:{run}", "digit-pairs", settings=EvalSettings(num_orders=20))
     scores = {}
     for mode in ("sequential", "arbitrary"):
-        rows = [score for score in scoring.scores if score.mode.order == mode]
+        rows = [score for score in evaluation.scores if score.label == mode]
         top1, top5 = (sum(getattr(r, n) for r in rows) / len(rows) for n in ("top1", "top5"))
         scores[mode] = {"top1": round(top1, 2), "top5": round(top5, 2)}
     record = {name: value for name, value in read_record(f"{run}/model").items() if name in KEPT}

@@ -21,7 +21,7 @@ from layershuffle.study.settings import StudySettings
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
-    ["layershuffle.training", "layershuffle.scoring", "layershuffle.data.digits", __name__]
+    ["layershuffle.training", "layershuffle.evaluation", "layershuffle.data.digits", __name__]
 )
 TASKS = 2  # side by side
 

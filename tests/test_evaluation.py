@@ -10,8 +10,7 @@ import layershuffle as ls
 from common import CLASSES, FAMILIES, images, logits_of
 from layershuffle.errors import DataError, UsageError
 from layershuffle.evaluation import Tally, evaluate
-from layershuffle.modes import Mode, parse_modes
-from layershuffle.scoring import _fixed
+from layershuffle.modes import parse_modes
 from layershuffle.stack import running
 
 VIT = FAMILIES["timm-vit"]
@@ -160,24 +159,23 @@ def test_too_many_kept():
 def test_a_fixed_order_is_replayed():
     model = VIT.wrapped()
     drawn = evaluate(model, BATCHES, modes=parse_modes("arbitrary"), num_orders=2, seed=3)[1]
-    replay = evaluate(model, BATCHES, modes=[Mode(order="arbitrary", fixed=drawn.order)])
-    assert [(s.top1, s.top5, s.cross_entropy) for s in replay] == [
-        (drawn.top1, drawn.top5, drawn.cross_entropy)
-    ]
+    given = [drawn.order, "3,0,3", "2,0"]
+    replay, repeats, subset = evaluate(model, BATCHES, orders=given, draw="batch")
+    assert (replay.top1, replay.top5, replay.cross_entropy) == (
+        drawn.top1, drawn.top5, drawn.cross_entropy
+    )  # fmt: skip
+    assert [score.mode for score in (replay, repeats, subset)] == [None] * 3
+    assert (repeats.label, repeats.kept) == ("order:3,0,3", 3)
+    assert (subset.top1, subset.cross_entropy) == pytest.approx(
+        slow_score(model, lambda _: "2,0")[::2], rel=1e-5
+    )
 
 
-@pytest.mark.parametrize(
-    ("text", "order", "kept"),
-    [
-        ("0,1,2", "sequential", None),
-        ("0,2", "sequential", 2),
-        ("0,0,1", "arbitrary", None),
-        ("0,1,2,0", "arbitrary", 4),
-    ],
-)
-def test_one_given_order_is_called_what_it_is(text, order, kept):
-    mode = _fixed(text, 3)
-    assert (mode.order, mode.kept) == (order, kept)
+def test_orders_that_do_not_fit_are_refused():
+    with pytest.raises(UsageError, match="4 is not a block of this model"):
+        evaluate(VIT.wrapped(), BATCHES, orders=["4,0"])
+    with pytest.raises(UsageError, match="was made for 3 blocks, the model has 4"):
+        evaluate(VIT.wrapped(), BATCHES, orders=[ls.ExecutionOrder.sequential(3)])
 
 
 def test_modes_as_text():

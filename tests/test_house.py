@@ -1,4 +1,4 @@
-"""The house rules, read from the source: layers, sizes, errors, and no global random generator.
+"""The house rules, read from the source: layers, sizes, words, errors, no global random generator.
 
 What a rule lets through stands in a table here, with the reason.
 """
@@ -6,13 +6,16 @@ What a rule lets through stands in a table here, with the reason.
 from __future__ import annotations
 
 import ast
+import io
+import tokenize
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parent.parent / "src" / "layershuffle"
+TESTS = Path(__file__).parent
+SOURCE = TESTS.parent / "src" / "layershuffle"
 PACKAGE = "layershuffle"
 
 # From the ground up (docs/decisions and the design's section 3): a module imports from its own
@@ -25,10 +28,28 @@ LAYERS = (
     ("position", "trie", "settings", "compiling"),
     ("recipes",),
     ("models", "data"),
-    ("scoring", "evaluation", "training", "merging", "analysis"),
+    ("evaluation", "training", "merging", "analysis"),
     ("study", "swarm", "bench"),
     ("cli", "__main__"),
 )
+# The same inside swarm/, for the second part of a module's name. From bytes and numbers, over the
+# state of a swarm and the decisions on it, to processes, then to what a user starts.
+SWARM_LAYERS = (
+    ("limits", "wire", "indexes", "bounded", "ray_config", "program"),
+    ("messages", "export", "lineage", "donors", "ray_session"),
+    ("state", "batching"),
+    ("policy",),
+    ("plan", "router", "host", "bundle"),
+    ("placement", "health", "remote_model", "planning"),
+    ("calibration", "local", "ray_hosts"),
+    ("coordinator", "chaos", "faults", "drill"),
+    ("service", "simulation"),
+    ("server", "client", "asking"),
+)
+# (importing module, imported one): why this arrow inside swarm/ points up.
+UPWARDS = {
+    ("calibration", "server"): "the schema of an answer is still defined with the HTTP schemas",
+}
 GROUND = ("errors", "files", "draws", "orders", "policies", "position_forms")
 FUNCTION_LINES, FILE_LINES, POSITIONAL = 80, 450, 2
 
@@ -91,6 +112,27 @@ def test_arrows_point_down(module: str) -> None:
         assert target, f"{module} imports the package itself: the public face is for users"
         assert _file_of(target) in MODULES, f"{module} imports {target}, which is not there"
         assert layer(target) <= layer(module), f"{module} imports {target} from above"
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if m.startswith("swarm.")])
+def test_arrows_inside_the_swarm_point_down(module: str) -> None:
+    name = swarm_room(module)
+    for target in imports(module):
+        if target.startswith("swarm.") and (name, swarm_room(target)) not in UPWARDS:
+            assert swarm_layer(target) <= swarm_layer(module), f"{name} imports {target} from above"
+
+
+def swarm_room(module: str) -> str:
+    """The name in SWARM_LAYERS that a module of swarm/ belongs to."""
+    return module.split(".")[1]
+
+
+def swarm_layer(module: str) -> int:
+    """Height of a module inside swarm/."""
+    for height, rooms in enumerate(SWARM_LAYERS):
+        if swarm_room(module) in rooms:
+            return height
+    raise AssertionError(f"say in SWARM_LAYERS of tests/test_house.py where {module!r} stands")
 
 
 @pytest.mark.parametrize("module", GROUND)
@@ -169,9 +211,27 @@ def _lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return (node.end_lineno or 0) - node.lineno + 1
 
 
-@pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda path: path.stem)
+# Path below tests/: (lines, why the file is longer than others may be).
+LONG_TESTS = {
+    "contracts.py": (670, "one suite of checks that every family of models passes"),
+    "swarm/test_server.py": (1290, "to be split: covers all modules of swarm/server"),
+    "swarm/test_coordinator.py": (1140, "to be split"),
+    "swarm/test_simulation.py": (710, "to be split"),
+    "swarm/test_block_host.py": (680, "to be split"),
+    "swarm/test_ray_hosts.py": (470, "to be split"),
+    "swarm/test_planning.py": (470, "to be split"),
+}
+
+
+@pytest.mark.parametrize(
+    "path",
+    [*sorted(SOURCE.rglob("*.py")), *sorted(TESTS.rglob("*.py"))],
+    ids=lambda path: str(path.relative_to(TESTS.parent)),
+)
 def test_files_are_short(path: Path) -> None:
-    assert len(path.read_text("utf-8").splitlines()) <= FILE_LINES
+    name = str(path.relative_to(TESTS)) if path.is_relative_to(TESTS) else ""
+    limit, _ = LONG_TESTS.get(name, (FILE_LINES, ""))
+    assert len(path.read_text("utf-8").splitlines()) <= limit
 
 
 def positional(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
@@ -203,6 +263,51 @@ def test_parameters_after_the_second_are_named(module: str) -> None:
 @pytest.mark.parametrize("module", TREES)
 def test_documented(module: str) -> None:
     assert ast.get_docstring(TREES[module]), "every module says what it is"
+
+
+# --- words ----------------------------------------------------------------------------------------
+
+# A variable says what it holds. These words say nothing, or that something happened to it. (`kept`
+# is a word of the domain: blocks are kept or dropped.)
+FILLERS = {"one", "two", "found", "held", "known", "told", "said", "made"}
+MOST_FILLERS = 620
+LEAST_COMMENTS = 2.0  # per 100 lines that are not blank; what tools read is no comment
+_FOR_TOOLS = ("noqa", "type:", "fmt:", "pragma:", "# ---")
+
+
+def fillers(tree: ast.AST) -> list[str]:
+    """The variables and arguments of a module whose names are filler words."""
+    names = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)]
+    names += [node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)]
+    return [name for name in names if name in FILLERS]
+
+
+def comments(text: str) -> list[str]:
+    """The comments that explain something to a reader."""
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    strings = [token.string for token in tokens if token.type == tokenize.COMMENT]
+    return [s for s in strings if not any(mark in s for mark in _FOR_TOOLS)]
+
+
+def test_variables_say_what_they_hold() -> None:
+    counts = {module: len(fillers(tree)) for module, tree in TREES.items()}
+    worst = sorted(counts, key=lambda module: -counts[module])[:10]
+    assert sum(counts.values()) <= MOST_FILLERS, {module: counts[module] for module in worst}
+
+
+def test_the_check_sees_fillers() -> None:
+    code = "def f(one, kept):\n    found = [two for two in one]\n    return found"
+    assert sorted(fillers(ast.parse(code))) == ["found", "found", "one", "one", "two", "two"]
+
+
+def test_comments_say_why(record_property: Callable[[str, object], None]) -> None:
+    """How often, not how well: readers judge that."""
+    texts = [path.read_text("utf-8") for path in SOURCE.rglob("*.py")]
+    lines = sum(bool(line.strip()) for text in texts for line in text.splitlines())
+    density = 100 * sum(len(comments(text)) for text in texts) / lines
+    record_property("comments_per_100_lines", round(density, 2))
+    assert density >= LEAST_COMMENTS
+    assert comments("x = 1  # noqa: A001\ny = 2  # the reason") == ["# the reason"]
 
 
 # --- errors and output ----------------------------------------------------------------------------

@@ -4,8 +4,7 @@ import pytest
 
 from layershuffle.errors import UsageError
 from layershuffle.modes import Mode, parse_modes
-from layershuffle.orders import ExecutionOrder
-from layershuffle.policies import Fixed, Kept, Sequential, Shuffled
+from layershuffle.policies import Kept, Sequential, Shuffled
 
 
 @pytest.mark.parametrize(
@@ -37,12 +36,16 @@ def test_words(text, mode, policy, drawn):
     assert parse_modes(str(mode)) == (mode,)
 
 
-def test_a_fixed_order_is_one_order():
-    order = ExecutionOrder((2, 0, 1), 3)
-    mode = Mode(order="arbitrary", fixed=order)
-    assert mode.policy() == Fixed(order)
-    assert not mode.is_drawn
-    assert str(mode) == "order:2,0,1"
+@pytest.mark.parametrize(
+    ("text", "expanded"),
+    [
+        ("kept:2-4:arbitrary", "kept:4:arbitrary,kept:3:arbitrary,kept:2:arbitrary"),
+        ("kept:2-1,sequential", "kept:2,kept:1,sequential"),
+        ("kept:9-10:sequential:last", "kept:10:sequential:last,kept:9:sequential:last"),
+    ],
+)
+def test_a_range_stands_for_each_of_its_counts(text, expanded):
+    assert parse_modes(text) == parse_modes(expanded)
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from layershuffle.errors import LayerShuffleError as LayerShuffleError
     from layershuffle.evaluation import evaluate as evaluate
     from layershuffle.merging.ensembles import evaluate_ensemble as evaluate_ensemble
-    from layershuffle.merging.family import Family as Family
-    from layershuffle.merging.family import merge as merge
+    from layershuffle.merging.group import Family as Family
+    from layershuffle.merging.group import MergeGroup as MergeGroup
+    from layershuffle.merging.group import merge as merge
     from layershuffle.merging.plans import MergePlan as MergePlan
     from layershuffle.merging.plans import sample_plans as sample_plans
     from layershuffle.merging.soups import greedy_soup as greedy_soup
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from layershuffle.stack import unwrap as unwrap
     from layershuffle.stack import wrap as wrap
 
+# Name -> module: `__getattr__` (PEP 562) imports it at the first use of the name.
 _HOME = {
     "LayerShuffleError": "errors",
     "ExecutionOrder": "orders",
@@ -61,8 +63,9 @@ _HOME = {
     "evaluate": "evaluation",
     "MergePlan": "merging.plans",
     "sample_plans": "merging.plans",
-    "Family": "merging.family",
-    "merge": "merging.family",
+    "MergeGroup": "merging.group",
+    "Family": "merging.group",
+    "merge": "merging.group",
     "uniform_soup": "merging.soups",
     "greedy_soup": "merging.soups",
     "evaluate_ensemble": "merging.ensembles",
@@ -72,6 +75,7 @@ __all__ = ["__version__", *_HOME]  # noqa: PLE0604 -- the table is the list
 
 
 def __getattr__(name: str) -> Any:
+    # hasattr, doctest and copy probe for names and expect an AttributeError for absent ones.
     if name not in _HOME:
         raise AttributeError(f"module 'layershuffle' has no attribute {name!r}")
     return getattr(import_module(f"layershuffle.{_HOME[name]}"), name)

@@ -31,7 +31,7 @@ OFF = "torch.compile is switched off (TORCH_COMPILE_DISABLE or a stance)"
 
 
 class BlockCompiler:
-    """Compiles blocks, counts their graphs, and gives up aloud.
+    """Compiles blocks, counts their graphs, and warns when it falls back to eager mode.
 
     `reason` is why the blocks run in eager mode, `None` while they are compiled. `recompiles` are
     graphs compiled in a training step whose batch shape and blocks had been seen before: none, if
@@ -58,7 +58,7 @@ class BlockCompiler:
         from torch._dynamo import config
 
         if config.disable:
-            self.give_up(OFF)
+            self.give_up(OFF)  # compile() would succeed and silently do nothing
             return
         self._models.append(model)
         try:
@@ -76,7 +76,10 @@ class BlockCompiler:
 
     @contextmanager
     def limits(self) -> Iterator[None]:
-        """Room for a graph per block, and an error, not eager mode, where that is not enough."""
+        """Raise torch's limit to a graph per block, and make exceeding it an error.
+
+        By default torch falls back to eager mode at eight graphs without an error.
+        """
         if not self.on:
             yield
             return
@@ -93,10 +96,10 @@ class BlockCompiler:
     def step(self, shape: Collection[int], blocks: Collection[int]) -> Iterator[None]:
         """A training step on a batch of `shape` that runs `blocks`: notices recompiles."""
         kinds = {(*shape, block) for block in blocks}
-        known, before = kinds <= self._seen, self.graphs
+        seen_before, before = kinds <= self._seen, self.graphs
         yield
         self._seen |= kinds
-        if known and self.graphs > before:
+        if seen_before and self.graphs > before:
             if not self.recompiles:
                 _log.warning(
                     "The blocks were compiled again in a step like those before it, which costs "
@@ -105,7 +108,7 @@ class BlockCompiler:
             self.recompiles += self.graphs - before
 
     def or_eager(self, work: Callable[[], T]) -> T:
-        """What `work` gives; in eager mode, said once, where a block cannot be compiled."""
+        """What `work` returns; in eager mode, with a warning, where a block cannot be compiled."""
         if not self.on:
             return work()
         from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
@@ -116,8 +119,17 @@ class BlockCompiler:
             self.give_up(error)
         return work()
 
+    def run(self, work: Callable[[], T]) -> T:
+        """What `work` returns, under `limits`; in eager mode if no block can be compiled."""
+        with self.limits():
+            result = self.or_eager(work)
+        # Without an error and without a graph: a stance of torch.compile switched it off.
+        if self.on and not self.graphs:
+            self.give_up(OFF)
+        return result
+
     def give_up(self, why: Exception | str) -> None:
-        """Eager mode from here on, said once."""
+        """Eager mode from here on, with a warning."""
         self.reason = why if isinstance(why, str) else _first_line(why)
         for model in self._models:
             for block in blocks_of(model):

@@ -66,7 +66,7 @@ def _largest_stack(model: nn.Module) -> tuple[str, nn.Module]:
             hint="name it: wrap(model, blocks='path.to.blocks')",
         )
     # The first of the longest: outer stacks come before those inside their blocks.
-    return max(candidates, key=lambda found: sum(1 for _ in found[1].children()))
+    return max(candidates, key=lambda candidate: sum(1 for _ in candidate[1].children()))
 
 
 def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -97,9 +97,9 @@ def _at(model: nn.Module, path: str) -> nn.Module:
     try:
         container = model.get_submodule(path)
     except AttributeError:
-        found = ", ".join(p for p, _ in _candidates(model)) or "none"
+        paths = ", ".join(p for p, _ in _candidates(model)) or "none"
         raise StackError(
-            f"{type(model).__name__} has no module {path!r}", hint=f"stacks found: {found}"
+            f"{type(model).__name__} has no module {path!r}", hint=f"stacks found: {paths}"
         ) from None
     if type(container) not in _CONTAINERS:
         raise StackError(
@@ -127,18 +127,18 @@ def _difference(first: nn.Module, second: nn.Module) -> str | None:
         return f"{type(first).__name__} and {type(second).__name__}"
     shapes = [{name: tuple(p.shape) for name, p in b.named_parameters()} for b in (first, second)]
     for name in sorted(shapes[0].keys() | shapes[1].keys()):
-        one, two = (shape.get(name) for shape in shapes)
-        if one != two:
-            return f"parameter {name} is {_shape(one)} in one and {_shape(two)} in the other"
+        here, there = (shape.get(name) for shape in shapes)
+        if here != there:
+            return f"parameter {name} is {_shape(here)} in one and {_shape(there)} in the other"
     return _setting_difference(first, second)
 
 
 def _setting_difference(first: nn.Module, second: nn.Module) -> str | None:
     settings = [dict(_settings(block)) for block in (first, second)]
     for name in sorted(settings[0].keys() | settings[1].keys()):
-        one, two = (values.get(name) for values in settings)
-        if one != two:
-            return f"{name} is {one!r} in one and {two!r} in the other"
+        here, there = (values.get(name) for values in settings)
+        if here != there:
+            return f"{name} is {here!r} in one and {there!r} in the other"
     return None
 
 

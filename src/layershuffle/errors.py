@@ -30,8 +30,8 @@ class LayerShuffleError(Exception):
 
     @classmethod
     def _own_words(cls, cause: str) -> str:
-        # torch's loader processes hand an error over as its whole traceback in text, and make a new
-        # one of that; our paragraph is what follows the last mention of the class.
+        # A loader process of torch sends an error as the text of its whole traceback, and the main
+        # process makes a new error of it. Our paragraph follows the last mention of the class.
         traceback, _, paragraph = cause.rpartition(f"{cls.__module__}.{cls.__qualname__}: ")
         return " ".join(paragraph.split()) if "Traceback (most recent" in traceback else cause
 

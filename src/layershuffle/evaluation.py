@@ -1,24 +1,32 @@
 """Score a model under many execution orders in one pass over the data.
 
-A *mode* says which orders are meant (`layershuffle.modes`); `evaluate` draws them, and every score
-carries its order, so that it can be replayed. Two draws: one order per pass over the data, and one
+`evaluate` takes a model and batches, `evaluate_spec` opens both by their specs first. The orders
+are given one by one, or drawn for a *mode* (`layershuffle.modes`); every score carries its order,
+so that it can be replayed. There are two ways to draw: one order per pass over the data, and one
 per batch, as the paper's section 4.2 has it ("randomly for every forward path").
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from layershuffle.compiling import BlockCompiler
+from layershuffle.data import DataOptions, ImageData, check_class_count, open_data
+from layershuffle.data.batches import DeviceBatches
+from layershuffle.data.loading import loader_processes
 from layershuffle.errors import DataError
-from layershuffle.models import logits_of
+from layershuffle.machine import warn_of_slow_bf16
+from layershuffle.models import image_view, load, logits_of, num_classes_of
 from layershuffle.modes import Mode, parse_modes
-from layershuffle.orders import ExecutionOrder
+from layershuffle.orders import ExecutionOrder, order_of
+from layershuffle.results import ScoreRow
+from layershuffle.settings import EvalSettings, FitSettings, Precision
 from layershuffle.stack import blocks_of, depth_of
 from layershuffle.trie import build_trie, forward_trie, images_at_once
 
@@ -29,14 +37,14 @@ _TOP = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """One mode under one drawn order; drawn per batch, one pass with a new order for every batch.
+    """One model under one order; where orders are drawn per batch, one pass over the data.
 
-    `top1` and `top5` in percent, `cross_entropy` in nats, over `images` images. `index` numbers the
-    draws of the mode. `order` is `None` when drawn per batch; `batch_orders` then holds the order
-    of every batch.
+    `top1` and `top5` in percent, `cross_entropy` in nats, over `images` images. `mode` is the mode
+    that the order was drawn for and `index` numbers its draws; an order that was given has no mode.
+    `order` is `None` when drawn per batch; `batch_orders` then holds the order of every batch.
     """
 
-    mode: Mode
+    mode: Mode | None
     index: int
     order: ExecutionOrder | None
     images: int
@@ -45,39 +53,50 @@ class Score:
     cross_entropy: float
     batch_orders: tuple[ExecutionOrder, ...] = ()
 
+    @property
+    def label(self) -> str:
+        """The mode as its text, or the given order: "kept:9:sequential", "order:3,0,2"."""
+        return f"order:{self.order}" if self.mode is None else str(self.mode)
+
+    @property
+    def kept(self) -> int:
+        """How many blocks ran."""
+        return len(self.batch_orders[0] if self.order is None else self.order)
+
 
 @dataclass
 class Tally:
     """Right answers and losses added up, the losses in float64.
 
-    The sums stay where the logits are until they are asked for: adding makes no host wait for a
-    GPU.
+    The sums stay where the logits are until they are read: adding makes no host wait for a GPU.
     """
 
     images: int = 0
-    right: int | Tensor = 0
-    among: int | Tensor = 0
+    top1_hits: int | Tensor = 0
+    top5_hits: int | Tensor = 0
     loss: float | Tensor = 0.0
 
     def add(self, logits: Tensor, labels: Tensor) -> None:
         """Count a batch: logits `[n, classes]`, labels `[n]`."""
+        # In bf16 several of 1,000 classes may tie, and a loss would have two digits.
         logits = logits.float()
-        ranks = logits.topk(min(_TOP, logits.shape[-1])).indices == labels[:, None]
+        hits = logits.topk(min(_TOP, logits.shape[-1])).indices == labels[:, None]
         self.images += len(labels)
-        self.right = self.right + ranks[:, 0].sum()
-        self.among = self.among + ranks.sum()
+        self.top1_hits = self.top1_hits + hits[:, 0].sum()
+        self.top5_hits = self.top5_hits + hits.sum()
         losses = F.cross_entropy(logits, labels, reduction="sum")
+        # In float64, because thousands of batches are added up.
         self.loss = self.loss + losses.double()
 
     @property
     def top1(self) -> float:
         """In percent."""
-        return 100.0 * int(self.right) / self.images
+        return 100.0 * int(self.top1_hits) / self.images
 
     @property
     def top5(self) -> float:
         """In percent."""
-        return 100.0 * int(self.among) / self.images
+        return 100.0 * int(self.top5_hits) / self.images
 
     @property
     def cross_entropy(self) -> float:
@@ -87,86 +106,79 @@ class Tally:
 
 @dataclass
 class _Column:
-    """A score in the making."""
+    """A score in the making; `order` is `None` where every batch gets an order of its own."""
 
-    mode: Mode
+    mode: Mode | None
     index: int
-    order_at: Callable[[int], ExecutionOrder]
-    order: ExecutionOrder | None = None
+    order: ExecutionOrder | None
     tally: Tally = field(default_factory=Tally)
     batch_orders: list[ExecutionOrder] = field(default_factory=list)
-
-    def next_order(self, batch: int) -> ExecutionOrder:
-        """The order for batch number `batch`, kept where every batch has its own."""
-        order = self.order_at(batch)
-        if self.order is None:
-            self.batch_orders.append(order)
-        return order
-
-    def score(self) -> Score:
-        return Score(
-            mode=self.mode,
-            index=self.index,
-            order=self.order,
-            images=self.tally.images,
-            top1=self.tally.top1,
-            top5=self.tally.top5,
-            cross_entropy=self.tally.cross_entropy,
-            batch_orders=tuple(self.batch_orders),
-        )
 
 
 def evaluate(
     model: nn.Module,
     batches: Batches,
     *,
-    modes: str | Sequence[Mode],
+    modes: str | Sequence[Mode] = (),
+    orders: Sequence[ExecutionOrder | str] = (),
     num_orders: int = 20,
     seed: int = 0,
     draw: Draw = "pass",
 ) -> list[Score]:
-    """The scores of every mode and draw, from one pass over `batches`.
+    """The scores of all `orders`, then of every mode and draw, from one pass over `batches`.
 
     `batches` yields (images `[n, channels, height, width]`, labels `[n]`); images are taken in the
     dtype of the model's blocks, logits are compared in fp32. `modes` as in
-    "sequential,arbitrary,kept:9" (`layershuffle.modes`). A mode with a single
-    order gets one score, the others `num_orders`. Orders with common beginnings share their work
-    (`layershuffle.trie`). The model comes back in the train or eval mode it was in. Raises
-    `UsageError` for a mode that does not fit the depth, `DataError` if there is no image.
+    "sequential,arbitrary,kept:9" (`layershuffle.modes`). A mode with a single order gets one score,
+    the others `num_orders`. Orders with common beginnings share their work (`layershuffle.trie`).
+    The model comes back in the train or eval mode it was in. Raises `UsageError` for a mode or an
+    order that does not fit the depth, `DataError` if there is no image.
     """
-    wanted = parse_modes(modes) if isinstance(modes, str) else modes
-    columns = [
-        _column(mode, index, depth_of(model), seed=seed, draw=draw)
-        for mode in wanted
-        for index in range(mode.draws(num_orders))
-    ]
+    depth = depth_of(model)
+    columns = [_Column(None, index, order_of(order, depth)) for index, order in enumerate(orders)]
+    for mode in parse_modes(modes) if isinstance(modes, str) else modes:
+        for index in range(mode.draws(num_orders)):
+            # Drawn here even where batches draw their own: it refuses a mode that does not fit.
+            order = mode.policy().draw(depth, seed=seed, step=index)
+            per_batch = draw == "batch" and mode.is_drawn
+            columns.append(_Column(mode, index, None if per_batch else order))
+    # Training calls this between two steps, and dropout must be off here and on again after it.
     was_training = model.training
     model.eval()
     try:
         with torch.inference_mode():
-            for number, (images, labels) in enumerate(batches):
-                _score_batch(model, (images, labels), columns=columns, number=number)
+            for number, batch in enumerate(batches):
+                for column in columns:
+                    if column.order is None and column.mode is not None:
+                        policy, index = column.mode.policy(), column.index
+                        column.batch_orders.append(
+                            policy.draw(depth, seed=seed, step=number, micro_batch=index)
+                        )
+                _score_batch(model, batch, columns=columns)
     finally:
         model.train(was_training)
     if not columns or not columns[0].tally.images:
         raise DataError("There is nothing to evaluate: no image or no mode was given")
-    return [column.score() for column in columns]
-
-
-def _column(mode: Mode, index: int, depth: int, *, seed: int, draw: Draw) -> _Column:
-    policy = mode.policy()
-    order = policy.draw(depth, seed=seed, step=index)  # also refuses a mode that does not fit
-    if draw == "pass" or not mode.is_drawn:
-        return _Column(mode, index, lambda _: order, order)
-    return _Column(
-        mode, index, lambda batch: policy.draw(depth, seed=seed, step=batch, micro_batch=index)
-    )
+    return [
+        Score(
+            mode=column.mode,
+            index=column.index,
+            order=column.order,
+            images=column.tally.images,
+            top1=column.tally.top1,
+            top5=column.tally.top5,
+            cross_entropy=column.tally.cross_entropy,
+            batch_orders=tuple(column.batch_orders),
+        )
+        for column in columns
+    ]
 
 
 def _score_batch(
-    model: nn.Module, batch: tuple[Tensor, Tensor], *, columns: Sequence[_Column], number: int
+    model: nn.Module, batch: tuple[Tensor, Tensor], *, columns: Sequence[_Column]
 ) -> None:
-    trie = build_trie([column.next_order(number) for column in columns])
+    # One trie for all modes: the orders of kept:3:arbitrary begin those of kept:9:arbitrary.
+    trie = build_trie([column.order or column.batch_orders[-1] for column in columns])
     for images, labels in micro_batches(model, batch):
         results = forward_trie(model, images, trie=trie, forward=lambda x: logits_of(model(x)))
         for indices, logits in results:
@@ -177,12 +189,120 @@ def _score_batch(
 def micro_batches(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Batches:
     """A batch of images and labels for `model`, in parts that fit a CPU's cache.
 
-    They go where it is; floating images become of its blocks' dtype.
+    They are moved to the model's device; floating images are cast to the dtype of its blocks.
     """
-    block = blocks_of(model)[0]  # a norm in the stem may be of another
+    # The dtype of a block, not of the model's first weight: a norm in the stem may stay in fp32.
+    block = blocks_of(model)[0]
     weight = next(p for p in block.parameters() if p.is_floating_point())
     images, labels = (tensor.to(weight.device) for tensor in batch)
     if images.is_floating_point():
         images = images.to(weight.dtype)
     size = images_at_once(model, images, forward=lambda x: logits_of(model(x)))
     return zip(torch.split(images, size), torch.split(labels, size), strict=True)
+
+
+# --- by specs -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """The scores of a model, the data that they were measured on, and how the blocks ran.
+
+    `blocks`: "mode" (compiled or eager), "reason" (of eager mode) and "graphs" (their number).
+    """
+
+    scores: list[Score]
+    data: ImageData
+    blocks: dict[str, Any]
+
+
+def evaluate_spec(
+    model_spec: str, data_spec: str, *, settings: EvalSettings, order: str | None = None
+) -> Evaluation:
+    """Score the model on the test split, on a GPU if there is one, under the modes of `settings`.
+
+    `order` (as "3,0,2") takes the place of the modes. Raises `DataError` if the classes of the data
+    are not as many as the model's, `UsageError` for modes or an order that do not fit its depth.
+    """
+    model = load(model_spec)
+    given = () if order is None else (ExecutionOrder.parse(order, depth=depth_of(model)),)
+    # Misspelt modes and orders are refused before the data are opened, which may take minutes.
+    modes = parse_modes(settings.modes) if order is None else ()
+    options = DataOptions(
+        train=False,
+        max_test=settings.max_images,
+        resize=settings.resize,
+        skip_corrupt=settings.skip_corrupt,
+        streaming=settings.streaming,
+    )
+    data = open_data(data_spec, image_view(model), options=options)
+    # A head with more outputs than classes would score, and mean nothing.
+    check_class_count(data, num_classes_of(model), place=model_spec)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    warn_of_slow_bf16(settings.precision, device)
+    compiler = compiler_for(settings.compile)
+    prepare(model.to(device), settings.precision, compiler=compiler)
+    batches = DeviceBatches(
+        data.splits["test"],
+        data.finish,
+        batch_size=settings.batch_size,
+        device=device,
+        processes=loader_processes(data_spec),
+    )
+    scores = compiler.run(
+        lambda: evaluate(
+            model,
+            batches,
+            modes=modes,
+            orders=given,
+            num_orders=settings.num_orders,
+            seed=settings.seed,
+            draw=settings.draw,
+        )
+    )
+    report = compiler.report()
+    blocks = {name: report[name] for name in ("mode", "reason", "graphs")}
+    return Evaluation(scores=scores, data=data, blocks=blocks)
+
+
+def compiler_for(wanted: bool) -> BlockCompiler:
+    """What compiles the blocks of models that are scored; if not `wanted`, it compiles nothing."""
+    return BlockCompiler(reason=None if wanted else "compile is off")
+
+
+def prepare(model: nn.Module, precision: Precision, *, compiler: BlockCompiler) -> nn.Module:
+    """`model` itself: in bf16 with all weights and floating buffers, compiled by `compiler`."""
+    if precision == "bf16":
+        model.to(torch.bfloat16)
+    compiler.add(model)
+    return model
+
+
+def check_modes(fitted: FitSettings, settings: EvalSettings) -> None:
+    """Raises `UsageError` if a mode keeps more blocks than the model to be trained will have."""
+    # A truncated model has as many blocks as it keeps; others are loaded to be counted.
+    depth = fitted.kept or depth_of(load(fitted.model))
+    for mode in parse_modes(settings.modes):
+        mode.policy().draw(depth, seed=settings.seed, step=0)
+
+
+def score_rows(scores: Iterable[Score], *, method: str, seed: int, draw: Draw) -> list[ScoreRow]:
+    """Scores of drawn orders as rows of results.csv, for the model of that method and seed."""
+    return [
+        ScoreRow(
+            method=method,
+            seed=seed,
+            mode=score.mode.order,
+            kept=score.kept,
+            choose="" if score.mode.kept is None else score.mode.choose,
+            order_seed=score.index,
+            order="" if score.order is None else str(score.order),
+            n=score.images,
+            top1=score.top1,
+            top5=score.top5,
+            cross_entropy=score.cross_entropy,
+            draw=draw,
+        )
+        for score in scores
+        if score.mode is not None
+    ]

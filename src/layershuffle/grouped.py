@@ -33,17 +33,19 @@ def run_grouped(state: Tensor, orders: Sequence[tuple[int, ...]], *, call: Block
     groups: dict[tuple[int, ...], list[int]] = {}
     for row, order in enumerate(orders):
         groups.setdefault(order, []).append(row)
+    # Rows of one group lie together from here on, so that joining and splitting groups are slices.
     arranged = [row for rows in groups.values() for row in rows]
     chunks = _chunks(_rearranged(state, arranged), groups)
     for position in range(max(map(len, groups))):
         for block, members in _by_next_block(groups, position).items():
             parts = [chunks[order] for order in members]
+            # torch.cat copies even a single tensor; a group that is alone runs where it lies.
             joined = parts[0] if len(parts) == 1 else torch.cat(parts)
             rows = tuple(row for order in members for row in groups[order])
             out = call(block, position, joined, rows)
             chunks |= _chunks(out, {order: groups[order] for order in members})
-    home = sorted(range(len(arranged)), key=arranged.__getitem__)
-    return _rearranged(torch.cat(list(chunks.values())), home)
+    original = sorted(range(len(arranged)), key=arranged.__getitem__)
+    return _rearranged(torch.cat(list(chunks.values())), original)
 
 
 def _chunks(
@@ -60,11 +62,12 @@ def _by_next_block(
     groups: Mapping[tuple[int, ...], Sequence[int]], position: int
 ) -> dict[int, list[tuple[int, ...]]]:
     """The orders that run a block at `position`, by that block, ascending."""
-    turns: dict[int, list[tuple[int, ...]]] = {}
+    members: dict[int, list[tuple[int, ...]]] = {}
     for order in groups:
         if position < len(order):
-            turns.setdefault(order[position], []).append(order)
-    return dict(sorted(turns.items()))
+            members.setdefault(order[position], []).append(order)
+    # Sorted, so that kernels run in the same sequence whichever sample comes first.
+    return dict(sorted(members.items()))
 
 
 def _rearranged(state: Tensor, rows: Sequence[int]) -> Tensor:

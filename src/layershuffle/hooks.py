@@ -1,6 +1,7 @@
 """What can run around every block of a stack: the `BlockHook` protocol, and the tap that records.
 
-Position encoding and prediction (`layershuffle.position`) are parts too.
+Position encoding and prediction (`layershuffle.position`) are hooks, and so are the recorders of
+`layershuffle.analysis`.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ class Tap:
 
     def before(self, state: Tensor, step: Step) -> Tensor:
         """Leaves the input alone; a sample that comes to position 0 again begins a new forward."""
+        # The first block of a replayed forward is not a new forward: its records are there already.
         if step.position == 0 and not step.replay and self._ran_before(step.rows):
             self._records = []
         return state
@@ -76,6 +78,7 @@ class Tap:
 
     def after(self, state: Tensor, step: Step) -> None:
         """Keeps the output, once."""
+        # A replay computes the same tensor again, for the backward pass alone.
         if not step.replay:
             self._records.append(TapRecord(step.position, step.block, state, step.rows))
 

@@ -1,9 +1,12 @@
-"""The training methods in one visible table. They differ by data alone; one trainer serves all."""
+"""The training methods in one visible table.
+
+A method is data: a policy that draws orders, and which position parts are added. One training loop
+serves all of them.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 
 from layershuffle.errors import UsageError
 from layershuffle.policies import (
@@ -15,6 +18,7 @@ from layershuffle.policies import (
     Sequential,
     Shuffled,
 )
+from layershuffle.text import did_you_mean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +76,7 @@ _TABLE = (
         name="layerdrop",
         summary="sequential, each block left out with probability p",
         source="arXiv 1909.11556, as the paper's section 4.2 uses it",
-        policy=LayerDrop(0.2),
+        policy=LayerDrop(0.2),  # the rate of the paper's comparison
         selects_by="sequential",
     ),
     Method(
@@ -110,11 +114,9 @@ def find_method(
     and for an option that the method does not have, or lacks.
     """
     if name not in METHODS:
-        near = get_close_matches(name, METHODS, n=1)
-        raise UsageError(
-            f"There is no method {name!r}",
-            hint=f"did you mean {near[0]!r}?" if near else f"one of {', '.join(METHODS)}",
-        )
+        hint = did_you_mean(name, METHODS, otherwise=f"one of {', '.join(METHODS)}")
+        raise UsageError(f"There is no method {name!r}", hint=hint)
+    # The table is never changed: options make a copy.
     method = METHODS[name]
     if drop is not None:
         method = replace(method, policy=_with_drop(method, drop))
@@ -126,6 +128,7 @@ def find_method(
 def _with_drop(method: Method, drop: float) -> OrderPolicy:
     if method.name == "layerdrop":
         return LayerDrop(drop)
+    # layershuffle-depth has a policy with a range already; the two options exclude each other.
     if method.policy == Shuffled():
         return Shuffled(drop=drop)
     raise UsageError(
@@ -143,16 +146,18 @@ def _with_min_blocks(method: Method, min_blocks: int) -> OrderPolicy:
     return Shuffled(depth=(min_blocks, None))
 
 
-def _blocks(method: Method, kept: int | None, choose: Choice | None) -> Kept | None:
+def _blocks(method: Method, number: int | None, choose: Choice | None) -> Kept | None:
     if not method.shortened:
-        if kept is not None or choose is not None:
+        # Refused, not ignored: a run would otherwise train all blocks while its owner believes
+        # that it trains a shorter model.
+        if number is not None or choose is not None:
             raise UsageError(
                 f"The method {method.name!r} trains all blocks of the model",
                 hint="only truncated takes a number of blocks and a choice of them",
             )
         return None
-    if kept is None:
+    if number is None:
         raise UsageError(
             "truncated needs the number of blocks that the model is made of", hint="--kept 6"
         )
-    return Kept(kept, choose=choose or "spaced")
+    return Kept(number, choose=choose or "spaced")

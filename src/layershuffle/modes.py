@@ -1,34 +1,35 @@
-"""Evaluation modes: which orders a score is about. Plain data, no torch.
+"""Evaluation modes: the set of orders that a score is about. Plain data, no torch.
 
 Written `sequential`, `arbitrary`, `kept:9` (9 blocks, ascending), `kept:9:arbitrary`,
-`kept:9:sequential:spaced` (choices: random, spaced, first, last), or `order:3,0,2`.
+`kept:9:sequential:spaced` (choices: random, spaced, first, last). A range of block counts stands
+for each of them: `kept:1-11:arbitrary`.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import cast
 
 from layershuffle.errors import UsageError
-from layershuffle.orders import ExecutionOrder
-from layershuffle.policies import Choice, Fixed, Kept, OrderMode, OrderPolicy, Sequential, Shuffled
+from layershuffle.policies import Choice, Kept, OrderMode, OrderPolicy, Sequential, Shuffled
 
-_FORMS = "sequential, arbitrary, kept:9, kept:9:arbitrary, kept:9:sequential:spaced"
+_FORMS = (
+    "sequential, arbitrary, kept:9, kept:9:arbitrary, kept:9:sequential:spaced, kept:1-11:arbitrary"
+)
+_RANGE = re.compile(r"kept:(\d+)-(\d+)((?::.*)?)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mode:
-    """`order` as in the paper's tables; `kept=None` keeps all; `fixed` is one given order."""
+    """`order` as in the paper's tables; `kept=None` runs all blocks."""
 
     order: OrderMode
     kept: int | None = None
     choose: Choice = "random"
-    fixed: ExecutionOrder | None = None
 
     def policy(self) -> OrderPolicy:
         """What draws this mode's orders."""
-        if self.fixed is not None:
-            return Fixed(self.fixed)
         if self.kept is not None:
             return Kept(self.kept, order=self.order, choose=self.choose)
         return Sequential() if self.order == "sequential" else Shuffled()
@@ -36,8 +37,7 @@ class Mode:
     @property
     def is_drawn(self) -> bool:
         """More than one order belongs to the mode."""
-        if self.fixed is not None:
-            return False
+        # "spaced", "first" and "last" name their blocks: ascending they make a single order.
         return self.order == "arbitrary" or (self.kept is not None and self.choose == "random")
 
     def draws(self, num_orders: int) -> int:
@@ -45,8 +45,6 @@ class Mode:
         return num_orders if self.is_drawn else 1
 
     def __str__(self) -> str:
-        if self.fixed is not None:
-            return f"order:{self.fixed}"
         if self.kept is None:
             return self.order
         tail = "" if self.choose == "random" else f":{self.choose}"
@@ -55,7 +53,17 @@ class Mode:
 
 def parse_modes(text: str) -> tuple[Mode, ...]:
     """The modes of a comma-separated list. Raises `UsageError` naming the word that is wrong."""
-    modes = tuple(_parse_mode(word.strip()) for word in text.split(","))
+    words: list[str] = []
+    for word in map(str.strip, text.split(",")):
+        counts = _RANGE.fullmatch(word)
+        if counts is None:
+            words.append(word)
+            continue
+        # The order of the modes is that of the rows in results.csv: most blocks first.
+        first, last = sorted((int(counts[1]), int(counts[2])), reverse=True)
+        words += [f"kept:{kept}{counts[3]}" for kept in range(first, last - 1, -1)]
+    modes = tuple(map(_parse_mode, words))
+    # Equal modes draw equal orders: their scores would count twice in every mean.
     if len(set(modes)) < len(modes):
         raise UsageError(f"A mode is named twice in {text!r}")
     return modes
@@ -69,5 +77,5 @@ def _parse_mode(word: str) -> Mode:
         raise UsageError(f"{word!r} is not an evaluation mode", hint=f"modes are {_FORMS}")
     order, choose = [*options[1:], *("sequential", "random")[len(options) - 1 :]]
     # Kept itself checks the words, so that there is one list of them.
-    kept = Kept(int(options[0]), order=cast(OrderMode, order), choose=cast(Choice, choose))
-    return Mode(order=kept.order, kept=kept.k, choose=kept.choose)
+    policy = Kept(int(options[0]), order=cast(OrderMode, order), choose=cast(Choice, choose))
+    return Mode(order=policy.order, kept=policy.k, choose=policy.choose)

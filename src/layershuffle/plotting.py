@@ -1,4 +1,4 @@
-"""One look for every figure: ink, rules, ground, and files whose bytes depend on the data alone.
+"""One look for every figure: its colours, and files whose bytes depend on the data alone.
 
 Figures are drawn with matplotlib's object interface: no global state is changed for good, and no
 display is needed.
@@ -22,6 +22,7 @@ def new_figure(width: float, height: float) -> Figure:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    # Not pyplot: it keeps every figure alive, and chooses a back end by the display.
     figure = Figure(figsize=(width, height), layout="constrained", facecolor=GROUND)
     FigureCanvasAgg(figure)
     return figure
@@ -38,12 +39,14 @@ def style_axes(axes: Axes, title: str = "") -> None:
     axes.spines["bottom"].set_color(INK)
 
 
-def figure_bytes(figure: Figure, kind: Literal["svg", "png"]) -> bytes:
-    """The figure as an SVG with real text, or as a PNG of 150 dots per inch; no dates inside."""
+def figure_bytes(figure: Figure, kind: Literal["svg", "png"], *, dpi: int = 150) -> bytes:
+    """The figure as an SVG with real text, or as a PNG of `dpi` dots per inch; no dates inside."""
     import matplotlib
 
+    # Dates and versions would make another file of the same picture, and so would element ids
+    # without a fixed salt.
     nothing = ("Creator", "Date", "Format", "Type") if kind == "svg" else ("Software",)
     file = io.BytesIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": _HASH_SALT}):
-        figure.savefig(file, format=kind, dpi=150, metadata=dict.fromkeys(nothing))
+        figure.savefig(file, format=kind, dpi=dpi, metadata=dict.fromkeys(nothing))
     return file.getvalue()

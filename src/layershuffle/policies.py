@@ -59,6 +59,7 @@ class Shuffled:
         if self.drop is not None:
             _check_probability(self.drop)
         if self.depth is not None:
+            # The class is frozen; a list becomes a tuple so that the policy can be hashed.
             object.__setattr__(self, "depth", _checked_range(self.depth))
 
     def draw(
@@ -68,8 +69,10 @@ class Shuffled:
         stream = Stream(seed, step, micro_batch=micro_batch, rank=rank)
         blocks = stream.shuffled(range(depth))
         if self.drop is not None:
+            # Dropped after the shuffle: the order of the others is that of the full permutation.
             blocks = _survivors(blocks, self.drop, stream)
         if self.depth is not None:
+            # A prefix of a uniform permutation is a uniform subset in uniform order.
             low, high = _kept_range(self.depth, depth)
             blocks = blocks[: low + stream.below(high - low + 1)]
         return ExecutionOrder(blocks, depth)
@@ -173,6 +176,7 @@ def spaced(k: int, depth: int) -> tuple[int, ...]:
     """`k` block ids from 0 to depth-1 at even distances, halves rounded up; one alone is 0."""
     if k == 1:
         return (0,)
+    # In integers, because round() would take halves to the even number.
     return tuple((2 * i * (depth - 1) + k - 1) // (2 * (k - 1)) for i in range(k))
 
 
@@ -200,12 +204,13 @@ def policy_from_json(data: Mapping[str, Any]) -> OrderPolicy:
 
 
 def _survivors(blocks: Sequence[int], p: float, stream: Stream) -> tuple[int, ...]:
-    kept = tuple(block for block in blocks if not stream.chance(p))
-    return kept or (blocks[stream.below(len(blocks))],)
+    survivors = tuple(block for block in blocks if not stream.chance(p))
+    # An order needs a block. Only this case draws another number, so no other order depends on it.
+    return survivors or (blocks[stream.below(len(blocks))],)
 
 
-def _kept_range(kept: tuple[int, int | None], depth: int) -> tuple[int, int]:
-    low, high = kept[0], depth if kept[1] is None else kept[1]
+def _kept_range(limits: tuple[int, int | None], depth: int) -> tuple[int, int]:
+    low, high = limits[0], depth if limits[1] is None else limits[1]
     if not 1 <= low <= high <= depth:
         raise UsageError(
             f"A random number of blocks between {low} and {high} does not fit a model with {depth}",
@@ -214,12 +219,13 @@ def _kept_range(kept: tuple[int, int | None], depth: int) -> tuple[int, int]:
     return low, high
 
 
-def _checked_range(kept: Sequence[int | None]) -> tuple[int, int | None]:
-    parts = tuple(kept) if isinstance(kept, tuple | list) else ()
+def _checked_range(limits: Sequence[int | None]) -> tuple[int, int | None]:
+    # A list is accepted because JSON and YAML have no tuples.
+    parts = tuple(limits) if isinstance(limits, tuple | list) else ()
     if len(parts) == 2 and _is_integer(parts[0]) and (parts[1] is None or _is_integer(parts[1])):
         return parts[0], parts[1]
     raise UsageError(
-        f"Shuffled takes depth=(low, high), not {kept!r}", hint="depth=(3, None) is 3 to all"
+        f"Shuffled takes depth=(low, high), not {limits!r}", hint="depth=(3, None) is 3 to all"
     )
 
 

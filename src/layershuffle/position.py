@@ -30,9 +30,9 @@ _WIDTH_NAMES = ("embed_dim", "hidden_dim", "hidden_size", "num_features")
 
 
 class PositionEncoding(nn.Module):
-    """Tells a block its position: z + Dropout(GELU(Linear(LayerNorm([z; e])))) before it runs.
+    """A block hook that adds the position to a block's input before it runs.
 
-    e is row `position` of the block's table. A part of the stack (`layershuffle.hooks.BlockHook`).
+    z + Dropout(GELU(Linear(LayerNorm([z; e])))), where e is row `position` of the block's table.
     Raises `UsageError` at positions from `depth` on, which orders with repeats can reach.
     """
 
@@ -46,6 +46,7 @@ class PositionEncoding(nn.Module):
             _linear(width + form.features, width) for _ in range(depth)
         )
         self.dropout = nn.Dropout(form.dropout)
+        # A generator of its own: adding position parts must not shift the draws of anything else.
         self._initialise(torch.Generator().manual_seed(seed))
 
     def _initialise(self, generator: torch.Generator) -> None:
@@ -60,6 +61,7 @@ class PositionEncoding(nn.Module):
         """`state` `[batch, tokens, width]` with the position mixed in; same shape."""
         _check_position(step, self.table.shape[-2], "encoding")
         place = (step.position,) if self.table.dim() == 2 else (step.block, step.position)
+        # Under autocast the state may be bf16 while the table stays in fp32.
         embedding = self.table[place].to(state.dtype).expand(*state.shape[:-1], -1)
         hidden = self.norms[step.block](torch.cat([state, embedding], dim=-1))
         mixed: Tensor = self.dropout(F.gelu(self.projections[step.block](hidden)))
@@ -98,7 +100,7 @@ class Guess:
 
 @dataclass
 class Guesses:
-    """What the blocks of one forward say about their positions. A part of the stack."""
+    """A block hook that collects what the blocks of one forward predict about their positions."""
 
     prediction: PositionPrediction
     items: list[Guess] = field(default_factory=list)
@@ -139,6 +141,7 @@ def position_loss(guesses: Sequence[Guess], form: PredictionForm) -> Tensor:
     that samples with orders of their own, of any length, count as if each had run alone.
     """
     _check_asked(guesses)
+    # How many positions each sample went through: samples with orders of their own may differ.
     runs = Counter(row for guess in guesses for row in _samples(guess))
     losses = [(_losses(guess) * _share(guess, runs, form)).sum() for guess in guesses]
     return form.weight * torch.stack(losses).sum() / len(runs)
@@ -160,7 +163,7 @@ def _share(guess: Guess, runs: Mapping[int, int], form: PredictionForm) -> Tenso
         return 1.0
     counts = [runs[row] for row in _samples(guess)]
     if min(counts) == max(counts):
-        return 1.0 / counts[0]
+        return 1.0 / counts[0]  # no tensor, and so no copy to the GPU, in the usual case
     shares = torch.tensor(counts, dtype=guess.logits.dtype).reciprocal()
     return to_device(shares, guess.logits.device)
 
@@ -198,6 +201,7 @@ class PositionedModel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The host's own output, every block told its position if there is an encoding."""
+        # Hooks are set around this call alone: the host by itself runs without position parts.
         if self.encoding is None:
             return self.host(*args, **kwargs)
         with with_hooks(self.host, self.encoding):
@@ -240,6 +244,7 @@ def add_position(
             PositionPrediction(depth, width, form=prediction, seed=seed + 1) if prediction else None
         ),
     )
+    # The new parts join the optimiser, the device and the dtype that the host already has.
     reference = next(model.parameters())
     return positioned.to(reference.device, reference.dtype)
 

@@ -23,22 +23,21 @@ _CHOICES = {
 
 @dataclass(frozen=True, kw_only=True)
 class EncodingForm:
-    """How a block is told its position (paper, section 3.3).
-
-    `table`: one embedding table per block (paper) or one for all (authors' code). `table_init`:
-    normal with deviation 1 as torch embeddings are, or zero (authors' code). `projection_init`:
-    torch's default, or zero, so that the first step computes the unchanged model. `features`: F of
-    the paper. `dropout`: the paper names a dropout and no rate, the authors' code uses 0.
-    """
+    """How a block's input gets its position (paper, section 3.3)."""
 
     # What pydantic reads where it checks settings; it ignores unknown fields otherwise.
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     table: Literal["per-block", "shared"] = "per-block"
+    """One embedding table per block (paper), or one for all blocks (authors' code)."""
     table_init: Literal["normal", "zero"] = "normal"
+    """normal: deviation 1, as torch embeddings start; zero: authors' code."""
     projection_init: Literal["default", "zero"] = "default"
+    """torch's default, or zero, so that the first step computes the unchanged model."""
     features: int = 32
+    """Width of a position's embedding, F in the paper."""
     dropout: float = 0.0
+    """Dropout of the embedding (the paper names no rate; the authors' code uses 0)."""
 
     def __post_init__(self) -> None:
         _check_choices(self)
@@ -51,17 +50,17 @@ class EncodingForm:
 
 @dataclass(frozen=True, kw_only=True)
 class PredictionForm:
-    """How a block's output is asked for its position (paper, section 3.4).
-
-    `pooling`: the class token, or the mean over all tokens (authors' code); models without a class
-    token need "mean". `loss`: sum over blocks (paper) or mean (authors' code), times `weight`.
-    """
+    """How the position is predicted from a block's output (paper, section 3.4)."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     pooling: Literal["class", "mean"] = "class"
+    """The class token, or the mean over all tokens (authors' code); models without a class token
+    need mean."""
     loss: Literal["sum", "mean"] = "sum"
+    """Sum over the blocks (paper), or mean (authors' code)."""
     weight: float = 1.0
+    """Factor of the position loss."""
 
     def __post_init__(self) -> None:
         _check_choices(self)
@@ -71,6 +70,7 @@ def form_from_json(
     kind: type[EncodingForm] | type[PredictionForm], data: Mapping[str, Any]
 ) -> EncodingForm | PredictionForm:
     """The form stored as a mapping of its fields; raises `UsageError` for unknown ones."""
+    # The dataclass itself is the schema; its TypeError names the field that it does not know.
     try:
         return kind(**data)
     except TypeError as error:
@@ -79,6 +79,7 @@ def form_from_json(
 
 def _check_choices(form: EncodingForm | PredictionForm) -> None:
     for name, allowed in _CHOICES.items():
+        # The two forms share one table of choices; a field that a form lacks passes.
         value = getattr(form, name, allowed[0])
         if value not in allowed:
             raise UsageError(

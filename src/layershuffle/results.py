@@ -7,11 +7,18 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 
 from layershuffle.errors import DataError
 from layershuffle.files import write_text
@@ -20,6 +27,7 @@ MODES = ("sequential", "arbitrary")
 CHOICES = ("", "random", "spaced", "first", "last")
 DRAWS = ("pass", "batch")
 
+Row = TypeVar("Row")
 Percent = Annotated[float, Field(ge=0, le=100)]  # NaN fails both comparisons
 Count = Annotated[int, Field(ge=1)]
 
@@ -72,16 +80,27 @@ def write_rows(path: Path, rows: Iterable[ScoreRow], *, padded: bool = True) -> 
     """
     rows = list(rows)
     names = [*COLUMNS, *sorted({name for row in rows for name in row.model_extra or ()})]
-    decimals = _DECIMALS if padded else {}
+    write_text(path, format_rows(rows, names, decimals=_DECIMALS if padded else {}))
+
+
+def format_rows(
+    rows: Iterable[object], names: Sequence[str], *, decimals: Mapping[str, str] | None = None
+) -> str:
+    """Rows of any type as CSV: the attributes `names` in this order, under a header.
+
+    `decimals` gives formats by name; other numbers have as few digits as it takes to read the same
+    number back.
+    """
+    formats = decimals or {}
     text = io.StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(names)
     for row in rows:
         values = (getattr(row, name, "") for name in names)
         writer.writerow(
-            format(value, decimals.get(name, "")) for name, value in zip(names, values, strict=True)
+            format(value, formats.get(name, "")) for name, value in zip(names, values, strict=True)
         )
-    write_text(path, text.getvalue())
+    return text.getvalue()
 
 
 def read_rows(path: Path, *, hint: str | None = None) -> tuple[ScoreRow, ...]:
@@ -100,32 +119,48 @@ def read_rows(path: Path, *, hint: str | None = None) -> tuple[ScoreRow, ...]:
         raise DataError(f"There is no {path.name}", place=path.parent, hint=hint) from error
     except (OSError, UnicodeDecodeError) as error:
         raise refuse(f"The file cannot be read ({error})") from error
+    rows = parse_rows(text, ScoreRow, columns=COLUMNS, refuse=refuse)
+    scores = {(r.method, r.seed, r.mode, r.kept, r.choose, r.draw, r.order_seed) for r in rows}
+    if len(scores) < len(rows):
+        raise refuse("The results file has a score twice")
+    return tuple(rows)
+
+
+def parse_rows(
+    text: str,
+    row_type: type[Row],
+    *,
+    columns: Sequence[str],
+    refuse: Callable[[str, int | None], DataError],
+) -> list[Row]:
+    """The rows that `format_rows` wrote, each checked by pydantic; at least one.
+
+    `refuse(cause, line)` makes the error that is raised for text that is not such rows.
+    """
     # A file that was cut off inside a number would otherwise read as another number.
     if not text.endswith("\n"):
-        raise refuse("The last line is cut off")
+        raise refuse("The last line is cut off", None)
     try:
         header, *lines = csv.reader(io.StringIO(text, newline=""), strict=True)
     except csv.Error as error:
-        raise refuse(f"This is not a CSV file ({error})") from error
-    absent = [name for name in COLUMNS if name not in header]
+        raise refuse(f"This is not a CSV file ({error})", None) from error
+    absent = [name for name in columns if name not in header]
+    # Further columns are welcome (later versions may have them), absent ones are not.
     if absent:
-        raise refuse(f"The results file has no column {', '.join(absent)}")
+        raise refuse(f"The results file has no column {', '.join(absent)}", None)
     if len(set(header)) < len(header):
-        raise refuse("The results file names a column twice")
-    rows = []
+        raise refuse("The results file names a column twice", None)
+    rows, adapter = [], TypeAdapter(row_type)
     for number, line in enumerate(lines, start=2):
         if len(line) != len(header):
             raise refuse(f"The line has {len(line)} fields, the header {len(header)}", number)
         try:
-            rows.append(ScoreRow.model_validate(dict(zip(header, line, strict=True))))
+            rows.append(adapter.validate_python(dict(zip(header, line, strict=True))))
         except ValidationError as error:
             first = error.errors()[0]
             name = ".".join(map(str, first["loc"])) or "the row"
             value = "" if not first["loc"] else f" {first['input']!r}"
             raise refuse(f"The row is impossible: {name}{value}: {first['msg']}", number) from error
     if not rows:
-        raise refuse("The results file has no rows")
-    scores = {(r.method, r.seed, r.mode, r.kept, r.choose, r.draw, r.order_seed) for r in rows}
-    if len(scores) < len(rows):
-        raise refuse("The results file has a score twice")
-    return tuple(rows)
+        raise refuse("The results file has no rows", None)
+    return rows

@@ -3,8 +3,8 @@
 `wrap(model)` swaps the class of the model's block container for `BlockStack`, an `nn.ModuleList`
 whose `forward`, `__iter__`, `__len__` and `__getitem__` follow the order set by `running`. Nothing
 is added to the model: keys and parameter order of its `state_dict` stay as they are, and with no
-order set it computes exactly what it did before. Other designs were tried and each fails silently
-somewhere: docs/decisions/001-block-stack.md.
+order set it computes exactly what it did before. Other designs were tried; each gives wrong
+results without an error in some case: docs/decisions/001-block-stack.md.
 
 The order lives in a context variable, not in the model, so two threads that run one model in two
 orders never mix. Drop-path rates belong to a block and travel with it.
@@ -65,12 +65,14 @@ class BlockStack(nn.ModuleList):
         run = _RUNS.get().get(id(self), _PLAIN)
         blocks = list(self._modules.values())
         self._refuse_lost_order(run)
+        # `is`, not `==`: most forwards have no order, and this check runs before every one of them.
         if run is _PLAIN:
             self._refuse_replica()
             return [*blocks]
         if run.walk is not None:
             return [_Walked(self, run.walk, run)]
         order = range(len(blocks)) if run.order is None else run.order
+        # The bare blocks, so that torch.compile and hooks of torch see no wrapper.
         if not run.hooks and not run.recompute:
             return [blocks[block] for block in order]
         return [
@@ -176,6 +178,7 @@ class _Walked:
 
     def __call__(self, state: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         def call(block: int, position: int, chunk: Tensor, rows: tuple[int, ...] | None) -> Tensor:
+            # Only a walk that regroups samples can pair a sample with another one's mask.
             if rows is not None:
                 _refuse_batched((*args, *kwargs.values()), batch=len(state))
             step = Step(position, block, rows)
@@ -212,6 +215,8 @@ def wrap(model: nn.Module, blocks: str | None = None) -> nn.Module:
         return model
     _, container = find_blocks(model, blocks)
     host_class = type(container)
+    # The class is swapped, the object stays: whoever holds a reference to it, as optimisers and
+    # hooks of the host do, holds the wrapped container too.
     container.__class__ = BlockStack
     vars(container)["host_class"] = host_class
     return model
@@ -259,14 +264,14 @@ def running(
     """
     stack = stack_of(model)
     if _is_per_sample(order):
-        orders = tuple(order_of(one, stack.depth) for one in order)  # type: ignore[arg-type]
-        ids = [one.blocks for one in orders]
+        orders = tuple(order_of(sample, stack.depth) for sample in order)  # type: ignore[arg-type]
+        ids = [sample_order.blocks for sample_order in orders]
         with _set(stack, order=None, walk=lambda call, state: run_grouped(state, ids, call=call)):
             yield orders
     else:
-        one = order_of(order, stack.depth)  # type: ignore[arg-type]
-        with _set(stack, order=one.blocks, walk=None):
-            yield one
+        shared = order_of(order, stack.depth)  # type: ignore[arg-type]
+        with _set(stack, order=shared.blocks, walk=None):
+            yield shared
 
 
 @contextmanager
@@ -312,6 +317,7 @@ def tap(model: nn.Module) -> Iterator[Tap]:
 
 @contextmanager
 def _set(stack: BlockStack, **changes: Any) -> Iterator[None]:
+    # A new mapping each time: a thread or task that copied the context keeps the orders it had.
     runs = _RUNS.get()
     run = replace(runs.get(id(stack), _PLAIN), **changes)
     token = _RUNS.set({**runs, id(stack): run})

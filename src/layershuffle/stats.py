@@ -11,13 +11,14 @@ doi 10.1080/01621459.1927.10502953, which unlike the textbook form is sound near
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["models", "orders", "images", "none"]
 
-_UPPER_TAIL = 0.975  # two-sided 95 %
+_CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +77,7 @@ def estimate(
 
 def mean(values: Sequence[float]) -> float:
     """The arithmetic mean, summed exactly so that it does not depend on the order."""
+    # Runs come back in the order in which processes end; the report must not depend on that.
     return math.fsum(values) / len(values)
 
 
@@ -98,45 +100,48 @@ def pooled_deviation(groups: Sequence[Sequence[float]]) -> float | None:
 
 def t_interval(values: Sequence[float]) -> tuple[float, float]:
     """The 95 % t-interval of the mean of at least two values."""
-    from scipy.special import stdtrit  # the inverse t distribution without all of scipy.stats
-
     spread = deviation(values)
     if spread is None:
         raise ValueError("a t-interval needs at least two values")
-    half = float(stdtrit(len(values) - 1, _UPPER_TAIL)) * spread / math.sqrt(len(values))
-    return mean(values) - half, mean(values) + half
+    if spread == 0:
+        return mean(values), mean(values)  # scipy has no t-distribution of width zero
+    # scipy.stats takes a second to import: no command waits for it that computes no interval.
+    from scipy import stats
+
+    error = spread / math.sqrt(len(values))
+    low, high = stats.t.interval(_CONFIDENCE, len(values) - 1, loc=mean(values), scale=error)
+    return float(low), float(high)
 
 
-def welch_interval(one: Sequence[float], two: Sequence[float]) -> tuple[float, float]:
-    """The 95 % interval of mean(one) - mean(two), variances not assumed equal (Welch 1947).
+def welch_interval(sample: Sequence[float], reference: Sequence[float]) -> tuple[float, float]:
+    """The 95 % interval of mean(sample) - mean(reference), without assuming equal variances.
 
-    Raises `ValueError` for fewer than two values of either. Without any spread it has no width.
+    Welch 1947. Raises `ValueError` for fewer than two values of either. Where neither sample has
+    any spread the interval has no width.
     """
-    from scipy.special import stdtrit
-
-    if min(len(one), len(two)) < 2:
+    if min(len(sample), len(reference)) < 2:
         raise ValueError("a Welch interval needs at least two values of each")
-    parts = [(deviation(values) or 0.0) ** 2 / len(values) for values in (one, two)]
-    centre, variance = mean(one) - mean(two), sum(parts)
-    if variance == 0:
-        return centre, centre
-    freedom = variance**2 / (parts[0] ** 2 / (len(one) - 1) + parts[1] ** 2 / (len(two) - 1))
-    half = float(stdtrit(freedom, _UPPER_TAIL)) * math.sqrt(variance)
-    return centre - half, centre + half
+    if deviation(sample) == deviation(reference) == 0:
+        difference = mean(sample) - mean(reference)
+        return difference, difference
+    from scipy import stats
+
+    with warnings.catch_warnings():
+        # Equal scores in one sample, 100 % for every model, are no rounding problem here.
+        warnings.filterwarnings("ignore", message="Precision loss", category=RuntimeWarning)
+        test = stats.ttest_ind(sample, reference, equal_var=False)
+        interval = test.confidence_interval(_CONFIDENCE)
+    return float(interval.low), float(interval.high)
 
 
 def wilson_interval(correct: int, images: int) -> tuple[float, float]:
     """The 95 % Wilson interval, in percent, of `correct` right answers on `images` images."""
-    from scipy.special import ndtri
-
     if not 0 <= correct <= images or images < 1:
         raise ValueError(f"{correct} right answers on {images} images are impossible")
-    z = float(ndtri(_UPPER_TAIL))
-    share = correct / images
-    centre = share + z * z / (2 * images)
-    half = z * math.sqrt(share * (1 - share) / images + z * z / (4 * images * images))
-    scale = 100.0 / (1 + z * z / images)
-    return max(0.0, (centre - half) * scale), min(100.0, (centre + half) * scale)
+    from scipy import stats
+
+    interval = stats.binomtest(correct, images).proportion_ci(_CONFIDENCE, method="wilson")
+    return 100.0 * float(interval.low), 100.0 * float(interval.high)
 
 
 def _interval(
@@ -144,6 +149,7 @@ def _interval(
 ) -> tuple[float | None, float | None, Kind]:
     kind: Kind
     if len(values) > 1:
+        # One model says nothing about other seeds, so its interval covers orders, and says so.
         kind = "models" if len(means) > 1 else "orders"
         low, high = t_interval(means if kind == "models" else values)
         return (max(0.0, low), min(100.0, high), kind) if percent else (low, high, kind)

@@ -1,4 +1,4 @@
-"""Words for people: the nearest spelling, shortened lists, one-line errors, tables."""
+"""Text for users: the nearest spelling, shortened lists, one-line errors, tables."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ TABLE_WIDTH = 100
 
 def nearest(word: str, choices: Iterable[str]) -> str | None:
     """The choice that `word` most probably misspells, `None` if none is close."""
+    # difflib's own cut-off of 0.6: two swapped letters pass, another word does not.
     matches = get_close_matches(word, list(choices), n=1)
     return matches[0] if matches else None
 
@@ -39,6 +40,12 @@ def one_line(error: object, *, limit: int = 300) -> str:
     return " ".join(str(error).split())[:limit] or type(error).__name__
 
 
+def listing(rows: Sequence[tuple[str, str]]) -> str:
+    """Names and what they mean, one pair per line, the meanings aligned to the left."""
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"  {name:<{width}}  {meaning}" for name, meaning in rows)
+
+
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, width: int = TABLE_WIDTH) -> str:
     """A plain-text table: the first column is aligned to the left, the others to the right.
 
@@ -47,12 +54,14 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, width: int = 
     from rich import box
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     grid = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for index, name in enumerate(header):
         grid.add_column(name, justify="left" if index == 0 else "right", overflow="fold")
     for row in rows:
-        grid.add_row(*row)
+        grid.add_row(*map(Text, row))  # a plain string could hold markup
+    # A console of its own: rich would otherwise ask the terminal for width and colours.
     console = Console(file=StringIO(), width=width, color_system=None, highlight=False)
     with console.capture() as capture:
         console.print(grid, markup=False)

@@ -12,9 +12,9 @@ import layershuffle as ls
 from common import CLASSES, DEPTH, FAMILIES, HEADS, PERMUTED, SIZE, assert_close, images
 from layershuffle.analysis import attention, attribution, cka, leave_one_out, norms
 from layershuffle.analysis.attention import AttentionWatch
-from layershuffle.analysis.cells import cells_of
 from layershuffle.analysis.cka import cka_matrix, linear_cka
 from layershuffle.analysis.norms import BranchWatch
+from layershuffle.analysis.position_table import grid
 from layershuffle.analysis.subject import DoesNotApply
 from layershuffle.models import logits_of
 from layershuffle.orders import ExecutionOrder
@@ -97,10 +97,11 @@ def test_norms_against_a_loop():
                 added = module.ls1(module.attn(module.norm1(state)))
             sizes.append(added.norm(dim=-1))
             ratios.append(added.norm(dim=-1) / state.norm(dim=-1))
-    rows = measured.tables["norms"].where(branch="attention")
-    got = [cells_of(rows, name)[block, position] for name in ("norm", "ratio")]
+    table = measured.tables["norms"]
+    rows = table[table.branch == "attention"]
+    got = [grid(rows, name)[block, position] for name in ("norm", "ratio")]
     assert got == pytest.approx([float(torch.cat(v).mean()) for v in (sizes, ratios)], rel=1e-5)
-    assert "attention branch" in norms.paragraph(measured.facts)
+    assert "The attention branch adds" in norms.finding(measured.facts)
 
 
 def test_blocks_of_another_make_are_refused():
@@ -191,11 +192,11 @@ def test_even_attention():
 def test_attention_tables():
     measured = attention.measure(subject_of(FAMILIES["torchvision-vit"].wrapped()))
     table = measured.tables["attention"]
-    even = np.array(table.column("even"))
-    assert np.allclose(even, np.array(table.column("entropy")) / math.log(17))
+    even = table.even.to_numpy()
+    assert np.allclose(even, table.entropy.to_numpy() / math.log(17))
     assert ((even > 0) & (even <= 1)).all()
     assert measured.facts["tokens"] == 17
-    assert "patches away" in attention.paragraph(measured.facts)
+    assert "patches away" in attention.finding(measured.facts)
 
 
 # --- attribution ----------------------------------------------------------------------------------
@@ -243,7 +244,7 @@ def test_attribution_of_a_model_with_position_encoding():
     facts = measured.facts
     blocks = sum(facts["by_position"])
     assert facts["stem"] + facts["constant"] + blocks == pytest.approx(facts["logit"], abs=1e-4)
-    assert "above the mean of all classes" in attribution.paragraph(facts)
+    assert "come from the blocks" in attribution.finding(facts)
 
 
 # --- leave one out --------------------------------------------------------------------------------
@@ -272,14 +273,16 @@ def test_leave_one_out_against_a_naive_loop():
                 top1[block, position] += less[1] - whole[1]
                 counts[block, position] += len(batch.images)
     table = measured.tables["leave-one-out"]
-    assert np.allclose(cells_of(table, "cross_entropy"), loss / counts, atol=1e-5)
-    assert np.allclose(cells_of(table, "top1"), top1 / counts)
+    assert np.allclose(grid(table, "cross_entropy"), loss / counts, atol=1e-5)
+    assert np.allclose(grid(table, "top1"), top1 / counts)
     facts = measured.facts
     # Four orders in all, each whole (4) and four times with three blocks.
     assert facts["block_executions_without_trie"] == 4 * (4 + 4 * 3)
     # A trie of one order alone: 4 + (3 + 2 + 1 + 0); two orders of a batch may share more.
     assert facts["block_executions"] <= 4 * 10
-    assert "prefix trie" in leave_one_out.paragraph(facts)
+    assert f"cross-entropy by {facts['mean_cross_entropy']:+z.3f} nats" in leave_one_out.finding(
+        facts
+    )
 
 
 # --- CKA ------------------------------------------------------------------------------------------
@@ -317,9 +320,9 @@ def test_cka_of_a_model():
     measured = cka.measure(subject_of(FAMILIES["timm-vit"].wrapped(), count=12))
     table = measured.tables["cka"]
     for block in range(DEPTH):
-        matrix = cells_of(table.where(block=block), "cka", row="position", column="other")
+        matrix = grid(table[table.block == block], "cka", row="position", column="other")
         assert np.allclose(matrix, matrix.T)
         # Position 0 is given the stem's output whatever the order.
         assert matrix[0, 0] == pytest.approx(1.0, abs=1e-6)
         assert matrix.max() <= 1.0 + 1e-6
-    assert "linear CKA of" in cka.paragraph(measured.facts)
+    assert "linear CKA of" in cka.finding(measured.facts)

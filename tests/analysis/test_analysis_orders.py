@@ -5,12 +5,13 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from pandas import DataFrame
 from subjects import subject_of
 
 from common import FAMILIES
-from layershuffle.analysis.cells import Cells, cell_table, cells_of, home_effect
-from layershuffle.analysis.results import Table, table_from, table_text
-from layershuffle.analysis.squares import balanced_order, balanced_orders
+from layershuffle.analysis.latin_squares import balanced_order, balanced_orders
+from layershuffle.analysis.position_table import PositionMeans, grid, home_effect, position_table
+from layershuffle.analysis.results import table_from, table_text
 from layershuffle.errors import DataError, UsageError
 
 
@@ -54,7 +55,7 @@ def test_other_classes_are_refused():
 
 
 def test_cells():
-    cells = Cells(2)
+    cells = PositionMeans(2)
     for block in range(2):
         cells.add(block, 0, total=3.0 * block, count=2)
         cells.add(block, 0, total=1.0, count=2)
@@ -80,9 +81,11 @@ def test_home_effect_sees_only_what_block_and_position_do_not_explain():
 
 def test_tables_come_back_from_text():
     values = np.arange(9.0).reshape(3, 3) / 7
-    table = cell_table({"a": values, "b": -values}, kind="x")
+    table = position_table({"a": values, "b": -values}, kind="x")
     again = table_from(table_text(table))
-    assert again.columns == ("kind", "block", "position", "a", "b")
-    assert np.allclose(cells_of(again.where(kind="x"), "a"), values, rtol=1e-5)
+    assert tuple(again.columns) == ("kind", "block", "position", "a", "b")
+    assert np.allclose(grid(again[again.kind == "x"], "a"), values, rtol=1e-5)
     assert table_text(again) == table_text(table)
-    assert table_from(table_text(Table(("n",), ((float("nan"),),)))).rows[0][0] != 0
+    odd = DataFrame({"n": [float("nan"), -0.0, 1e7, 1 / 3], "word": ["a", "b,c", "d", "e"]})
+    text = 'n,word\nnan,a\n0,"b,c"\n1e+07,d\n0.333333,e\n'
+    assert table_text(odd) == table_text(table_from(text)) == text

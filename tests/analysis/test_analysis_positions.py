@@ -14,8 +14,8 @@ from torch.utils.data import TensorDataset
 import layershuffle as ls
 from common import DEPTH, FAMILIES, images
 from layershuffle.analysis import position, umap
-from layershuffle.analysis.cells import cells_of
 from layershuffle.analysis.features import pooled
+from layershuffle.analysis.position_table import grid
 from layershuffle.analysis.subject import Subject
 from layershuffle.data import Split
 from layershuffle.errors import UsageError
@@ -133,17 +133,17 @@ def test_accuracies_against_loops(predicting):
                     right[at] += int((guess == at).sum())
                     count[at] += len(guess)
     table = measured.tables["position"]
-    part = cells_of(table.where(source="the model's own prediction part"), "accuracy")
+    part = grid(table[table.source == "the model's own prediction part"], "accuracy")
     assert np.allclose(part[block], 100 * right / count)
     probe = make_pipeline(
         StandardScaler(), LinearDiscriminantAnalysis(solver="lsqr", shrinkage="auto")
     ).fit(np.concatenate(vectors["holdout"][0]), vectors["holdout"][1])
     truth = np.array(vectors["test"][1])
     guesses = probe.predict(np.concatenate(vectors["test"][0]))
-    outputs = cells_of(table.where(source="probe on the block's output"), "accuracy")
+    outputs = grid(table[table.source == "probe on the block's output"], "accuracy")
     for at in range(DEPTH):
         assert outputs[block, at] == pytest.approx(100 * (guesses == truth)[truth == at].mean())
-    assert "(the paper: 99.99 %)" in position.paragraph(measured.facts)
+    assert "(the paper: 99.99 %)" in position.finding(measured.facts)
 
 
 def test_a_plain_model_is_probed_at_input_and_output(predicting):
@@ -152,6 +152,7 @@ def test_a_plain_model_is_probed_at_input_and_output(predicting):
     sources = measured.facts["sources"]
     assert list(sources) == ["probe on the block's input", "probe on the block's output"]
     # The stem's own output is told from anything that went through a block.
-    inputs = cells_of(measured.tables["position"].where(source=next(iter(sources))), "accuracy")
+    table = measured.tables["position"]
+    inputs = grid(table[table.source == next(iter(sources))], "accuracy")
     assert (inputs[:, 0] == 100).all()
-    assert "points" in position.paragraph(measured.facts)
+    assert "chance 25.0 %" in position.finding(measured.facts)

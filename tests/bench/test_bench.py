@@ -18,12 +18,12 @@ from layershuffle.bench.timing import SMOKE, PhaseTimer, median_phases
 from layershuffle.bench.workloads import (
     PICO,
     WIDTH_64,
-    family_of,
     make_workload,
     memory_of_merges,
+    merge_group,
     random_spec,
 )
-from layershuffle.cli.bench_command import run
+from layershuffle.cli import main
 from layershuffle.errors import TrainingError, UsageError
 from layershuffle.models import image_view
 from layershuffle.stack import running, with_hooks
@@ -280,7 +280,7 @@ def test_weights_are_random_and_nothing_is_downloaded():
 def test_memory_of_merges_is_that_of_the_average_ends():
     """Tensors: one set of stem and head, whatever the number of merges."""
     model = make_workload(SMALL, batch=1).model
-    added = memory_of_merges(family_of(model, 4), merges=5)
+    added = memory_of_merges(merge_group(model, 4), merges=5)
     ends = [t for name, t in model.state_dict().items() if not name.startswith("blocks.")]
     total = sum(t.nbytes for t in model.state_dict().values())
     assert added.donors == 4 * total
@@ -295,14 +295,15 @@ def test_settings_are_resolved_for_this_machine():
 
 
 def test_the_command(capsys):
-    assert run(["merge", "--model", PICO, "--batch", "1", "--device", "cpu", "--json"]) == 0
+    words = ["bench", "merge", "--model", PICO, "--batch", "1", "--device", "cpu", "--json"]
+    assert main(words) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["conditions"]["batch"] == 1
     assert report["conditions"]["hardware"]["processor"]
-    for words in (["trian"], []):
-        with pytest.raises(UsageError, match="bench measures train, eval") as caught:
-            run(words)
-    assert "--help" in caught.value.hint
+    assert main(["bench", "trian"]) == 2
+    error = capsys.readouterr().err
+    assert "bench measures train, eval" in error
+    assert "did you mean 'train'?" in error
     assert set(BENCHES) == set(KINDS)
 
 

@@ -17,6 +17,7 @@ from layershuffle.evaluation import Score
 from layershuffle.models import image_view, truncate
 from layershuffle.models.files import weights_digest
 from layershuffle.modes import Mode
+from layershuffle.orders import ExecutionOrder
 from layershuffle.position import add_position
 from layershuffle.position_forms import EncodingForm
 from layershuffle.stack import running
@@ -90,8 +91,8 @@ def scored(values, *, images):
     """Scores of one block in as many orders, with these accuracies."""
     return [
         Score(
-            mode=Mode(order="arbitrary", kept=1), index=index, order=None, images=images,
-            top1=value, top5=0.0, cross_entropy=0.0,
+            mode=Mode(order="arbitrary", kept=1), index=index, images=images,
+            order=ExecutionOrder((0,), 1), top1=value, top5=0.0, cross_entropy=0.0,
         )
         for index, value in enumerate(values)
     ]  # fmt: skip

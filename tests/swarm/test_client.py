@@ -17,8 +17,14 @@ from gateway_site import HOSTS, certify, file_of, listening, picture, site
 
 from common import DEPTH, FAMILIES
 from layershuffle.cli import main
-from layershuffle.cli.swarm.serving import Https, context_of, read_keys, serve_service, told
-from layershuffle.cli.swarm.status import Gateway, client_options
+from layershuffle.cli.swarm.asking import ServerOptions, client_options
+from layershuffle.cli.swarm.serving import (
+    HttpsOptions,
+    context_of,
+    describe_service,
+    read_keys,
+    serve_service,
+)
 from layershuffle.errors import UsageError
 from layershuffle.swarm.bundle import make_bundle
 from layershuffle.swarm.client import AsyncSwarmClient, SwarmClient, SwarmError
@@ -202,15 +208,15 @@ def written(path, text, mode=0o600):
 def test_the_key_comes_from_a_file_or_the_environment(tmp_path, monkeypatch):
     monkeypatch.delenv("LAYERSHUFFLE_API_KEY", raising=False)
     file = written(tmp_path / "key", f"{KEY}\n")
-    assert client_options(Gateway()) == {"api_key": None, "authority": None}
-    assert client_options(Gateway(api_key_file=file))["api_key"] == KEY
+    assert client_options(ServerOptions()) == {"api_key": None, "authority": None}
+    assert client_options(ServerOptions(api_key_file=file))["api_key"] == KEY
     monkeypatch.setenv("LAYERSHUFFLE_API_KEY", "of-the-environment")
-    assert client_options(Gateway())["api_key"] == "of-the-environment"
-    assert client_options(Gateway(api_key_file=file))["api_key"] == KEY
-    assert client_options(Gateway(api_key="on the line"))["api_key"] == "on the line"
+    assert client_options(ServerOptions())["api_key"] == "of-the-environment"
+    assert client_options(ServerOptions(api_key_file=file))["api_key"] == KEY
+    assert client_options(ServerOptions(api_key="on the line"))["api_key"] == "on the line"
     for gateway, words in [
-        (Gateway(api_key_file=file, api_key="another"), "given twice"),
-        (Gateway(api_key_file=written(tmp_path / "two", "one\ntwo\n")), "holds 2 keys"),
+        (ServerOptions(api_key_file=file, api_key="another"), "given twice"),
+        (ServerOptions(api_key_file=written(tmp_path / "two", "one\ntwo\n")), "holds 2 keys"),
     ]:
         with pytest.raises(UsageError, match=words):
             client_options(gateway)
@@ -297,8 +303,14 @@ def test_https_from_the_flags_to_the_answer(papers, tmp_path, capsys, monkeypatc
                 port=0,
                 keys=read_keys(keys),
                 public=False,
-                tls=context_of(Https(papers / "cert.pem", papers / "key.pem")),
-                ready=lambda url: tell((url, told(service, url, state=None, keyed=True))),
+                tls=context_of(
+                    HttpsOptions(
+                        https_certificate=papers / "cert.pem", https_key=papers / "key.pem"
+                    )
+                ),
+                ready=lambda url: tell(
+                    (url, describe_service(service, url, state=None, keyed=True))
+                ),
             )
 
     image = tmp_path / "image.png"
@@ -382,8 +394,8 @@ def test_certificates_that_cannot_be_used(papers, tmp_path):
             client_context(authority)
     with pytest.raises(UsageError, match="An authority says nothing about http:"):
         SwarmClient(URL, authority=papers / "ca.pem")
-    assert context_of(Https()) is None
-    for half in (Https(https_key=key), Https(https_certificate=certificate)):
+    assert context_of(HttpsOptions()) is None
+    for half in (HttpsOptions(https_key=key), HttpsOptions(https_certificate=certificate)):
         with pytest.raises(UsageError, match="a certificate and its key"):
             context_of(half)
 

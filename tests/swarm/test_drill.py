@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from common import FAMILIES
-from layershuffle.cli.swarm.drill import Options, _drill
+from layershuffle.cli.swarm.drill import DrillCommand
 from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.swarm.calibration import Calibration, Row
 from layershuffle.swarm.drill import (
@@ -248,7 +248,7 @@ def drilled(monkeypatch, operator, ask, plan=PLAN, **options):
     monkeypatch.setattr("layershuffle.swarm.asking.asker", lambda *_, **__: ask)
     monkeypatch.setattr("layershuffle.swarm.client.AsyncSwarmClient", Client)
     plan = plan.model_copy(update={"model": "timm:vit_tiny_patch16_224"})
-    return _drill(plan, operator, Options(kinds=("crash", "freeze"), **options))
+    return DrillCommand(kinds=("crash", "freeze"), **options).drill(plan, operator)
 
 
 async def answered(number):

@@ -1,17 +1,15 @@
-"""The simulation against closed forms, and against the real router on a clock that only jumps."""
+"""The simulation against closed forms, and against real hosts."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-import selectors
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 import pytest
-import simpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,10 +20,8 @@ from layershuffle.swarm.bundle import make_bundle
 from layershuffle.swarm.coordinator import Coordinator
 from layershuffle.swarm.drill import Reply, run_drill
 from layershuffle.swarm.faults import KINDS, Fault, crashes
-from layershuffle.swarm.health import Health, Known
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.local import LocalHosts, LocalTransport
-from layershuffle.swarm.messages import Answer, HostGone
 from layershuffle.swarm.plan import HostPlan, SwarmPlan, even_plan
 from layershuffle.swarm.planning import HostsFile, HostSpec, ModelFacts, plan
 from layershuffle.swarm.planning.hosts import hosts_of
@@ -41,9 +37,8 @@ from layershuffle.swarm.simulation import (
     scaled,
     simulate,
 )
-from layershuffle.swarm.simulation.gateway import Gateway, Walk
-from layershuffle.swarm.simulation.machines import Machine
 from layershuffle.swarm.simulation.outcome import ENDED
+from layershuffle.swarm.simulation.scenario import lives
 from layershuffle.swarm.state import HostView, Swarm
 
 DEPTH = 12
@@ -156,163 +151,7 @@ def test_churn_against_the_binomial():
     assert third == pytest.approx(whole, abs=noise)
 
 
-# --- against the real router ----------------------------------------------------------------------
-
-
-class Jumping(asyncio.SelectorEventLoop):
-    """An event loop whose clock jumps to the next timer instead of waiting for it."""
-
-    def __init__(self):
-        self.now = 0.0
-        loop = self
-
-        class Selector(selectors.SelectSelector):
-            def select(self, timeout=None):
-                assert timeout is not None, "everything waits, and nothing will happen"
-                loop.now += max(0.0, timeout)
-                return super().select(0)
-
-        super().__init__(Selector())
-        self._clock_resolution = 1e-12
-
-    def time(self):
-        return self.now
-
-
-class Wires:
-    """Visits to first-come-first-served hosts of one block each, with links and failures."""
-
-    def __init__(self, times):
-        self.times = times
-        self.free = {name: asyncio.Lock() for name in times}
-        self.dead = {name: asyncio.Event() for name in times}
-        self.open = {name: asyncio.Event() for name in times}
-        for one in self.open.values():
-            one.set()
-
-    async def visit(self, visit, packet):
-        work = asyncio.ensure_future(self._through(visit, packet))
-        death = asyncio.ensure_future(self.dead[visit.host].wait())
-        try:
-            await asyncio.wait({work, death}, return_when=asyncio.FIRST_COMPLETED)
-            if self.dead[visit.host].is_set():
-                raise HostGone("dead")
-            return work.result()
-        finally:
-            work.cancel()
-            death.cancel()
-
-    async def _through(self, visit, packet):
-        name, loop = visit.host, asyncio.get_running_loop()
-        times = self.times[name]
-        await asyncio.sleep(times.link_ms / 2000)
-        await self.open[name].wait()
-        arrived = loop.time()
-        async with self.free[name]:
-            begun = loop.time()
-            await asyncio.sleep(times.block_ms / 1000)
-        await self.open[name].wait()
-        queue = (begun - arrived) * 1000
-        await asyncio.sleep(times.link_ms / 2000)
-        return Answer(packet, times.block_ms, queue)
-
-
-HOSTS = {
-    "a": (0, HostTimes(block_ms=7.13, link_ms=3.31)),
-    "b": (0, HostTimes(block_ms=9.37, link_ms=2.77)),
-    "c": (1, HostTimes(block_ms=11.71, link_ms=4.19)),
-    "d": (1, HostTimes(block_ms=6.91, link_ms=5.03)),
-    "e": (2, HostTimes(block_ms=8.59, link_ms=1.97)),
-    "f": (3, HostTimes(block_ms=5.23, link_ms=6.11)),
-    "g": (3, HostTimes(block_ms=87.3, link_ms=6.11)),
-}
-STARTS = [0.0037 + 0.0113 * i * (1 + 0.37 * (i % 3)) for i in range(60)]
-EVENTS = [(0.1507, "d", "hush"), (0.2011, "a", "die"), (0.8017, "d", "mend"), (0.2513, "f", "hush")]
-ROUTER = Limits(max_batch=1, deadline_ms=600, canary_every_ms=431, probe_ms=91)
-
-
-def real_hops(routing):
-    """(host, blocks, outcome, ms) of every hop of every request, by the real router and health."""
-
-    async def main():
-        loop = asyncio.get_running_loop()
-        wires = Wires({name: times for name, (_, times) in HOSTS.items()})
-        router = Router(wires, depth=4, limits=ROUTER, routing=routing, clock=loop.time)
-        router.swarm = Swarm(HostView(name, frozenset({b})) for name, (b, _) in HOSTS.items())
-        health = Health(router)
-        router.observers.clear()  # no audits
-        start = np.ones((1, 2, 2), dtype=np.float32)
-        for name, (block, _) in HOSTS.items():
-            health.expect(name, {block: Known(start, start, "x")})
-        asking = asyncio.ensure_future(health.run())
-
-        async def happen(at, name, kind):
-            await asyncio.sleep(at)
-            {"hush": wires.open[name].clear, "mend": wires.open[name].set,
-             "die": wires.dead[name].set}[kind]()  # fmt: skip
-
-        async def request(at):
-            await asyncio.sleep(at)
-            now = loop.time()
-            _, route = await router.walk(start, deadline=now + 0.6, min_blocks=3)
-            return route
-
-        routes, *_ = await asyncio.gather(
-            asyncio.gather(*map(request, STARTS)), *(happen(*event) for event in EVENTS)
-        )
-        asking.cancel()
-        await asyncio.gather(asking, return_exceptions=True)
-        return [(route.hops, route.ending, route.ms) for route in routes]
-
-    with asyncio.Runner(loop_factory=Jumping) as runner:
-        return runner.run(main())
-
-
-def simulated_hops(routing):
-    """The same by the simulation."""
-    env = simpy.Environment()
-    profile = Profile(notice_ms=0)
-    machines = {n: Machine(env, times, profile, ROUTER) for n, (_, times) in HOSTS.items()}
-    swarm = Swarm(HostView(name, frozenset({b})) for name, (b, _) in HOSTS.items())
-    gateway = Gateway(env, machines, swarm=swarm, depth=4, limits=ROUTER, routing=routing)
-    for name in machines:
-        gateway.watch(name, 0.0)
-    walks = []
-
-    def request(number, at):
-        yield env.timeout(at)
-        walk = Walk(Progress(4, env.now + 0.6, 3, seed=number), env.now)
-        walks.append((number, walk))
-        yield from gateway.walk(walk)
-
-    def happen(at, name, kind):
-        yield env.timeout(at)
-        getattr(machines[name], kind)()
-
-    for event in EVENTS:
-        env.process(happen(*event))
-    done = [env.process(request(number, at)) for number, at in enumerate(STARTS)]
-    env.run(until=env.all_of(done))
-    return [(walk.hops, walk.ending, walk.ms) for _, walk in sorted(walks, key=lambda w: w[0])]
-
-
-@pytest.mark.parametrize("routing", ROUTINGS)
-def test_every_hop_is_the_real_routers(routing):
-    """60 requests over 7 hosts of which one is slow, one dies, one falls silent, one comes back."""
-    real, simulated = real_hops(routing), simulated_hops(routing)
-    outcomes = Counter(hop.outcome for hops, *_ in real for hop in hops)
-    assert outcomes["lost"]
-    assert outcomes["late"] or routing == "sequential"  # the dead host stops that one before
-    assert len({ending for _, ending, _ in real}) > 1
-    for one, other in zip(real, simulated, strict=True):
-        assert [(h.host, h.blocks, h.outcome) for h in one[0]] == [
-            (h.host, h.blocks, h.outcome) for h in other[0]
-        ]
-        assert one[1] == other[1]
-        for field in ("ms", "compute_ms", "queue_ms"):
-            ours, theirs = ([getattr(h, field) for h in hops] for hops in (one[0], other[0]))
-            np.testing.assert_allclose(ours, theirs, atol=1e-6)
-        assert one[2] == pytest.approx(other[2], abs=1e-6)
+# --- against real hosts ---------------------------------------------------------------------------
 
 
 PICO = SwarmPlan(
@@ -322,18 +161,14 @@ PICO = SwarmPlan(
         "e": HostPlan(blocks=(0,)),
         "f": HostPlan(blocks=(3,)),
     },
-    # On a busy machine any of the real hosts may be slow for a while: that is to have no effect.
+    # However busy the machine is, no real host is given up as late: only deaths count.
     limits=Limits(
-        suspect_ms=50,
-        suspect_max_ms=50,
-        hop_floor_ms=900,
-        probe_ms=1500,
-        deadline_ms=3000,
+        hop_floor_ms=25_000, hop_cap_ms=25_000, probe_ms=25_000, deadline_ms=30_000,
         slow_margin_ms=1e6,
     ),
-)
-PICO_FAULTS = (Fault(30, "a", "crash"), Fault(60, "b", "freeze"), Fault(120, "b", "rejoin"))
-PICO_REQUESTS, CLIENTS, THINK_MS = 180, 3, 30.0
+)  # fmt: skip
+PICO_FAULTS = (Fault(30, "a", "crash"), Fault(60, "b", "crash"), Fault(90, "d", "crash"))
+PICO_REQUESTS, CLIENTS = 120, 3
 
 
 def real_ends(routing):
@@ -349,7 +184,6 @@ def real_ends(routing):
         async def ask(_):
             deadline = router.clock() + PICO.limits.deadline_ms / 1000
             _, route = await router.walk(bundle.canary.state, deadline=deadline)
-            await asyncio.sleep(THINK_MS / 1000)
             failed = route.ending == "lost" or not route.order
             ended = "failed" if failed else "degraded" if route.degraded else "answered"
             return Reply(ended, False, len(route.order), route.ms)
@@ -367,32 +201,33 @@ def real_ends(routing):
     return asyncio.run(main())
 
 
-def simulated_ends(routing):
-    return simulate(
+@pytest.mark.alone
+@pytest.mark.parametrize(
+    ("routing", "wanted"),
+    [
+        ("order-free", {"answered": 60, "degraded": 60}),
+        ("sequential", {"answered": 30, "failed": 90}),
+        ("replicated-sequential", {"answered": 60, "failed": 60}),
+    ],
+)
+def test_requests_end_as_on_real_hosts(routing, wanted):
+    """Deaths only, whatever the load of this machine; late hosts: benchmarks/swarm_validation.py.
+
+    Requests that are under way at a death may end either way, at most one of every client.
+    """
+    simulated = simulate(
         PICO,
         profile=Profile(every=HostTimes(block_ms=1, link_ms=2), notice_ms=0),
         requests=PICO_REQUESTS,
-        arrivals=Arrivals(clients=CLIENTS, think_ms=THINK_MS),
+        arrivals=Arrivals(clients=CLIENTS),
         faults=PICO_FAULTS,
         routing=routing,
     )
-
-
-@pytest.mark.alone
-@pytest.mark.parametrize("routing", ["order-free", "sequential"])
-def test_shares_are_those_of_a_real_swarm_within_five_points(routing):
-    """Best of three: when the machine stalls for a while, real hosts are late and miss blocks.
-
-    On processes, over Ray and without a second try: benchmarks/swarm_validation.py.
-    """
-    simulated = simulated_ends(routing)
-    for last in (False, False, True):
-        real = real_ends(routing)
-        far = {end: (simulated.share(end), real.share(end)) for end in ENDED}
-        if all(abs(one - other) <= 5 for one, other in far.values()):
-            break
-        assert not last, far
-    assert real.share("answered") < 80
+    real = real_ends(routing)
+    for end in ENDED:
+        count = wanted.get(end, 0)
+        assert simulated.ended[end] == pytest.approx(count, abs=CLIENTS)
+        assert real.share(end) * PICO_REQUESTS / 100 == pytest.approx(count, abs=CLIENTS)
 
 
 # --- failures -------------------------------------------------------------------------------------
@@ -427,7 +262,7 @@ def test_every_request_ends_once(seed, routing, hosts, replicas, churned, rate, 
     assert outcome.ms[-1] <= 400 + 1e-6
     assert all(1 <= blocks <= DEPTH for blocks in outcome.blocks)
     if routing != "order-free":
-        assert outcome.ended["degraded"] <= outcome.requests - outcome.ended["answered"]
+        assert outcome.blocks.keys() <= {DEPTH}
 
 
 def test_the_same_seed_gives_the_same():
@@ -440,30 +275,16 @@ def test_the_same_seed_gives_the_same():
     assert first.ms != other.ms
 
 
-def test_churn_and_arrivals_do_not_depend_on_the_routing():
-    one, other = (lives_of(routing) for routing in ("order-free", "sequential"))
-    assert one == other
-
-
-def lives_of(routing):
-    """When which host died or came back, up to a common time."""
-    seen = []
-    real = Machine.die
-
-    class Watched(Machine):
-        pass
-
-    def die(self):
-        seen.append((round(self.env.now, 9), self.times))
-        real(self)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Machine, "die", die)
-        run(
-            spread(), churn=Churn(up_s=1, down_s=1), arrivals=Arrivals(rate=20), routing=routing,
-            requests=60,
-        )  # fmt: skip
-    return [one for one in seen if one[0] < 2.5]
+def test_lives_are_exponential_and_steady_from_the_start():
+    churn = Churn(up_s=2, down_s=1)
+    up, stays = lives(churn, 400, seed=4)
+    assert np.mean(up) == pytest.approx(churn.availability, abs=4 * math.sqrt(2 / 9 / 400))
+    times = np.array([[next(one) for _ in range(51)] for one in stays])
+    for there, mean in ((True, 2), (False, 1)):
+        first = times[np.array(up) == there, 0]
+        assert first.mean() == pytest.approx(mean, rel=4 / math.sqrt(len(first)))
+        after = times[np.array(up) != there, 1::2]  # they have changed sides once
+        assert after.mean() == pytest.approx(mean, rel=4 / math.sqrt(after.size))
 
 
 def test_a_frozen_host_is_quarantined_and_comes_back():
@@ -494,6 +315,21 @@ def test_a_lying_host_is_shut_out_by_its_canary():
     assert outcome.right < 85
     blind = run(spread(6), requests=300, faults=[Fault(100, "host-4", "wrong")])
     assert blind.false >= 190
+
+
+def test_audits_find_a_lying_host_before_its_canary_does():
+    """Canaries every 4 s, requests for 4 s from the lie on; audits of half of the visits."""
+    false = {
+        share: run(
+            spread(6, limits=Limits(canary_every_ms=4000, audit_share=share), replicas=3),
+            requests=800,
+            faults=[Fault(400, "host-4", "wrong")],
+            arrivals=Arrivals(rate=100),
+            seed=5,
+        ).false
+        for share in (0.0, 0.5)
+    }
+    assert 0 < false[0.5] <= 30 < false[0.0]
 
 
 def test_a_slow_host_is_left_out_once_it_is_known():

@@ -1,8 +1,8 @@
-"""What the blocks learnt: one file per question, every answer a table, a figure and a paragraph.
+"""What the blocks learnt: one file per question, answered by tables, figures and one finding.
 
-`ANALYSES` lists them. Each module offers `measure(subject) -> Measured`, `paragraph(facts) -> str`
-and `figures(tables) -> {file: Figure}`; figures are drawn from the tables alone, words from the
-numbers alone.
+`ANALYSES` lists them. Each module offers `measure(subject) -> Measured`, `finding(facts) -> str`
+and `figures(tables) -> {file: Figure}`; figures are drawn from the tables alone, the sentence from
+the numbers alone.
 """
 
 from __future__ import annotations
@@ -10,18 +10,26 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
+from layershuffle.analysis.results import (
+    SCHEMA,
+    SUMMARY,
+    check_replaceable,
+    read_analysis,
+    table_from,
+    table_text,
+)
 from layershuffle.analysis.settings import AnalysisSettings
 from layershuffle.errors import UsageError
+from layershuffle.text import did_you_mean
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from layershuffle.analysis.results import Facts, Measured, Result, Tables
+    from layershuffle.analysis.results import Facts, Measured, Tables
     from layershuffle.analysis.subject import Subject
 
 __all__ = ["ANALYSES", "AnalysisSettings", "draw", "find_analysis", "read_analysis", "run_analysis"]
@@ -30,7 +38,7 @@ __all__ = ["ANALYSES", "AnalysisSettings", "draw", "find_analysis", "read_analys
 class _Module(Protocol):
     def measure(self, subject: Subject) -> Measured: ...
 
-    def paragraph(self, facts: Facts) -> str: ...
+    def finding(self, facts: Facts) -> str: ...
 
     def figures(self, tables: Tables) -> dict[str, Figure]: ...
 
@@ -45,6 +53,7 @@ class Analysis:
 
     def load(self) -> _Module:
         """The module."""
+        # Imported when asked for: `analyze --list` must not wait for torch and UMAP.
         return cast(_Module, import_module(f"layershuffle.analysis.{self.module}"))
 
 
@@ -90,11 +99,8 @@ ANALYSES = {
 def find_analysis(name: str) -> Analysis:
     """The analysis of that name; raises `UsageError` with the nearest one."""
     if name not in ANALYSES:
-        near = get_close_matches(name, ANALYSES, n=1)
-        raise UsageError(
-            f"There is no analysis {name!r}",
-            hint=f"did you mean {near[0]!r}?" if near else f"one of {', '.join(ANALYSES)}",
-        )
+        hint = did_you_mean(name, ANALYSES, otherwise=f"one of {', '.join(ANALYSES)}")
+        raise UsageError(f"There is no analysis {name!r}", hint=hint)
     return ANALYSES[name]
 
 
@@ -110,49 +116,28 @@ def run_analysis(
     """Answer one question about one model into `out`, which is whole or absent at any moment.
 
     Written: CSV tables, SVG figures, and summary.json (schema, name, title, paragraph, files,
-    settings, facts). `progress` hears what is done, in words. Raises `DoesNotApply` where the model
-    has nothing to say on it (a `UsageError`), and as `load` and `open_data` do.
+    settings, facts). `progress` is called with a sentence at every stage. Raises `DoesNotApply` (a
+    `UsageError`) for a model that the question does not apply to, and as `load` and `open_data` do.
     """
-    from layershuffle.analysis.results import check_replaceable
     from layershuffle.analysis.subject import open_subject
+    from layershuffle.files import staged_directory
 
     analysis = find_analysis(name)
     check_replaceable(out)
     subject = open_subject(
         model_spec, data_spec, settings=settings, progress=progress or (lambda _: None)
     )
-    measured = analysis.load().measure(subject)
-    _write(name, measured, settings=settings, out=out)
-
-
-def read_analysis(out: Path) -> Result:
-    """The analysis in that directory: numbers, words and tables. Raises `UsageError` if none is."""
-    from layershuffle.analysis.results import read_analysis as read
-
-    return read(out)
-
-
-def draw(name: str, tables: Tables) -> dict[str, bytes]:
-    """The figures of an analysis from its tables alone: file name -> SVG."""
-    from layershuffle.plotting import figure_bytes
-
-    figures = find_analysis(name).load().figures(tables)
-    return {f"{stem}.svg": figure_bytes(figure, "svg") for stem, figure in figures.items()}
-
-
-def _write(name: str, measured: Measured, *, settings: AnalysisSettings, out: Path) -> None:
-    from layershuffle.analysis.results import SCHEMA, SUMMARY, table_from, table_text
-    from layershuffle.files import staged_directory
-
-    analysis = ANALYSES[name]
+    module = analysis.load()
+    # Everything is made before anything is written: an older answer stays if this one fails.
+    measured = module.measure(subject)
     texts = {f"{stem}.csv": table_text(table) for stem, table in measured.tables.items()}
     # Drawn from what is written, so that a redrawn figure is the same file.
     pictures = draw(name, {file[:-4]: table_from(text) for file, text in texts.items()})
-    summary: dict[str, Any] = {
+    summary = {
         "schema": SCHEMA,
         "name": name,
         "title": analysis.title,
-        "paragraph": analysis.load().paragraph(measured.facts),
+        "paragraph": module.finding(measured.facts),  # named as in older files
         "files": sorted([*texts, *pictures]),
         "settings": settings.model_dump(mode="json"),
         "facts": measured.facts,
@@ -164,3 +149,11 @@ def _write(name: str, measured: Measured, *, settings: AnalysisSettings, out: Pa
             (stage / file).write_bytes(picture)
         text = json.dumps(summary, indent=2, allow_nan=False) + "\n"
         (stage / SUMMARY).write_text(text, encoding="utf-8")
+
+
+def draw(name: str, tables: Tables) -> dict[str, bytes]:
+    """The figures of an analysis from its tables alone: file name -> SVG."""
+    from layershuffle.plotting import figure_bytes
+
+    figures = find_analysis(name).load().figures(tables)
+    return {f"{stem}.svg": figure_bytes(figure, "svg") for stem, figure in figures.items()}

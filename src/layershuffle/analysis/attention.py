@@ -20,14 +20,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from layershuffle.analysis.cells import Cells, cell_table, cells_of, draw_maps
-from layershuffle.analysis.results import Facts, Measured, Table, Tables
+from layershuffle.analysis.position_table import PositionMeans, draw_maps, grid, position_table
+from layershuffle.analysis.results import Facts, Measured
 from layershuffle.analysis.subject import DoesNotApply, Subject
 from layershuffle.hooks import Step
 from layershuffle.plotting import INK, RULE, new_figure, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from pandas import DataFrame
+
+    from layershuffle.analysis.results import Tables
 
 # Arguments of scaled_dot_product_attention that may come without their names.
 _SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -43,7 +46,7 @@ class Attention:
 
 
 class AttentionWatch(TorchFunctionMode):
-    """Sees the attention of every block. A part of the stack, and a mode to be entered.
+    """Records the attention of every block: a block hook, and a mode that calls are made in.
 
     `seen` holds the attentions since it was last emptied; `grid` (rows, columns) is the shape of
     the last convolution before the blocks: the patches.
@@ -72,24 +75,28 @@ class AttentionWatch(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._step is None:
             out = func(*args, **kwargs)
+            # Outside the blocks: the patch embedding is the last convolution before them.
             if func is F.conv2d:
                 self.grid = (out.shape[-2], out.shape[-1])
             return out
+        # timm, transformers and torchvision all end in one of these two functions.
         if func is F.scaled_dot_product_attention:
             given = {**dict(zip(_SDPA, args, strict=False)), **kwargs}
             self.seen.append(Attention(self._step, _weights(given)))
         elif func is F.multi_head_attention_forward:
-            # torch's own layer calls its kernel in here, where no mode looks; asked, it tells.
+            # torch's own layer calls its kernel inside this function, where no mode looks. It
+            # returns the weights if it is asked to.
             kwargs = {**kwargs, "need_weights": True, "average_attn_weights": False}
             out, weights = func(*args, **kwargs)
             self.seen.append(Attention(self._step, cast(Tensor, weights)))
-            return out, None  # as the layer, which did not ask, is used to
+            return out, None  # the layer did not ask for weights and expects none
         return func(*args, **kwargs)
 
 
 def _weights(given: dict[str, Any]) -> Tensor:
     """Attention weights from the arguments of `scaled_dot_product_attention`."""
     query, key, mask = given["query"], given["key"], given.get("attn_mask")
+    # Causal masks belong to text; heads that share keys would need them repeated first.
     if given.get("is_causal") or given.get("enable_gqa"):
         raise DoesNotApply("The model's attention is causal or grouped, not that of an image model")
     scale = given.get("scale")
@@ -112,10 +119,12 @@ def patch_distances(grid: tuple[int, int]) -> Tensor:
 def distances(weights: Tensor, grid: tuple[int, int]) -> Tensor:
     """Mean attention distance `[batch, heads, patches]` in patches; the patches come last."""
     patches = grid[0] * grid[1]
+    # Prefix tokens have no place in the image; the rest of a row is divided by its own sum.
     between = weights[..., -patches:, -patches:]
     apart = patch_distances(grid).to(weights)
-    total: Tensor = (between * apart).sum(-1) / between.sum(-1).clamp_min(1e-30)
-    return total
+    # A patch that looks at prefix tokens alone has no distance; 0 / 0 must not become NaN.
+    mean: Tensor = (between * apart).sum(-1) / between.sum(-1).clamp_min(1e-30)
+    return mean
 
 
 def entropies(weights: Tensor) -> Tensor:
@@ -127,44 +136,44 @@ def entropies(weights: Tensor) -> Tensor:
 def measure(subject: Subject) -> Measured:
     """attention.csv: block, position, distance (patches), entropy (nats), even (share of ln T)."""
     watch, depth = AttentionWatch(), subject.depth
-    cells = {name: Cells(depth) for name in ("distance", "entropy", "even")}
+    means = {name: PositionMeans(depth) for name in ("distance", "entropy", "even")}
     images = orders = tokens = 0
     for batch in subject.batches():
         images, orders = images + len(batch.images), orders + len(batch.orders)
         for order in batch.orders:
+            # Weights are batch x heads x tokens^2 per block: only one forward's are ever alive.
             watch.seen.clear()
             with watch:
                 subject.run(batch.images, order, watch)
-            tokens = _add(cells, watch)
-    table = cell_table({name: cell.mean() for name, cell in cells.items()})
+            if not watch.seen:
+                raise DoesNotApply(
+                    "No block of this model computes attention between tokens by "
+                    "scaled_dot_product_attention, so there is none to look at"
+                )
+            for attention in watch.seen:
+                tokens = _add(means, attention, watch.grid)
+    table = position_table({name: mean.mean() for name, mean in means.items()})
     facts = _facts(table, tokens, watch.grid or (1, 1))
     return Measured(
         tables={"attention": table}, facts={"images": images, "orders": orders, **facts}
     )
 
 
-def _add(cells: dict[str, Cells], watch: AttentionWatch) -> int:
-    """Add one forward up; the number of tokens."""
-    if not watch.seen:
-        raise DoesNotApply(
-            "No block of this model computes attention between tokens by "
-            "scaled_dot_product_attention, so there is none to look at"
-        )
-    for one in watch.seen:
-        grid, tokens = _check_square(one.weights, watch.grid), one.weights.shape[-1]
-        entropy = entropies(one.weights)
-        values = {
-            "distance": distances(one.weights, grid),
-            "entropy": entropy,
-            "even": entropy / math.log(tokens),
-        }
-        for name, value in values.items():
-            cells[name].add(
-                one.step.block,
-                one.step.position,
-                total=float(value.double().sum()),
-                count=value.numel(),
-            )
+def _add(
+    means: dict[str, PositionMeans], attention: Attention, grid: tuple[int, int] | None
+) -> int:
+    """Add the attention of one block's turn; the number of tokens."""
+    weights, step = attention.weights, attention.step
+    grid, tokens = _check_square(weights, grid), weights.shape[-1]
+    entropy = entropies(weights)
+    values = {
+        "distance": distances(weights, grid),
+        "entropy": entropy,
+        "even": entropy / math.log(tokens),
+    }
+    for name, value in values.items():
+        total = float(value.double().sum())
+        means[name].add(step.block, step.position, total=total, count=value.numel())
     return tokens
 
 
@@ -178,11 +187,11 @@ def _check_square(weights: Tensor, grid: tuple[int, int] | None) -> tuple[int, i
     return grid
 
 
-def _facts(table: Table, tokens: int, grid: tuple[int, int]) -> Facts:
-    distance, even = cells_of(table, "distance"), cells_of(table, "even")
+def _facts(table: DataFrame, tokens: int, patches: tuple[int, int]) -> Facts:
+    distance, even = grid(table, "distance"), grid(table, "even")
     return {
         "tokens": tokens,
-        "even_distance": float(patch_distances(grid).mean()),
+        "even_distance": float(patch_distances(patches).mean()),
         "distance_by_position": [float(v) for v in distance.mean(0)],
         "even_by_position": [float(v) for v in even.mean(0)],
         "spread_over_blocks": float(distance.mean(1).std()),
@@ -191,27 +200,20 @@ def _facts(table: Table, tokens: int, grid: tuple[int, int]) -> Facts:
     }
 
 
-def paragraph(facts: Facts) -> str:
-    """What the numbers say, in sentences."""
+def finding(facts: Facts) -> str:
+    """The main numbers in a sentence."""
     far, even = facts["distance_by_position"], facts["even_by_position"]
-    blocks, positions = facts["spread_over_blocks"], facts["spread_over_positions"]
-    more, less = ("block", "position") if blocks > positions else ("position", "block")
     return (
-        f"Over {facts['images']} images and {facts['orders']} orders, tokens look "
-        f"{far[0]:.2f} patches away at the first position and {far[-1]:.2f} at the last; attention "
-        f"spread evenly would be {facts['even_distance']:.2f}. "
-        f"Entropy goes from {even[0]:.0%} to {even[-1]:.0%} of what even attention over "
-        f"{facts['tokens']} tokens has; the sharpest pair of block and position has "
-        f"{facts['sharpest']:.0%}. "
-        f"How far a token looks depends more on the {more} than on the {less}: the deviation is "
-        f"{blocks:.3f} patches between blocks and {positions:.3f} between positions."
+        f"Tokens look {far[0]:.2f} patches away at the first position and {far[-1]:.2f} at the "
+        f"last ({facts['even_distance']:.2f} with even attention), with {even[0]:.0%} and "
+        f"{even[-1]:.0%} of the largest possible entropy."
     )
 
 
 def figures(tables: Tables) -> dict[str, Figure]:
     """attention.svg: maps of distance and entropy; attention-positions.svg: both by position."""
     table = tables["attention"]
-    distance, entropy = cells_of(table, "distance"), cells_of(table, "entropy")
+    distance, entropy = grid(table, "distance"), grid(table, "entropy")
     maps = [
         ("attention distance", "patches", distance),
         ("attention entropy", "nats", entropy),
@@ -219,6 +221,7 @@ def figures(tables: Tables) -> dict[str, Figure]:
     lines = new_figure(9.2, 3.6)
     for axes, (title, unit, values) in zip(lines.subplots(1, 2), maps, strict=True):
         positions = range(len(values))
+        # The band is the range over blocks, which a mean alone would hide.
         axes.fill_between(positions, values.min(0), values.max(0), color=RULE, lw=0)
         axes.plot(positions, values.mean(0), color=INK, marker="o", markersize=4)
         style_axes(axes, f"{title}: mean over blocks, and their range")

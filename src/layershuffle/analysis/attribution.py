@@ -19,8 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from layershuffle.analysis.cells import Cells, cell_table, cells_of, draw_maps, home_effect
-from layershuffle.analysis.results import Facts, Measured, Table, Tables, spread
+from layershuffle.analysis.position_table import (
+    PositionMeans,
+    draw_maps,
+    grid,
+    home_effect,
+    position_table,
+)
+from layershuffle.analysis.results import Facts, Measured
 from layershuffle.analysis.subject import DoesNotApply, Subject
 from layershuffle.hooks import Step
 from layershuffle.orders import ExecutionOrder
@@ -29,11 +35,13 @@ from layershuffle.stack import running, walking, with_hooks
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from layershuffle.analysis.results import Tables
+
 _TOLERANCE = 1e-3  # of the centred logit, relative to the largest of the batch
 
 
 class _FrozenScale(TorchFunctionMode):
-    """Computes norms with their scale held fixed: that of this call, or that of an earlier pass."""
+    """Computes norms with a fixed scale: that of this call, or that of an earlier pass."""
 
     def __init__(self, scales: Iterable[Tensor] = ()) -> None:
         super().__init__()
@@ -62,9 +70,11 @@ class _FrozenScale(TorchFunctionMode):
     ) -> Tensor:
         dims = tuple(range(-len(normalized_shape), 0))
         out = input - input.mean(dims, keepdim=True) if centred else input
+        # The default of F.rms_norm, which takes None.
         floor = torch.finfo(input.dtype).eps if eps is None else eps
         scale = torch.rsqrt(out.square().mean(dims, keepdim=True) + floor).detach()
         self.scales.append(scale)
+        # The replay runs the same norms in the same order, so scales pair up by counting.
         out = out * next(self._given, scale)
         out = out if weight is None else out * weight
         return out if bias is None else out + bias
@@ -85,7 +95,7 @@ class Split:
 
 @dataclass
 class _Updates:
-    """The state before the first block, and what every block added. A part of the stack."""
+    """A block hook that records the state before the first block and behind every block."""
 
     states: list[Tensor] = field(default_factory=list)
 
@@ -111,6 +121,8 @@ def split_logits(
     updates = _Updates()
     with torch.no_grad(), running(subject.model, order), with_hooks(subject.model, updates):
         logit = _centred(subject.logits(images), labels)
+    # With the scale of the final norm held fixed, what follows the blocks is affine in their last
+    # state: its slope there projects every update, its value at zero is the constant.
     last = updates.states[-1].detach().requires_grad_(True)
     with torch.enable_grad():
         frozen = _FrozenScale()
@@ -135,6 +147,8 @@ def _head(
     subject: Subject, images: Tensor, labels: Tensor, state: Tensor, *, mode: _FrozenScale
 ) -> Tensor:
     """Centred logits `[batch]` when the blocks leave `state` behind."""
+    # The host's own forward, with the blocks replaced by their final state: pooling, norm and head
+    # are then whatever this host has.
     with walking(subject.model, lambda _call, _initial: state), mode:
         return _centred(subject.logits(images), labels)
 
@@ -144,6 +158,7 @@ def _centred(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _check_sum(split: Split) -> None:
+    # Relative to the largest part: large parts that cancel leave rounding errors of their own size.
     total = torch.stack([split.stem, split.constant, *split.blocks]).sum(0)
     error = float((total - split.logit).abs().max())
     largest = max(float(part.abs().max()) for part in (split.logit, split.stem, *split.blocks))
@@ -157,60 +172,44 @@ def _check_sum(split: Split) -> None:
 def measure(subject: Subject) -> Measured:
     """attribution.csv: block, position, contribution (to the centred logit of the right class)."""
     subject.require_classes()
-    cells, images, orders = Cells(subject.depth), 0, 0
+    means, images, orders, runs = PositionMeans(subject.depth), 0, 0, 0
     sums = {"logit": 0.0, "stem": 0.0, "constant": 0.0}
-    runs = 0
     for batch in subject.batches():
         images, orders = images + len(batch.images), orders + len(batch.orders)
         for order in batch.orders:
+            # The labels choose the logit that is split: each image has its own right class.
             split = split_logits(subject, batch.images, labels=batch.labels, order=order)
             for position, (block, part) in enumerate(zip(order, split.blocks, strict=True)):
-                cells.add(block, position, total=float(part.double().sum()), count=len(part))
+                means.add(block, position, total=float(part.double().sum()), count=len(part))
             for name in sums:
                 sums[name] += float(getattr(split, name).double().sum())
             runs += len(batch.images)
-    table = cell_table({"contribution": cells.mean()})
-    means = {name: total / runs for name, total in sums.items()}
-    return Measured(
-        tables={"attribution": table},
-        facts={"images": images, "orders": orders, **means, **_facts(table)},
-    )
-
-
-def _facts(table: Table) -> Facts:
-    values = cells_of(table, "contribution")
-    return {
+    values = means.mean()
+    facts = {
+        "images": images,
+        "orders": orders,
+        **{name: total / runs for name, total in sums.items()},
         "by_position": [float(v) for v in values.mean(0)],
         "by_block": [float(v) for v in values.mean(1)],
         **asdict(home_effect(values)),
         "negative_cells": int((values < 0).sum()),
         "cells": values.size,
     }
+    return Measured(tables={"attribution": position_table({"contribution": values})}, facts=facts)
 
 
-def paragraph(facts: Facts) -> str:
-    """What the numbers say, in sentences."""
-    positions, blocks = facts["by_position"], facts["by_block"]
-    depth = len(positions)
-    top = max(range(depth), key=positions.__getitem__)
-    late = sum(positions[-(-depth // 2) :])
+def finding(facts: Facts) -> str:
+    """The main numbers in a sentence."""
     return (
-        f"Over {facts['images']} images and {facts['orders']} orders the logit of the right class "
-        f"stands {facts['logit']:.2f} above the mean of all classes: {facts['stem']:+z.2f} from "
-        f"the stem, {facts['constant']:+z.2f} from the biases, and {sum(positions):+z.2f} from the "
-        f"blocks, of which {late:+z.2f} at the later half of the positions. "
-        f"A block adds most at position {top} ({positions[top]:+z.2f} on average); between blocks "
-        f"the means run from {spread(blocks)}. "
-        f"At its home position a block adds {facts['home']:.2f}, elsewhere "
-        f"{facts['elsewhere']:.2f}; {facts['excess']:+z.2f} of that difference is left when "
-        f"blocks and positions are accounted for. "
-        f"{facts['negative_cells']} of {facts['cells']} pairs of block and position speak against "
-        f"the right class on average."
+        f"Of the {facts['logit']:.2f} by which the right logit exceeds the mean of all classes, "
+        f"{sum(facts['by_position']):+z.2f} come from the blocks; a block adds {facts['home']:.2f} "
+        f"at its home position and {facts['elsewhere']:.2f} elsewhere ({facts['excess']:+z.2f} of "
+        "the difference is left when blocks and positions are accounted for)."
     )
 
 
 def figures(tables: Tables) -> dict[str, Figure]:
     """attribution.svg: contribution per block and position."""
-    values = cells_of(tables["attribution"], "contribution")
+    values = grid(tables["attribution"], "contribution")
     title = "contribution to the right class"
     return {"attribution": draw_maps([(title, "logit (centred)", values)])}

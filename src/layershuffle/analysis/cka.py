@@ -15,32 +15,36 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from pandas import DataFrame
 from torch import Tensor
 
-from layershuffle.analysis.cells import Floats, cells_of, draw_maps
 from layershuffle.analysis.features import FeatureWatch
-from layershuffle.analysis.results import Facts, Measured, Table, Tables
-from layershuffle.analysis.squares import balanced_orders
+from layershuffle.analysis.latin_squares import balanced_orders
+from layershuffle.analysis.position_table import Floats, draw_maps, grid
+from layershuffle.analysis.results import Facts, Measured
 from layershuffle.analysis.subject import Subject
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from layershuffle.analysis.results import Tables
 
-def linear_cka(one: Tensor, two: Tensor) -> float:
+
+def linear_cka(first: Tensor, second: Tensor) -> float:
     """CKA with a linear kernel of features `[images, width]` and `[images, other width]`.
 
     |Y'X|^2 / (|X'X| |Y'Y|) for centred X and Y, Frobenius norms; 0 if one of them is constant.
     """
-    x, y = (features.double() - features.double().mean(0) for features in (one, two))
+    x, y = (features.double() - features.double().mean(0) for features in (first, second))
     below = float(torch.linalg.matrix_norm(x.T @ x) * torch.linalg.matrix_norm(y.T @ y))
     return float((y.T @ x).square().sum()) / below if below else 0.0
 
 
-def cka_matrix(one: Tensor, two: Tensor) -> Floats:
+def cka_matrix(first: Tensor, second: Tensor) -> Floats:
     """CKA `[positions, positions]` between features `[positions, images, width]`."""
-    x, y = (features.double() - features.double().mean(1, keepdim=True) for features in (one, two))
+    x, y = (z.double() - z.double().mean(1, keepdim=True) for z in (first, second))
     sizes = [torch.linalg.matrix_norm(z.transpose(1, 2) @ z) for z in (x, y)]
+    # All positions of `second` at a time, not all pairs: a pair is a matrix of width x width.
     cross = torch.stack([(y.transpose(1, 2) @ left).square().sum((1, 2)) for left in x])
     below = sizes[0][:, None] * sizes[1][None, :]
     values: Floats = torch.where(below > 0, cross / below.clamp_min(1e-300), 0.0).numpy()
@@ -50,16 +54,16 @@ def cka_matrix(one: Tensor, two: Tensor) -> Floats:
 def measure(subject: Subject) -> Measured:
     """cka.csv: block, position, other (position), cka, mean of both directions."""
     first, second = _features(subject)  # each [blocks, positions, images, width]
-    rows: list[tuple[int | float, ...]] = []
-    floors = []
+    rows, floors = [], []
     shuffle = np.random.default_rng(subject.settings.seed).permutation(first.shape[2])
-    for block, (one, two) in enumerate(zip(first, second, strict=True)):
+    for block, (ours, others) in enumerate(zip(first, second, strict=True)):
         subject.progress(f"comparing positions, block {block + 1} of {subject.depth}")
-        matrix = cka_matrix(one, two)
+        matrix = cka_matrix(ours, others)
+        # The two squares of orders are equals, so neither direction is the right one.
         matrix = (matrix + matrix.T) / 2
         rows += [(block, p, q, float(value)) for (p, q), value in np.ndenumerate(matrix)]
-        floors.append(linear_cka(one[-1], two[-1][torch.from_numpy(shuffle)]))
-    table = Table(("block", "position", "other", "cka"), tuple(rows))
+        floors.append(linear_cka(ours[-1], others[-1][torch.from_numpy(shuffle)]))
+    table = DataFrame(rows, columns=["block", "position", "other", "cka"])
     images, floor = first.shape[2], float(np.mean(floors))
     return Measured(tables={"cka": table}, facts={"images": images, **_facts(table, floor)})
 
@@ -67,6 +71,7 @@ def measure(subject: Subject) -> Measured:
 def _features(subject: Subject) -> tuple[Tensor, Tensor]:
     """Outputs under two Latin squares of orders, the same for all images."""
     depth, seed = subject.depth, subject.settings.seed
+    # Two squares of their own relabelling, so that their orders are independent.
     orders = balanced_orders(depth, first=0, count=2 * depth, seed=seed)
     chunks: tuple[list[Tensor], list[Tensor]] = ([], [])
     for batch in subject.batches():
@@ -81,8 +86,9 @@ def _features(subject: Subject) -> tuple[Tensor, Tensor]:
     return torch.cat(chunks[0], dim=2), torch.cat(chunks[1], dim=2)
 
 
-def _facts(table: Table, floor: float) -> Facts:
+def _facts(table: DataFrame, floor: float) -> Facts:
     mean = _mean_matrix(table)
+    # Distance 0 is the baseline of all others: the same position, under two orders.
     apart = abs(np.subtract.outer(np.arange(len(mean)), np.arange(len(mean))))
     by_distance = [float(mean[apart == d].mean()) for d in range(len(mean))]
     blocks = [float(_matrix(table, b)[apart > 0].mean()) for b in range(len(mean))]
@@ -99,42 +105,30 @@ def _facts(table: Table, floor: float) -> Facts:
     }
 
 
-def _matrix(table: Table, block: int) -> Floats:
-    return cells_of(table.where(block=block), "cka", row="position", column="other")
+def _matrix(table: DataFrame, block: int) -> Floats:
+    return grid(table[table.block == block], "cka", row="position", column="other")
 
 
-def _mean_matrix(table: Table) -> Floats:
-    matrices = [_matrix(table, block) for block in sorted(set(table.column("block")))]
+def _mean_matrix(table: DataFrame) -> Floats:
+    matrices = [_matrix(table, block) for block in sorted(set(table.block))]
     mean: Floats = np.mean(matrices, axis=0)
     return mean
 
 
-def paragraph(facts: Facts) -> str:
-    """What the numbers say, in sentences."""
-    near, far = facts["by_distance"][1], facts["by_distance"][-1]
-    change = facts["same_position"] - near
-    verdict = (
-        "so the position shapes what a block puts out beyond what the order before it does"
-        if change > 0.02
-        else "so the next position changes a block's outputs no more than another order does"
-    )
+def finding(facts: Facts) -> str:
+    """The main numbers in a sentence."""
     return (
-        f"On {facts['images']} images a block's outputs at one position under two orders have a "
-        f"linear CKA of {facts['same_position']:.2f}, at neighbouring positions {near:.2f}, and at "
-        f"the first and the last position {far:.2f}; unrelated outputs would have "
-        f"{facts['floor']:.2f}. The difference between the same and the next position is "
-        f"{change:+z.3f}, {verdict}. "
-        f"Between the first position and the second it is {facts['first_and_second']:.2f}. "
-        f"Block {facts['least_alike_block']} changes most with its position (mean "
-        f"{facts['least_alike']:.2f} over pairs of positions), block {facts['most_alike_block']} "
-        f"least ({facts['most_alike']:.2f})."
+        f"A block's outputs have a linear CKA of {facts['same_position']:.2f} at one position "
+        f"under two orders, {facts['by_distance'][1]:.2f} at neighbouring positions and "
+        f"{facts['by_distance'][-1]:.2f} at the first and the last ({facts['floor']:.2f} if they "
+        "were unrelated)."
     )
 
 
 def figures(tables: Tables) -> dict[str, Figure]:
     """cka.svg: mean over blocks; cka-blocks.svg: every block."""
     table = tables["cka"]
-    blocks = sorted(set(table.column("block")))
+    blocks = sorted(set(table.block))
     names = {"x": "position", "y": "position under another order", "limits": (0.0, 1.0)}
     mean = [("CKA across positions, mean over blocks", "linear CKA", _mean_matrix(table))]
     pages = [(f"block {block}", "linear CKA", _matrix(table, block)) for block in blocks]

@@ -14,6 +14,7 @@ Token = Literal["class", "mean"]
 
 def pooled(state: Tensor, token: Token) -> Tensor:
     """One vector per image, `[batch, width]`: the first token, or the mean over all tokens."""
+    # To the host at once: the vectors of all images are kept until the last batch.
     return (state[:, 0] if token == "class" else state.mean(dim=1)).float().cpu()
 
 
@@ -27,7 +28,7 @@ class Seen:
 
 @dataclass
 class FeatureWatch:
-    """Keeps pooled outputs of every block, and pooled inputs where asked. A part of the stack.
+    """A block hook that records pooled outputs, and pooled inputs where asked.
 
     Inputs are taken before a position encoding is added, if the model has one. Empty `seen` between
     forwards.
@@ -41,6 +42,7 @@ class FeatureWatch:
     def before(self, state: Tensor, step: Step) -> Tensor:
         """Leaves the input alone."""
         del step
+        # Hooks run in order, and the encoding's comes last: this is what the other blocks left.
         self._input = {"input": pooled(state, self.tokens[0])} if self.inputs else {}
         return state
 

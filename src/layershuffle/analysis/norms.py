@@ -13,10 +13,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 from torch import Tensor, nn
 
-from layershuffle.analysis.cells import Cells, cell_table, cells_of, draw_maps, home_effect, stacked
-from layershuffle.analysis.results import Facts, Measured, Table, Tables
+from layershuffle.analysis.position_table import (
+    PositionMeans,
+    draw_maps,
+    grid,
+    home_effect,
+    position_table,
+)
+from layershuffle.analysis.results import Facts, Measured
 from layershuffle.analysis.subject import DoesNotApply, Subject
 from layershuffle.hooks import Step
 from layershuffle.stack import blocks_of
@@ -24,9 +31,10 @@ from layershuffle.stack import blocks_of
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from layershuffle.analysis.results import Tables
+
+# How host libraries call the module that attends; other children keep their own names.
 _NAMES = {"attn": "attention", "self_attn": "attention", "self_attention": "attention"}
-_SAME = 1.1  # ratios nearer than ten percent are called equal
-_OFF = 2.0  # a branch is called off elsewhere if it is at home more than twice what it is there
 
 
 @dataclass(frozen=True)
@@ -40,10 +48,11 @@ class Branch:
 
 @dataclass
 class BranchWatch:
-    """Splits what every block adds to the stream into its branches. A part of the stack.
+    """Splits what every block adds to the stream into its branches.
 
-    Use it as a context manager: inside, the blocks carry hooks. `branches` are those of the block
-    that ran last. Raises `DoesNotApply` for blocks that are not made of pre-norm branches in a row.
+    Use it as a context manager: inside, the blocks carry hooks of torch. `branches` are those of
+    the block that ran last. Raises `DoesNotApply` for blocks that are not made of pre-norm branches
+    in a row.
     """
 
     model: nn.Module
@@ -77,12 +86,15 @@ class BranchWatch:
         (_, _, start), *calls = self._seen
         norms = [k for k, (_, child, _) in enumerate(calls) if "Norm" in type(child).__name__]
         points = [calls[k][2] for k in norms]
+        # The first norm must be given the block's own input: what ran before it would otherwise
+        # belong to no branch.
         if len(points) < 2 or norms[0] != 0 or points[0] is not start:
             raise _not_in_branches(block)
         ends = [*points[1:], out[0] if isinstance(out, tuple) else out]
         self.branches = []
         for at, stream, end in zip(norms, points, ends, strict=True):
-            # A norm behind a branch, or beside one, is followed by another norm or by nothing.
+            # A norm behind a branch, or beside one, is followed by another norm or by nothing:
+            # the difference between two norms' inputs would then not be one branch.
             if at + 1 == len(calls) or at + 1 in norms or stream is None or end is None:
                 raise _not_in_branches(block)
             name = calls[at + 1][0]
@@ -97,12 +109,14 @@ def _not_in_branches(block: nn.Module) -> DoesNotApply:
 
 
 @dataclass
-class _Sums:
+class _NormMeans:
     """Running means per branch of added norm, stream norm, and their ratio."""
 
     watch: BranchWatch
     depth: int
-    means: dict[str, tuple[Cells, Cells, Cells]] = field(default_factory=dict)
+    means: dict[str, tuple[PositionMeans, PositionMeans, PositionMeans]] = field(
+        default_factory=dict
+    )
 
     def before(self, state: Tensor, step: Step) -> Tensor:
         """Leaves the input alone."""
@@ -113,40 +127,32 @@ class _Sums:
         """Adds up what the block that just ran has added."""
         del state
         for branch in self.watch.branches:
+            # In float64: squares of 768 fp32 numbers are summed here, then divided.
             added = branch.added.double().norm(dim=-1)
             stream = branch.stream.double().norm(dim=-1)
-            cells = self.means.setdefault(
-                branch.name, (Cells(self.depth), Cells(self.depth), Cells(self.depth))
+            depth = self.depth
+            means = self.means.setdefault(
+                branch.name, (PositionMeans(depth), PositionMeans(depth), PositionMeans(depth))
             )
-            for cell, value in zip(cells, (added, stream, added / stream), strict=True):
-                cell.add(step.block, step.position, total=float(value.sum()), count=value.numel())
+            for mean, value in zip(means, (added, stream, added / stream), strict=True):
+                mean.add(step.block, step.position, total=float(value.sum()), count=value.numel())
 
 
 def measure(subject: Subject) -> Measured:
     """norms.csv: branch, block, position, norm (of what is added), stream, ratio."""
     images = orders = 0
     with BranchWatch(subject.model) as watch:
-        sums = _Sums(watch, subject.depth)
+        sums = _NormMeans(watch, subject.depth)
         for batch in subject.batches():
             images, orders = images + len(batch.images), orders + len(batch.orders)
             for order in batch.orders:
                 subject.run(batch.images, order, sums)
-    tables = [
-        cell_table(
-            dict(zip(("norm", "stream", "ratio"), (c.mean() for c in cells), strict=True)),
-            branch=name,
-        )
-        for name, cells in sums.means.items()
-    ]
-    table = stacked(tables)
-    return Measured(tables={"norms": table}, facts=_facts(table, images, orders))
-
-
-def _facts(table: Table, images: int, orders: int) -> Facts:
-    branches = {}
-    for name in dict.fromkeys(table.column("branch")):
-        ratio = cells_of(table.where(branch=name), "ratio")
-        stream = cells_of(table.where(branch=name), "stream")
+    tables, branches = [], {}
+    for name, means in sums.means.items():
+        norm, stream, ratio = (mean.mean() for mean in means)
+        columns = {"norm": norm, "stream": stream, "ratio": ratio}
+        tables.append(position_table(columns, branch=name))
+        # Of logarithms: blocks and positions change a ratio by a factor, not by a difference.
         home = home_effect(np.log(ratio))
         branches[name] = {
             "ratio": float(ratio.mean()),
@@ -158,45 +164,25 @@ def _facts(table: Table, images: int, orders: int) -> Facts:
             "stream_last": float(stream[:, -1].mean()),
             "lowest_ratio": float(ratio.min()),
         }
-    return {"images": images, "orders": orders, "branches": branches}
+    facts = {"images": images, "orders": orders, "branches": branches}
+    return Measured(tables={"norms": pd.concat(tables, ignore_index=True)}, facts=facts)
 
 
-def paragraph(facts: Facts) -> str:
-    """What the numbers say, in sentences."""
-    first = next(iter(facts["branches"].values()))
-    sentences = [
-        f"Over {facts['images']} images and {facts['orders']} orders the norm of a token goes from "
-        f"{first['stream_first']:.1f} at the first position to {first['stream_last']:.1f} at the "
-        "last."
-    ]
-    for name, one in facts["branches"].items():
-        sentences.append(
-            f"The {name} branch adds {one['ratio']:.2f} of the stream's norm on average: "
-            f"{one['ratio_home']:.2f} where a block runs at its home position, "
-            f"{one['ratio_elsewhere']:.2f} elsewhere, never less than {one['lowest_ratio']:.2f}. "
-            f"With differences between blocks and between positions taken out it is "
-            f"{one['home_factor']:.2f} times as large at home as elsewhere (rank correlation with "
-            f"the distance from home {one['correlation_with_distance']:+z.2f}): {_verdict(one)}."
-        )
-    return " ".join(sentences)
-
-
-def _verdict(branch: dict[str, float]) -> str:
-    factor = branch["home_factor"]
-    if factor >= _OFF:
-        return "blocks do switch it off where they are out of place"
-    if factor >= _SAME:
-        return "blocks turn it down where they are out of place, but not off"
-    if factor <= 1 / _SAME:
-        return "blocks turn it up where they are out of place"
-    return "being out of place does not switch it off"
+def finding(facts: Facts) -> str:
+    """The main numbers in a sentence per branch."""
+    return " ".join(
+        f"The {name} branch adds {branch['ratio']:.2f} of the stream's norm, "
+        f"{branch['ratio_home']:.2f} at a block's home position and "
+        f"{branch['ratio_elsewhere']:.2f} elsewhere ({branch['home_factor']:.2f} times as much "
+        "when blocks and positions are accounted for)."
+        for name, branch in facts["branches"].items()
+    )
 
 
 def figures(tables: Tables) -> dict[str, Figure]:
     """norms.svg: per branch the ratio to the stream, and the norm itself."""
     maps = []
-    for name in dict.fromkeys(tables["norms"].column("branch")):
-        rows = tables["norms"].where(branch=name)
-        maps.append((f"{name}: share of the stream", "|added| / |stream|", cells_of(rows, "ratio")))
-        maps.append((f"{name}: norm of what is added", "L2 norm", cells_of(rows, "norm")))
+    for name, rows in tables["norms"].groupby("branch", sort=False):
+        maps.append((f"{name}: share of the stream", "|added| / |stream|", grid(rows, "ratio")))
+        maps.append((f"{name}: norm of what is added", "L2 norm", grid(rows, "norm")))
     return {"norms": draw_maps(maps)}

@@ -15,17 +15,20 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from layershuffle.analysis.cells import Cells, Floats, cell_table, cells_of, draw_maps, stacked
 from layershuffle.analysis.features import FeatureWatch
-from layershuffle.analysis.results import Facts, Measured, Table, Tables
+from layershuffle.analysis.position_table import PositionMeans, draw_maps, grid, position_table
+from layershuffle.analysis.results import Facts, Measured
 from layershuffle.analysis.subject import Batch, Subject
 from layershuffle.position import Guesses, PositionedModel
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from layershuffle.analysis.results import Tables
 
 _SHARE = 0.5  # orders per image for fitting, of depth
 _SOURCES = {"input": "probe on the block's input", "mean": "probe on the block's output"}
@@ -36,14 +39,32 @@ _PAPER = 99.99
 def measure(subject: Subject) -> Measured:
     """position.csv: source, block, position, accuracy (% of test images)."""
     probes = _fit(subject)
-    cells = {name: Cells(subject.depth) for name in _SOURCES.values()}
+    means = {name: PositionMeans(subject.depth) for name in _SOURCES.values()}
     images = orders = 0
     for batch in subject.batches():
         images, orders = images + len(batch.images), orders + len(batch.orders)
-        _score(subject, batch, probes, cells)
-    table = stacked([cell_table({"accuracy": c.mean()}, source=s) for s, c in cells.items()])
-    facts = {"images": images, "orders": orders, **_facts(table)}
-    return Measured(tables={"position": table}, facts=facts)
+        _score(subject, batch, probes, means)
+    tables, sources = [], {}
+    for source, mean in means.items():
+        values = mean.mean()
+        tables.append(position_table({"accuracy": values}, source=source))
+        block, position = np.unravel_index(int(values.argmin()), values.shape)
+        sources[source] = {
+            "accuracy": float(values.mean()),
+            "by_position": [float(v) for v in values.mean(0)],
+            "by_block": [float(v) for v in values.mean(1)],
+            "lowest": float(values.min()),
+            "lowest_block": int(block),
+            "lowest_position": int(position),
+        }
+    facts = {
+        "images": images,
+        "orders": orders,
+        "chance": 100.0 / subject.depth,
+        "paper_percent": _PAPER,
+        "sources": sources,
+    }
+    return Measured(tables={"position": pd.concat(tables, ignore_index=True)}, facts=facts)
 
 
 def _guessing(model: nn.Module) -> AbstractContextManager[Guesses | None]:
@@ -71,6 +92,7 @@ def _fit(subject: Subject) -> dict[tuple[str, int], Any]:
     probes = {}
     for number, (key, features) in enumerate(vectors.items()):
         subject.progress(f"fitting probe {number + 1} of {len(vectors)}")
+        # Shrunk, because there may be more features than images; no iterations, so no seed.
         probe = make_pipeline(
             StandardScaler(), LinearDiscriminantAnalysis(solver="lsqr", shrinkage="auto")
         )
@@ -82,7 +104,7 @@ def _score(
     subject: Subject,
     batch: Batch,
     probes: dict[tuple[str, int], Any],
-    cells: dict[str, Cells],
+    means: dict[str, PositionMeans],
 ) -> None:
     """Count right guesses of the probes, and of the prediction part if there is one."""
     for order in batch.orders:
@@ -91,66 +113,34 @@ def _score(
             subject.run(batch.images, order, watch)
         for seen in watch.seen:
             block, position = seen.step.block, seen.step.position
+            # A probe per block: one for all would have to find the block out first.
             for source, rows in seen.vectors.items():
-                guess = probes[source, block].predict(rows.numpy())
-                right = 100.0 * int((guess == position).sum())
-                cells[_SOURCES[source]].add(block, position, total=right, count=len(rows))
-        for one in guesses.items if guesses else ():
-            right = 100.0 * int((one.logits.argmax(-1) == one.step.position).sum())
-            cells.setdefault(_PART, Cells(subject.depth)).add(
-                one.step.block, one.step.position, total=right, count=len(one.logits)
-            )
+                predicted = probes[source, block].predict(rows.numpy())
+                right = 100.0 * int((predicted == position).sum())
+                means[_SOURCES[source]].add(block, position, total=right, count=len(rows))
+        for guess in guesses.items if guesses else ():
+            block, position = guess.step.block, guess.step.position
+            right = 100.0 * int((guess.logits.argmax(-1) == position).sum())
+            # Only models with a prediction part get this source; it is added when first met.
+            part = means.setdefault(_PART, PositionMeans(subject.depth))
+            part.add(block, position, total=right, count=len(guess.logits))
 
 
-def _facts(table: Table) -> Facts:
-    sources = {}
-    for source in dict.fromkeys(table.column("source")):
-        values = _map(table, source)
-        block, position = np.unravel_index(int(values.argmin()), values.shape)
-        sources[source] = {
-            "accuracy": float(values.mean()),
-            "by_position": [float(v) for v in values.mean(0)],
-            "by_block": [float(v) for v in values.mean(1)],
-            "lowest": float(values.min()),
-            "lowest_block": int(block),
-            "lowest_position": int(position),
-        }
-    return {"chance": 100.0 / len(values), "paper_percent": _PAPER, "sources": sources}
-
-
-def _map(table: Table, source: str) -> Floats:
-    return cells_of(table.where(source=source), "accuracy")
-
-
-def paragraph(facts: Facts) -> str:
-    """What the numbers say, in sentences."""
-    sentences = []
-    for source, one in facts["sources"].items():
-        paper = f" (the paper: {facts['paper_percent']} %)" if source == _PART else ""
-        sentences.append(
-            f"The {source.removeprefix('the ')} names the position in {one['accuracy']:.2f} % of "
-            f"cases{paper}, and in {one['lowest']:.1f} % at worst (block {one['lowest_block']} at "
-            f"position {one['lowest_position']})."
-        )
-    ends = facts["sources"]
-    gain = ends[_SOURCES["mean"]]["accuracy"] - ends[_SOURCES["input"]]["accuracy"]
-    verdict = (
-        "the block makes its position plainer"
-        if gain > 1
-        else "the block blurs it"
-        if gain < -1
-        else "the position is there before the block runs"
-    )
-    return (
-        f"{facts['images']} test images in {facts['orders']} orders; guessing would be right in "
-        f"{facts['chance']:.1f} %. {' '.join(sentences)} From input to output the probe's accuracy "
-        f"changes by {gain:+z.1f} points: {verdict}."
-    )
+def finding(facts: Facts) -> str:
+    """The main numbers in a sentence."""
+    parts = [
+        f"{source} {numbers['accuracy']:.2f} %"
+        + (f" (the paper: {facts['paper_percent']} %)" if source == _PART else "")
+        for source, numbers in facts["sources"].items()
+    ]
+    return f"The position is named right by: {', '.join(parts)}; chance {facts['chance']:.1f} %."
 
 
 def figures(tables: Tables) -> dict[str, Figure]:
     """position.svg: accuracy per block and position, a map per source."""
     table = tables["position"]
-    sources = list(dict.fromkeys(table.column("source")))
-    maps = [(source, "right (%)", _map(table, source)) for source in sources]
+    maps = [
+        (source, "right (%)", grid(rows, "accuracy"))
+        for source, rows in table.groupby("source", sort=False)
+    ]
     return {"position": draw_maps(maps, columns=3)}

@@ -1,48 +1,29 @@
-"""Results of an analysis: tidy tables, numbers, and the files they are kept in."""
+"""Results of an analysis: tidy tables, numbers, and the files that hold them."""
 
 from __future__ import annotations
 
-import csv
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from layershuffle.errors import UsageError
 
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+    Tables = Mapping[str, DataFrame]
+
 SUMMARY = "summary.json"
 SCHEMA = 1
-Value = int | float | str
 Facts = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Table:
-    """Tidy rows under named columns."""
-
-    columns: tuple[str, ...]
-    rows: tuple[tuple[Value, ...], ...]
-
-    def column(self, name: str) -> list[Any]:
-        """One column's values."""
-        place = self.columns.index(name)
-        return [row[place] for row in self.rows]
-
-    def where(self, **fields: Value) -> Table:
-        """The rows that have these values."""
-        places = {self.columns.index(name): value for name, value in fields.items()}
-        rows = (row for row in self.rows if all(row[at] == v for at, v in places.items()))
-        return Table(self.columns, tuple(rows))
-
-
-Tables = Mapping[str, Table]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What a measurement found: tables by file name without suffix, and numbers in words."""
+    """What a measurement gives: tables by file name without suffix, and single numbers."""
 
     tables: Tables
     facts: Facts
@@ -61,32 +42,21 @@ class Result:
     tables: Tables
 
 
-def table_text(table: Table) -> str:
+def table_text(table: DataFrame) -> str:
     """The table as CSV; floats with six digits."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(table.columns)
-    writer.writerows(
-        # + 0.0 makes a zero of a negative one.
-        [format(v + 0.0, ".6g") if isinstance(v, float) else v for v in row]
-        for row in table.rows
+    floats = table.select_dtypes("float")
+    # Adding 0.0 makes a zero of a negative zero, which would else be written as "-0".
+    text: str = table.assign(**(floats + 0.0)).to_csv(
+        index=False, float_format="%.6g", na_rep="nan", lineterminator="\n"
     )
-    return text.getvalue()
-
-
-def table_from(text: str) -> Table:
-    """The table that `table_text` wrote; numbers are numbers again."""
-    header, *rows = csv.reader(io.StringIO(text))
-    return Table(tuple(header), tuple(tuple(map(_value, row)) for row in rows))
-
-
-def _value(text: str) -> Value:
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
     return text
+
+
+def table_from(text: str) -> DataFrame:
+    """The table that `table_text` wrote; numbers are numbers again."""
+    from pandas import read_csv
+
+    return read_csv(io.StringIO(text))
 
 
 def read_analysis(out: Path) -> Result:
@@ -117,6 +87,7 @@ def read_summary(out: Path) -> dict[str, Any] | None:
     path = out / SUMMARY
     if not path.is_file():
         return None
+    # A file of that name that is not ours is no analysis: nothing of it may be replaced.
     try:
         summary = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
@@ -129,15 +100,10 @@ def check_replaceable(out: Path) -> None:
     """Raises `UsageError` if `out` holds anything but an older analysis: writing replaces it."""
     if not out.exists():
         return
-    known = {SUMMARY, *((read_summary(out) or {}).get("files", ()))}
-    if not out.is_dir() or {one.name for one in out.iterdir()} - known:
+    ours = {SUMMARY, *((read_summary(out) or {}).get("files", ()))}
+    if not out.is_dir() or {path.name for path in out.iterdir()} - ours:
         raise UsageError(
             "Something else than an analysis is here, which writing would delete",
             place=out,
             hint="name a new directory with --out",
         )
-
-
-def spread(values: Sequence[float]) -> str:
-    """ "3.10 to 4.20": the range of some numbers, for a sentence."""
-    return f"{min(values):.2f} to {max(values):.2f}"

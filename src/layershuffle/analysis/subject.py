@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from layershuffle.analysis.latin_squares import balanced_orders
 from layershuffle.analysis.settings import AnalysisSettings
-from layershuffle.analysis.squares import balanced_orders
 from layershuffle.data import DataOptions, ImageData, Split, check_class_count, open_data
 from layershuffle.data.batches import DeviceBatches
 from layershuffle.data.contract import limited_test
@@ -58,12 +58,12 @@ class Subject:
         """Logits `[n, classes]`."""
         return logits_of(self.model(images))
 
-    def run(self, images: Tensor, order: AnyOrder, *parts: BlockHook) -> Tensor:
-        """Logits `[n, classes]` under one order or one per image, with parts around the blocks."""
+    def run(self, images: Tensor, order: AnyOrder, *hooks: BlockHook) -> Tensor:
+        """Logits `[n, classes]` under one order or one per image, with hooks around the blocks."""
         with (
             torch.inference_mode(),
             running(self.model, order),
-            with_hooks(self.model, *parts),
+            with_hooks(self.model, *hooks),
         ):
             return self.logits(images)
 
@@ -76,7 +76,9 @@ class Subject:
         """
         settings = self.settings
         part = self._split(split)
+        # A stream does not know its size: it is read until there are as many images as asked for.
         count = math.ceil((part.size or settings.images) / settings.batch_size)
+        # Every batch takes the next rows of the square: all of them together must fill the table.
         orders = settings.orders or max(
             math.ceil(share * self.depth), math.ceil(self.depth / count)
         )
@@ -97,6 +99,7 @@ class Subject:
     def _split(self, name: str) -> Split:
         if name == "test":
             return self.data.splits[name]
+        # Opened only when asked for: most questions need no training images.
         split = _open(self.data.spec, self.model, self.settings, train=True).splits[name]
         if split.size is None:
             return split
@@ -104,7 +107,7 @@ class Subject:
 
     def _loader(self, split: Split) -> Iterator[tuple[Tensor, Tensor]]:
         """DeviceBatches up to the wanted number of images, which a stream does not know of."""
-        left = self.settings.images
+        left = self.settings.images  # the last batch is cut, so that every image counts once
         for images, labels in DeviceBatches(
             split,
             self.data.finish,
@@ -123,6 +126,7 @@ def open_subject(
 ) -> Subject:
     """The model, on a GPU if there is one, and its test images."""
     model = load(model_spec)
+    # fp32 on either device: the questions are about small differences between states.
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     data = _open(data_spec, model, settings, train=False)
     return Subject(model=model, spec=model_spec, data=data, settings=settings, progress=progress)

@@ -21,10 +21,12 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
+from pandas import DataFrame
 
 from layershuffle.analysis.features import FeatureWatch, Token
-from layershuffle.analysis.results import Facts, Measured, Table, Tables, Value, spread
+from layershuffle.analysis.results import Facts, Measured
 from layershuffle.analysis.subject import Subject
 from layershuffle.errors import UsageError
 from layershuffle.machine import torch_threads
@@ -33,8 +35,9 @@ from layershuffle.policies import Shuffled
 from layershuffle.position import has_class_token
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from layershuffle.analysis.results import Tables
 
 Array = NDArray[Any]
 _DETACHED_GAP, _DETACHED_HELD = 2.0, 0.95
@@ -49,7 +52,12 @@ def measure(subject: Subject) -> Measured:
     blocks.csv: token, block, shown (1 for the block shown large), purity, chance, silhouette,
     early_gap, early_held. Raises `UsageError` for a block that is not there or too few images.
     """
-    shown = _shown(subject)
+    block, depth = subject.settings.block, subject.depth
+    if block is not None and block >= depth:
+        raise UsageError(
+            f"{block} is not a block of this model", hint=f"its blocks are 0 to {depth - 1}"
+        )
+    shown = depth // 2 if block is None else block
     features, positions = collect(subject)
     neighbours, seed = subject.settings.neighbours, subject.settings.seed
     if len(positions) <= 2 * neighbours:
@@ -57,29 +65,25 @@ def measure(subject: Subject) -> Measured:
             f"{len(positions)} images are too few for {neighbours} neighbours",
             hint="raise --images or lower --neighbours",
         )
-    points: list[tuple[Value, ...]] = []
-    blocks: list[tuple[Value, ...]] = []
+    points, rows = [], []
     for token, vectors in features.items():
-        for block in range(subject.depth):
-            subject.progress(f"embedding block {block + 1} of {subject.depth}, {token} token")
-            at = positions[:, block]
-            points += _rows(token, embed(vectors[:, block], neighbours, seed=seed), block, at)
-            numbers = describe(vectors[:, block], at, neighbours=neighbours)
-            blocks.append((token, block, int(block == shown), *numbers.values()))
+        for block in range(depth):
+            subject.progress(f"embedding block {block + 1} of {depth}, {token} token")
+            at, outputs = positions[:, block], vectors[:, block]
+            images = range(len(at))
+            places = embed(outputs, neighbours, seed=seed)
+            points.append(_points(places, token=token, block=block, image=images, position=at))
+            numbers = describe(outputs, at, neighbours=neighbours)
+            rows.append({"token": token, "block": block, "shown": int(block == shown), **numbers})
+    blocks = DataFrame(rows)
     joint, joint_facts = _joint(subject, features, positions)
-    columns = ("token", "block", "image", "position", "x", "y")
-    table = Table(("token", "block", "shown", *numbers), tuple(blocks))
     return Measured(
-        tables={
-            "points": Table(columns, tuple(points)),
-            "joint": Table(columns, tuple(joint)),
-            "blocks": table,
-        },
+        tables={"points": pd.concat(points, ignore_index=True), "joint": joint, "blocks": blocks},
         facts={
             "images": len(positions),
             "block": shown,
-            "blocks": subject.depth,
-            "tokens": {token: _token_facts(table, token, shown) for token in features},
+            "blocks": depth,
+            "tokens": {token: _token_facts(blocks[blocks.token == token]) for token in features},
             "joint": joint_facts,
         },
     )
@@ -97,15 +101,16 @@ def collect(subject: Subject) -> tuple[dict[Token, Array], NDArray[np.int64]]:
     start = 0
     for batch in subject.batches():
         count = len(batch.images)
+        # By the number of the image, not of the batch: the same for every batch size.
         orders = [Shuffled().draw(depth, seed=seed, step=start + k) for k in range(count)]
         watch = FeatureWatch(tokens)
         subject.run(batch.images, orders, watch)
         width = watch.seen[0].vectors["mean"].shape[-1]
         for token in tokens:
-            held = np.empty((count, depth, width), "f4")
+            outputs = np.empty((count, depth, width), "f4")
             for seen in watch.seen:
-                held[seen.step.rows, seen.step.block] = seen.vectors[token].numpy()
-            vectors[token].append(held)
+                outputs[seen.step.rows, seen.step.block] = seen.vectors[token].numpy()
+            vectors[token].append(outputs)
         places += [np.argsort(order.blocks) for order in orders]
         start += count
     return {token: np.concatenate(all_) for token, all_ in vectors.items()}, np.stack(places)
@@ -114,7 +119,7 @@ def collect(subject: Subject) -> tuple[dict[Token, Array], NDArray[np.int64]]:
 def embed(vectors: Array, neighbours: int, *, seed: int) -> Array:
     """UMAP coordinates `[points, 2]` of `[points, width]`; the same for the same seed."""
     with warnings.catch_warnings():
-        # It tells that its neural variant is missing, which nobody asked for.
+        # At its import umap warns that its variant on Tensorflow is missing, which is not used.
         warnings.filterwarnings(
             "ignore", message="Tensorflow not installed", category=ImportWarning
         )
@@ -131,17 +136,19 @@ def describe(vectors: Array, positions: Array, *, neighbours: int) -> dict[str, 
     from sklearn.metrics import silhouette_score
 
     near = _neighbours(vectors, neighbours)
+    # Positions one apart count as near: consecutive outputs of one stream differ by one update.
     close = abs(positions[:, None] - positions[None, :]) <= 1
+    # scikit-learn refuses a single cluster, and clusters of one point each.
     silhouette = float("nan")
     if 2 <= len(np.unique(positions)) < len(positions):
         silhouette = float(silhouette_score(vectors, positions))
-    gap, held = _early(vectors, positions, near)
+    gap, early_neighbours = _early(vectors, positions, near)
     return {
         "purity": float(close[np.arange(len(positions))[:, None], near].mean()),
         "chance": float((close.sum() - len(positions)) / (close.size - len(positions))),
         "silhouette": silhouette,
         "early_gap": gap,
-        "early_held": held,
+        "early_held": early_neighbours,
     }
 
 
@@ -149,16 +156,18 @@ def _neighbours(vectors: Array, count: int) -> NDArray[np.int64]:
     """Indices `[points, count]` of the nearest other points."""
     from sklearn.neighbors import NearestNeighbors
 
-    found: NDArray[np.int64] = (
+    # Without data `kneighbors` leaves every point out of its own neighbours.
+    indices: NDArray[np.int64] = (
         NearestNeighbors(n_neighbors=count).fit(vectors).kneighbors(return_distance=False)
     )
-    return found
+    return indices
 
 
 def _early(vectors: Array, positions: Array, near: Array) -> tuple[float, float]:
     depth = int(positions.max()) + 1
     if depth < 4 or len(np.unique(positions)) < depth:
         return float("nan"), float("nan")
+    # Centroids in float64: the gap between two of them may be small beside their norms.
     centres = np.stack([vectors[positions == k].mean(0, dtype="f8") for k in range(depth)])
     gaps = np.linalg.norm(np.diff(centres, axis=0), axis=1)
     cut = int(gaps[:2].argmax())
@@ -166,169 +175,112 @@ def _early(vectors: Array, positions: Array, near: Array) -> tuple[float, float]
     return float(gaps[cut] / np.median(gaps[2:])), float(early[near[early]].mean())
 
 
-def _shown(subject: Subject) -> int:
-    block, depth = subject.settings.block, subject.depth
-    if block is not None and block >= depth:
-        raise UsageError(
-            f"{block} is not a block of this model", hint=f"its blocks are 0 to {depth - 1}"
-        )
-    return depth // 2 if block is None else block
-
-
-def _rows(token: str, places: Array, block: int, positions: Array) -> list[tuple[Value, ...]]:
-    return [
-        (token, block, image, int(position), round(float(x), 3), round(float(y), 3))
-        for image, (position, (x, y)) in enumerate(zip(positions, places, strict=True))
-    ]
+def _points(places: Array, **columns: Any) -> DataFrame:
+    """Coordinates `[points, 2]` behind the columns that name the points."""
+    x, y = places.astype("f8").round(3).T
+    return DataFrame({**columns, "x": x, "y": y})
 
 
 def _joint(
     subject: Subject, features: dict[Token, Array], positions: Array
-) -> tuple[list[tuple[Value, ...]], Facts]:
+) -> tuple[DataFrame, Facts]:
     """One embedding of all blocks at all positions, of as many images as UMAP takes quickly."""
-    images = min(len(positions), max(1, _JOINT_POINTS // subject.depth))
+    depth, neighbours = subject.depth, subject.settings.neighbours
+    images = min(len(positions), max(1, _JOINT_POINTS // depth))
     token = next(iter(features))
     subject.progress("embedding all blocks at all positions")
-    vectors = features[token][:images].reshape(images * subject.depth, -1)
-    places = embed(vectors, subject.settings.neighbours, seed=subject.settings.seed)
-    near = _neighbours(vectors, subject.settings.neighbours)
-    at, block = positions[:images].ravel(), np.tile(np.arange(subject.depth), images)
-    rows: list[tuple[Value, ...]] = [
-        (
-            token,
-            int(block[k]),
-            k // subject.depth,
-            int(at[k]),
-            round(float(x), 3),
-            round(float(y), 3),
-        )
-        for k, (x, y) in enumerate(places)
-    ]
+    vectors = features[token][:images].reshape(images * depth, -1)
+    places = embed(vectors, neighbours, seed=subject.settings.seed)
+    near = _neighbours(vectors, neighbours)
+    at, block = positions[:images].ravel(), np.tile(np.arange(depth), images)
+    image = np.repeat(np.arange(images), depth)
     facts = {
         "token": token,
         "images": images,
         "same_position": float((at[near] == at[:, None]).mean()),
         "same_block": float((block[near] == block[:, None]).mean()),
-        "chance": 1.0 / subject.depth,
+        "chance": 1.0 / depth,
     }
-    return rows, facts
+    return _points(places, token=token, block=block, image=image, position=at), facts
 
 
-def _token_facts(table: Table, token: str, shown: int) -> Facts:
-    rows = table.where(token=token)
-    one = rows.where(block=shown)
+def _token_facts(blocks: DataFrame) -> Facts:
+    detached = (blocks.early_gap >= _DETACHED_GAP) & (blocks.early_held >= _DETACHED_HELD)
+    shown = blocks.shown == 1
     names = ("purity", "chance", "silhouette", "early_gap", "early_held")
-    numbers = {name: _known(one.column(name)[0]) for name in names}
+    numbers = {name: float(blocks[shown][name].iloc[0]) for name in names}
     return {
-        **numbers,
-        "purities": rows.column("purity"),
-        "detached_blocks": sum(map(_detached, rows.column("early_gap"), rows.column("early_held"))),
-        "detached": _detached(one.column("early_gap")[0], one.column("early_held")[0]),
+        # JSON has no NaN: where a number is not defined it is null.
+        **{name: None if np.isnan(value) else value for name, value in numbers.items()},
+        "purities": blocks.purity.tolist(),
+        "detached_blocks": int(detached.sum()),
+        "detached": bool(detached[shown].iloc[0]),
     }
 
 
-def _known(value: float) -> float | None:
-    return None if np.isnan(value) else value
-
-
-def _detached(gap: float, held: float) -> bool:
-    return gap >= _DETACHED_GAP and held >= _DETACHED_HELD
-
-
-def paragraph(facts: Facts) -> str:
-    """What the numbers say, in sentences."""
-    sentences = [
-        f"Outputs of block {facts['block']} over {facts['images']} images, each alone in an order "
-        "of its own."
+def finding(facts: Facts) -> str:
+    """The main numbers in two sentences."""
+    parts = [
+        f"{numbers['purity']:.0%} of a point's neighbours were made within one position of it by "
+        f"the {token} token (chance {numbers['chance']:.0%}), early outputs stand apart in "
+        f"{numbers['detached_blocks']} of {facts['blocks']} blocks"
+        for token, numbers in facts["tokens"].items()
     ]
-    for token, one in facts["tokens"].items():
-        sentences.append(
-            f"{token.capitalize()} token: {one['purity']:.0%} of a point's nearest neighbours were "
-            f"made within one position of it, against {one['chance']:.0%} by chance (over all "
-            f"blocks {spread(one['purities'])}). {_early_sentence(one, facts['blocks'])}"
-        )
     joint = facts["joint"]
-    side = "position" if joint["same_position"] > joint["same_block"] else "block"
-    sentences.append(
-        f"With all blocks together, {joint['same_position']:.0%} of a point's neighbours share its "
-        f"position and {joint['same_block']:.0%} its block (chance {joint['chance']:.0%}): outputs "
-        f"gather more by {side}."
-    )
-    return " ".join(sentences)
-
-
-def _early_sentence(one: Facts, blocks: int) -> str:
-    if one["early_gap"] is None:
-        return "There are too few positions to speak of early ones."
-    word = "stand apart" if one["detached"] else "do not stand apart"
     return (
-        f"Early outputs {word} from the rest here, and do in {one['detached_blocks']} of {blocks} "
-        f"blocks (the step away from them is {one['early_gap']:.1f} times the usual one between "
-        f"positions, {one['early_held']:.0%} of their neighbours are early too)."
+        f"Block {facts['block']}: {'; '.join(parts)}. With all blocks together "
+        f"{joint['same_position']:.0%} of a point's neighbours share its position and "
+        f"{joint['same_block']:.0%} its block (chance {joint['chance']:.0%})."
     )
 
 
 def figures(tables: Tables) -> dict[str, Figure]:
     """umap.svg: the block shown large; umap-blocks-TOKEN.svg: all blocks; umap-joint.svg."""
-    points, blocks = tables["points"], tables["blocks"]
-    tokens = list(dict.fromkeys(points.column("token")))
-    shown = blocks.where(shown=1).column("block")[0]
-    large = {f"block {shown}, {t} token": points.where(token=t, block=shown) for t in tokens}
-    drawn = {"umap": _page(large, columns=len(tokens), size=12.0, raster=False)}
-    for token in tokens:
-        pages = {
-            f"block {block}": points.where(token=token, block=block)
-            for block in sorted(set(points.column("block")))
-        }
-        drawn[f"umap-blocks-{token}"] = _page(pages, columns=4, size=3.0)
-    drawn["umap-joint"] = _joint_page(tables["joint"])
+    points, blocks, joint = tables["points"], tables["blocks"], tables["joint"]
+    shown = blocks[blocks.shown == 1].block.iloc[0]
+    by_token = dict(iter(points.groupby("token", sort=False)))
+    large = [
+        (f"block {shown}, {token} token", rows[rows.block == shown], "position")
+        for token, rows in by_token.items()
+    ]
+    drawn = {"umap": _page(large, columns=len(large), size=12.0, raster=False)}
+    for token, rows in by_token.items():
+        small = [(f"block {block}", part, "position") for block, part in rows.groupby("block")]
+        drawn[f"umap-blocks-{token}"] = _page(small, columns=4, size=3.0)
+    both = [
+        (f"all blocks at all positions, by {colour}", joint, colour)
+        for colour in ("position", "block")
+    ]
+    drawn["umap-joint"] = _page(both, columns=2, size=3.0)
     return drawn
 
 
-def _page(pages: dict[str, Table], *, columns: int, size: float, raster: bool = True) -> Figure:
-    columns = min(columns, len(pages))
-    lines = -(-len(pages) // columns)
-    side = 4.4 if len(pages) <= 2 else 2.4
+def _page(
+    panels: list[tuple[str, DataFrame, str]], *, columns: int, size: float, raster: bool = True
+) -> Figure:
+    """Scatter plots (title, points, column that colours them); a bar for each colour."""
+    columns = min(columns, len(panels))
+    lines = -(-len(panels) // columns)
+    side = 4.4 if len(panels) <= 2 else 2.4
     figure = new_figure(side * columns + 0.8, side * lines)
-    panels = figure.subplots(lines, columns, squeeze=False).ravel()
-    last = max(max(table.column("position")) for table in pages.values())
-    for axes, (title, table) in zip(panels, pages.items(), strict=False):
-        dots = _scatter(axes, table, "position", size=size, last=last, raster=raster)
-        style_axes(axes, title)
-    for axes in panels[len(pages) :]:
+    grid = figure.subplots(lines, columns, squeeze=False).ravel()
+    for axes in grid[len(panels) :]:
         axes.set_visible(False)
-    bar = figure.colorbar(dots, ax=list(panels), shrink=0.8)
-    _style_bar(bar, "position (light: near the input)")
+    last = max(rows.position.max() for _, rows, _ in panels)
+    places: dict[str, list[Any]] = {}
+    for axes, (title, rows, colour) in zip(grid, panels, strict=False):
+        dots = axes.scatter(
+            rows.x, rows.y, c=rows[colour], cmap=_COLOURS, vmin=0, vmax=last, s=size, lw=0,
+            rasterized=raster,  # thousands of points as vectors weigh megabytes
+        )  # fmt: skip
+        axes.set(xticks=[], yticks=[])
+        style_axes(axes, title)
+        axes.spines["bottom"].set_visible(False)
+        places.setdefault(colour, []).append(axes)
+    for colour, panels_of_colour in places.items():
+        bar = figure.colorbar(dots, ax=panels_of_colour, shrink=0.8)
+        bar.set_label("position (light: near the input)" if colour == "position" else colour)
+        bar.ax.yaxis.label.set_color(INK)
+        bar.ax.tick_params(colors=INK, length=0)
+        bar.outline.set_visible(False)
     return figure
-
-
-def _joint_page(table: Table) -> Figure:
-    figure = new_figure(9.6, 4.4)
-    last = max(table.column("position"))
-    for axes, colour in zip(figure.subplots(1, 2), ("position", "block"), strict=True):
-        dots = _scatter(axes, table, colour, size=3.0, last=last, raster=True)
-        style_axes(axes, f"all blocks at all positions, by {colour}")
-        _style_bar(figure.colorbar(dots, ax=axes, shrink=0.8), colour)
-    return figure
-
-
-def _scatter(axes: Axes, table: Table, colour: str, *, size: float, last: int, raster: bool) -> Any:
-    axes.set(xticks=[], yticks=[])
-    axes.spines["bottom"].set_visible(False)
-    return axes.scatter(
-        table.column("x"),
-        table.column("y"),
-        c=table.column(colour),
-        cmap=_COLOURS,
-        vmin=0,
-        vmax=last,
-        s=size,
-        lw=0,
-        rasterized=raster,
-    )
-
-
-def _style_bar(bar: Any, meaning: str) -> None:
-    bar.set_label(meaning, color=INK)
-    bar.ax.tick_params(colors=INK, length=0)
-    bar.outline.set_visible(False)

@@ -22,8 +22,8 @@ from layershuffle.bench.workloads import (
     PHOTO,
     compare_with_trie,
     converted,
-    family_of,
     memory_of_merges,
+    merge_group,
     random_spec,
     sweeps,
     write_photographs,
@@ -193,15 +193,15 @@ def steady(
 def bench_merge(config: BenchConfig) -> Report:
     """Merges per second, and the memory that a hundred of them add to that of twelve models."""
     workload = converted(config.workload(), config.precision)
-    family = family_of(workload.model, DONORS)
+    group = merge_group(workload.model, DONORS)
     plans = sample_plans(DONORS, depth_of(workload.model), count=config.steps + 1, seed=1)
-    family.merge(plans[0])
+    group.merge(plans[0])
     seconds = []
     for plan in plans[1:]:
         begun = time.perf_counter()
-        family.merge(plan)
+        group.merge(plan)
         seconds.append(time.perf_counter() - begun)
-    added = memory_of_merges(family, merges=MERGES)
+    added = memory_of_merges(group, merges=MERGES)
     return Report(
         kind="merge",
         conditions=config.conditions(),

@@ -21,7 +21,7 @@ from layershuffle.bench.machine import DTYPES
 from layershuffle.bench.timing import Effort, Pairs, cpu_timed, gpu_timed, paired
 from layershuffle.data.view import Finish
 from layershuffle.errors import UsageError
-from layershuffle.merging.family import Family
+from layershuffle.merging.group import MergeGroup
 from layershuffle.merging.plans import sample_plans
 from layershuffle.models import image_view, load, logits_of, num_classes_of
 from layershuffle.models.spec import parse_spec
@@ -220,26 +220,26 @@ class AddedMemory:
         return 100.0 * (self.tensors + self.objects) / self.donors
 
 
-def family_of(model: nn.Module, donors: int) -> Family:
+def merge_group(model: nn.Module, donors: int) -> MergeGroup:
     """`donors` models with weights of their own."""
-    return Family([model, *(copy.deepcopy(model) for _ in range(donors - 1))])
+    return MergeGroup([model, *(copy.deepcopy(model) for _ in range(donors - 1))])
 
 
-def memory_of_merges(family: Family, *, merges: int) -> AddedMemory:
+def memory_of_merges(group: MergeGroup, *, merges: int) -> AddedMemory:
     """The memory that `merges` random merges add."""
-    plans = sample_plans(len(family.donors), family.depth, count=merges, seed=0)
-    family.merge(plans[0])  # imports and caches come once, and are not counted
-    before = _storages(family.donors)
+    plans = sample_plans(len(group.donors), group.depth, count=merges, seed=0)
+    group.merge(plans[0])  # imports and caches come once, and are not counted
+    before = _storages(group.donors)
     gc.collect()
     tracemalloc.start()
     try:
         begun, _ = tracemalloc.get_traced_memory()
-        views = [family.merge(plan) for plan in plans]
+        views = [group.merge(plan) for plan in plans]
         objects = tracemalloc.get_traced_memory()[0] - begun
     finally:
         tracemalloc.stop()
     donors = sum(before.values())
-    tensors = sum(_storages([*family.donors, *views]).values()) - donors
+    tensors = sum(_storages([*group.donors, *views]).values()) - donors
     return AddedMemory(donors=donors, tensors=tensors, objects=objects)
 
 

@@ -1,7 +1,7 @@
-"""The command line: a skin. One file per command; each parses, builds settings, calls one function.
+"""The command line: it parses arguments, calls one function of the library and prints the outcome.
 
-Exit codes: 0 done, 1 failure, 2 wrong usage, 143 stopped by a signal with a checkpoint saved, 141
-nobody reads the output any more.
+Exit codes: 0 done, 1 failure, 2 wrong usage, 130 interrupted, 141 nobody reads the output any more,
+143 stopped by a signal after a checkpoint was saved.
 """
 
 from __future__ import annotations
@@ -12,27 +12,68 @@ import select
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
+from dataclasses import dataclass
 from importlib import import_module
 
 from layershuffle._version import __version__
 from layershuffle.errors import LayerShuffleError, UsageError
+from layershuffle.text import did_you_mean, listing, one_line
 
-COMMANDS = {
-    "fit": "refine a model so that its blocks run in any order",
-    "eval": "score a model under many execution orders",
-    "cache": "copy images at the size that training needs, to read them faster",
-    "analyze": "ask what the blocks of a model learnt",
-    "merge": "make models of the blocks of several models, and score them",
-    "ensemble": "score the mean of several models' answers",
-    "reproduce": "run a study of the paper and write its report",
-    "report": "write the report of a study again, finished or not",
-    "pretrain": "train a base model from a recipe",
-    "bench": "measure how fast this machine trains and evaluates",
-    "swarm": "serve a model from hosts that may die",
-    "classify": "ask a running swarm",
-    "doctor": "say what this machine has and what to type next",
-}
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Commands under one word, each with a line about it.
+
+    A command is named as "module:class" and imported only when it is chosen, so that `--help` stays
+    under half a second.
+    """
+
+    about: str
+    first_step: str
+    commands: dict[str, tuple[str, str | Group]]
+
+
+SWARM = Group(
+    about="Inference that goes on while hosts fail. Needs pip install 'layershuffle[swarm]'.",
+    first_step="layershuffle swarm demo",
+    commands={
+        "up": ("start a whole swarm on this machine", "swarm.serving:UpCommand"),
+        "demo": ("classify, kill a third of the hosts, classify again", "swarm.demo:DemoCommand"),
+        "head": ("start the head of a swarm of several machines", "swarm.machines:HeadCommand"),
+        "host": ("let this machine hold blocks for a head", "swarm.machines:HostCommand"),
+        "deploy": ("serve a plan from the machines of a head", "swarm.serving:DeployCommand"),
+        "status": ("show the hosts of a running swarm", "swarm.asking:StatusCommand"),
+        "drain": ("let a host finish its work and take no more", "swarm.admin:DrainCommand"),
+        "readmit": ("start an excluded, drained or dead host", "swarm.admin:ReadmitCommand"),
+        "swap": ("take a block of a host from a sibling model", "swarm.admin:SwapCommand"),
+        "drill": ("rehearse failures on a running swarm", "swarm.drill:DrillCommand"),
+        "plan": ("find which host should hold which blocks", "swarm.planning:PlanCommand"),
+        "simulate": ("run a plan in virtual time", "swarm.planning:SimulateCommand"),
+        "calibrate": (
+            "measure the accuracy to expect with any number of blocks",
+            "swarm.planning:CalibrateCommand",
+        ),
+    },
+)
+ROOT = Group(
+    about="Vision transformers whose blocks run in any order (arXiv 2407.04513).",
+    first_step="layershuffle reproduce recipes/digits-quick.yaml --out runs/quick",
+    commands={
+        "fit": ("refine a model so that its blocks run in any order", "fit:FitCommand"),
+        "eval": ("score a model under many execution orders", "eval:EvalCommand"),
+        "cache": ("copy images at the size that training needs", "cache:CacheCommand"),
+        "analyze": ("ask what the blocks of a model learnt", "analyze:AnalyzeCommand"),
+        "merge": ("build models from the blocks of several models", "merge:MergeCommand"),
+        "ensemble": ("score the mean of several models' answers", "merge:EnsembleCommand"),
+        "reproduce": ("run a study of the paper and write its report", "study:ReproduceCommand"),
+        "report": ("write the report of a study again", "study:ReportCommand"),
+        "pretrain": ("train a base model from a recipe", "fit:PretrainCommand"),
+        "bench": ("measure how fast this machine trains and evaluates", "bench:BenchCommand"),
+        "swarm": ("serve a model from hosts that may fail", SWARM),
+        "classify": ("ask a running swarm", "swarm.asking:ClassifyCommand"),
+        "doctor": ("check this machine and say what to type next", "doctor:DoctorCommand"),
+    },
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = "--debug" in arguments
     arguments = [word for word in arguments if word != "--debug"]
     try:
-        with _warnings_shown():
+        with _log_to_stderr():
             code = _dispatch(arguments)
         print(end="", flush=True)
         return code
@@ -55,35 +96,71 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     # The last line of defence: users get one paragraph, developers get --debug.
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and _nobody_reads():
+        if isinstance(error, BrokenPipeError) and _output_is_closed():
             if arguments and not {"-h", "--help"} & set(arguments):
                 print("stopped: nobody reads the output any more", file=sys.stderr)
             return 141
         if debug:
             raise
         print(
-            f"error: {type(error).__name__}: {' '.join(str(error).split())} This is a fault of "
-            "layershuffle or of a library under it. Next: the same command with --debug shows it.",
+            f"error: {type(error).__name__}: {one_line(error)} This is a fault of layershuffle or "
+            "of a library that it uses. Next: run the same command with --debug to see where.",
             file=sys.stderr,
         )
         return 1
 
 
-def _nobody_reads() -> bool:
-    """Whether who read our output has gone, as `head` does; nothing more is written then."""
+def _dispatch(arguments: Sequence[str]) -> int:
+    """Walk down the groups to the command that the first words name, parse the rest, run it."""
+    group, path, words = ROOT, ["layershuffle"], list(arguments)
+    if words == ["--version"]:
+        print(__version__)
+        return 0
+    while words and words[0] not in ("-h", "--help", "help"):
+        name = words.pop(0)
+        if name not in group.commands:
+            unknown = " ".join([*path[1:], name])
+            listed = f"{' '.join(path)} --help lists all commands"
+            hint = did_you_mean(name, group.commands, otherwise=listed)
+            raise UsageError(f"There is no command {unknown!r}", hint=hint)
+        path.append(name)
+        _, target = group.commands[name]
+        if isinstance(target, Group):
+            group = target
+            continue
+        module, _, kind = target.partition(":")
+        command = getattr(import_module(f"layershuffle.cli.{module}"), kind)
+        code: int = command.parse(words, prog=" ".join(path)).run()
+        return code
+    print(_group_help(group, " ".join(path)))
+    return 0
+
+
+def _group_help(group: Group, path: str) -> str:
+    summaries = [(name, summary) for name, (summary, _) in group.commands.items()]
+    return (
+        f"usage: {path} COMMAND [options]\n\n{group.about}\n\n{listing(summaries)}\n\n"
+        f"{path} COMMAND --help shows the options of a command; --debug shows the traceback of a "
+        f"failure.\nStart here: {group.first_step}"
+    )
+
+
+def _output_is_closed() -> bool:
+    """Whether the reader of our output has gone, as `head` does; nothing more is written then."""
     try:
         output, poll = sys.stdout.fileno(), select.poll()
     except OSError:  # not a file, as in a notebook
         return False
     poll.register(output, 0)
-    gone = any(event & select.POLLERR for _, event in poll.poll(0))
-    if gone:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), output)  # for what Python still holds
-    return gone
+    closed = any(event & select.POLLERR for _, event in poll.poll(0))
+    if closed:
+        # Python flushes what it still buffers when it exits, which would fail once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+    return closed
 
 
 @contextmanager
-def _warnings_shown() -> Iterator[None]:
+def _log_to_stderr() -> Iterator[None]:
     """Our own warnings on standard error; other libraries show theirs themselves."""
     log, handler = logging.getLogger("layershuffle"), logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
@@ -92,40 +169,3 @@ def _warnings_shown() -> Iterator[None]:
         yield
     finally:
         log.removeHandler(handler)
-
-
-def _dispatch(arguments: list[str]) -> int:
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(_help())
-        return 0
-    if arguments[0] == "--version":
-        print(__version__)
-        return 0
-    name, *rest = arguments
-    if name not in COMMANDS:
-        near = get_close_matches(name, COMMANDS, n=1)
-        raise UsageError(
-            f"There is no command {name!r}",
-            hint=f"did you mean {near[0]!r}? layershuffle --help lists all"
-            if near
-            else "layershuffle --help lists all",
-        )
-    code: int = import_module(f"layershuffle.cli.{name}_command").run(rest)
-    return code
-
-
-def _help() -> str:
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {summary}" for name, summary in COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: layershuffle COMMAND [options] [--debug]",
-            "",
-            "Vision transformers whose blocks run in any order (arXiv 2407.04513).",
-            "",
-            *lines,
-            "",
-            "layershuffle COMMAND --help shows the options of a command.",
-            "Start here: layershuffle reproduce recipes/digits-quick.yaml --out runs/quick",
-        ]
-    )

@@ -1,5 +1,6 @@
 """Models made of other models: merges, soups and ensembles (paper, section 4.4).
 
-`settings` and `plans` are plain data; `family` says which donors fit together and makes merges of
-them; `soups` and `ensembles` stand beside; `scores` measures all of them; `recipe` writes one.
+`settings`, `plans` and `rows` are plain data. `compatibility` says which donors can be merged,
+`group` makes merges of them, `soups` and `ensembles` are the alternatives. `scoring` measures all
+of them on one data set; `recipe` writes a single merge to disk.
 """

@@ -1,4 +1,4 @@
-"""Ensembles: the mean of several models' answers (paper, section 4.4: of their logits)."""
+"""Ensembles: the mean of several models' outputs (paper, section 4.4: of their logits)."""
 
 from __future__ import annotations
 
@@ -66,37 +66,37 @@ def evaluate_ensembles(
 
     "same" orders are those in which `evaluate` with the same seed runs a single model.
     """
-    meant = _single(mode)
-    draws = [
-        _Draws(meant, tuple(map(depth_of, donors)), seed, draw, index, orders)
+    modes = parse_modes(mode) if isinstance(mode, str) else (mode,)
+    if len(modes) != 1:
+        raise UsageError(f"An ensemble is scored in one mode, not in {len(modes)}")
+    passes = [
+        _Pass(modes[0], tuple(map(depth_of, donors)), seed, draw, index, orders)
         for orders in dict.fromkeys(orders for _, orders in variants)
-        for index in range(meant.draws(num_orders))
+        for index in range(modes[0].draws(num_orders))
     ]
+    # A sum per (combination, pass): both combinations read the same logits.
     tallies = {
-        (combine, one): Tally() for one in draws for combine, orders in variants
-        if orders == one.orders
+        (combine, run): Tally() for run in passes for combine, orders in variants
+        if orders == run.orders
     }  # fmt: skip
     with _in_eval(donors), torch.inference_mode():
         for number, batch in enumerate(batches):
-            orders = [one.at(number) for one in draws]
+            orders = [run.at(number) for run in passes]
             for images, labels in micro_batches(donors[0], batch):
-                answers = dict(zip(draws, _answers(donors, images, orders=orders), strict=True))
-                for (combine, one), tally in tallies.items():
-                    tally.add(combined(answers[one], combine), labels)
+                logits = dict(zip(passes, _all_logits(donors, images, orders=orders), strict=True))
+                for (combine, run), tally in tallies.items():
+                    tally.add(combined(logits[run], combine), labels)
     if not all(tally.images for tally in tallies.values()):
         raise DataError("There is nothing to evaluate: no image was given")
-    return {
-        (combine, orders): [
-            _score(one, tally) for (c, one), tally in tallies.items()
-            if (c, one.orders) == (combine, orders)
-        ]
-        for combine, orders in variants
-    }  # fmt: skip
+    scores: dict[Variant, list[EnsembleScore]] = {variant: [] for variant in variants}
+    for (combine, run), tally in tallies.items():
+        scores[combine, run.orders].append(_score(run, tally))
+    return scores
 
 
 @dataclass(frozen=True)
-class _Draws:
-    """The orders of one pass of an ensemble."""
+class _Pass:
+    """One pass of an ensemble over the images: which orders its members run in."""
 
     mode: Mode
     depths: tuple[int, ...]
@@ -111,37 +111,38 @@ class _Draws:
 
     def at(self, batch: int) -> tuple[ExecutionOrder, ...]:
         """The order of every member for batch number `batch`."""
+        # As in `evaluate`, so that the members of an ensemble run in the orders of single models.
         step, micro = (batch, self.index) if self.per_batch else (self.index, 0)
         return tuple(
             self.mode.policy().draw(
                 depth, seed=self.seed, step=step, micro_batch=micro,
+                # The stream's rank, which otherwise tells processes apart, tells members apart.
                 rank=member if self.orders == "independent" else 0,
             )
             for member, depth in enumerate(self.depths)
         )  # fmt: skip
 
 
-def _answers(
+def _all_logits(
     donors: Sequence[nn.Module], images: Tensor, *, orders: Sequence[Sequence[ExecutionOrder]]
 ) -> list[Tensor]:
-    """Logits `[members, batch, classes]` of every draw; `orders[draw][member]`.
+    """Logits `[members, batch, classes]` of every pass; `orders[pass][member]`.
 
-    A member walks the orders of all draws at once, shared beginnings run once. The first member's
-    orders are the same whether the others share them or not.
+    A member runs the orders of all passes at once, shared beginnings a single time. The first
+    member's orders are the same whether the others share them or not, so it always shares.
     """
-    answers = [[images] * len(donors) for _ in orders]
+    # Placeholders of the right length: every entry is replaced below.
+    outputs = [[images] * len(donors) for _ in orders]
     for member, donor in enumerate(donors):
-        for draws, logits in _walk(donor, images, [one[member] for one in orders]):
-            for draw in draws:
-                answers[draw][member] = logits.float()
-    return [torch.stack(members) for members in answers]
+        trie = build_trie([members[member] for members in orders])
 
+        def forward(batch: Tensor, donor: nn.Module = donor) -> Tensor:
+            return logits_of(donor(batch))
 
-def _walk(
-    donor: nn.Module, images: Tensor, orders: Sequence[ExecutionOrder]
-) -> Iterator[tuple[list[int], Tensor]]:
-    trie = build_trie(orders)
-    return forward_trie(donor, images, trie=trie, forward=lambda x: logits_of(donor(x)))
+        for indices, logits in forward_trie(donor, images, trie=trie, forward=forward):
+            for index in indices:
+                outputs[index][member] = logits.float()
+    return [torch.stack(members) for members in outputs]
 
 
 def combined(logits: Tensor, combine: Combine) -> Tensor:
@@ -151,29 +152,24 @@ def combined(logits: Tensor, combine: Combine) -> Tensor:
     """
     if combine == "logits":
         return logits.mean(dim=0)
+    # logsumexp, because the exponentials of large negative logits underflow.
     return logits.log_softmax(dim=-1).logsumexp(dim=0) - math.log(len(logits))
 
 
-def _score(one: _Draws, tally: Tally) -> EnsembleScore:
-    orders = one.at(0)
-    shared = one.orders == "same" or not one.mode.is_drawn
+def _score(run: _Pass, tally: Tally) -> EnsembleScore:
+    orders = run.at(0)
+    shared = run.orders == "same" or not run.mode.is_drawn
     return EnsembleScore(
-        mode=one.mode,
-        index=one.index,
-        order=orders[0] if shared and not one.per_batch else None,
+        mode=run.mode,
+        index=run.index,
+        # One order for the whole ensemble only where all members run in it.
+        order=orders[0] if shared and not run.per_batch else None,
         images=tally.images,
         top1=tally.top1,
         top5=tally.top5,
         cross_entropy=tally.cross_entropy,
-        member_orders=() if one.per_batch else orders,
+        member_orders=() if run.per_batch else orders,
     )
-
-
-def _single(mode: str | Mode) -> Mode:
-    modes = parse_modes(mode) if isinstance(mode, str) else (mode,)
-    if len(modes) != 1:
-        raise UsageError(f"An ensemble is scored in one mode, not in {len(modes)}")
-    return modes[0]
 
 
 @contextmanager

@@ -41,8 +41,11 @@ class MergePlan:
                 hint="name a donor for every block",
             )
         for source in (*self.donors, self.stem, self.head):
-            known = source in ("average", "base") if isinstance(source, str) else source >= 0
-            if not known or (isinstance(source, int) and source >= num_donors):
+            if isinstance(source, str):
+                exists = source in ("average", "base")
+            else:
+                exists = 0 <= source < num_donors
+            if not exists:
                 raise UsageError(
                     f"{source!r} is not a donor",
                     hint=f"there are {num_donors}, numbered from 0; ends may be average or base",
@@ -70,6 +73,7 @@ def sample_plans(
     _check_count(num_donors, depth, count, replacement)
     plans: dict[tuple[int, ...], None] = {}
     for donors in _draws(num_donors, depth, seed, replacement):
+        # With replacement a draw may name one donor for all blocks: that is the donor itself.
         if len(set(donors)) > 1:
             plans.setdefault(donors)
         if len(plans) == count:
@@ -114,6 +118,7 @@ def _check_count(num: int, depth: int, count: int, replacement: bool) -> None:
             "given",
             hint=f"give {depth - num} more, or let models give several blocks (--replacement)",
         )
+    # Drawing distinct plans until there are enough of them would not end beyond this number.
     possible = num**depth - num if replacement else math.perm(num, depth)
     if not 1 <= count <= possible:
         raise UsageError(

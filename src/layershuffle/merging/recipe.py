@@ -16,7 +16,6 @@ The form is near to mergekit's `slices`; there are no layer ranges, because a bl
 from __future__ import annotations
 
 import hashlib
-from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,6 +26,7 @@ from layershuffle.errors import SettingsError, UsageError
 from layershuffle.merging.plans import MergePlan, Source
 from layershuffle.recipes import read_recipe
 from layershuffle.settings import Settings, check_known
+from layershuffle.text import did_you_mean
 
 Block = Annotated[int, Field(ge=0)]
 
@@ -56,7 +56,7 @@ class MergeRecipe(Settings):
 
     @model_validator(mode="after")
     def _check(self) -> MergeRecipe:
-        blocks = [block for one in self.slices for block in one.blocks]
+        blocks = [block for part in self.slices for block in part.blocks]
         twice = sorted({block for block in blocks if blocks.count(block) > 1})
         if twice:
             raise ValueError(f"two donors give block {twice[0]}; a block comes from one")
@@ -67,11 +67,11 @@ class MergeRecipe(Settings):
     @property
     def models(self) -> tuple[str, ...]:
         """The donors, in the order of the file."""
-        return tuple(one.model for one in self.slices)
+        return tuple(part.model for part in self.slices)
 
     def plan(self, depth: int) -> MergePlan:
         """The plan for models of `depth` blocks; raises `UsageError` unless it names each once."""
-        donor_of = {block: d for d, one in enumerate(self.slices) for block in one.blocks}
+        donor_of = {block: d for d, part in enumerate(self.slices) for block in part.blocks}
         missing = sorted(set(range(depth)) - donor_of.keys())
         beyond = sorted(donor_of.keys() - set(range(depth)))
         if missing or beyond:
@@ -89,10 +89,10 @@ class MergeRecipe(Settings):
         if word == "base":
             return "base"
         if word not in self.models:
-            near = get_close_matches(word, ["average", "base", *self.models], n=1)
+            hint = did_you_mean(word, ["average", "base", *self.models])
             raise ValueError(
                 f"stem and head come from average, base or one of the models, not from {word!r}"
-                + (f"; did you mean {near[0]!r}?" if near else "")
+                + (f"; {hint}" if hint else "")
             )
         return self.models.index(word)
 
@@ -115,18 +115,19 @@ def merge_recipe(recipe: MergeRecipe, out: Path) -> dict[str, Any]:
     The donors' weight files stand with their SHA-256 in layershuffle.json and in the card. Raises
     `UsageError` for donors that do not fit, `ModelFileError` for files that cannot be read.
     """
-    from layershuffle.merging.scoring import load_family
+    from layershuffle.merging.scoring import load_group
     from layershuffle.models import save
 
-    family = load_family(
+    group = load_group(
         recipe.models, base=recipe.base, needs_base="base" in (recipe.stem, recipe.head),
         mixed=recipe.mixed,
     )  # fmt: skip
-    plan = recipe.plan(family.depth)
-    record = family.record(plan)
+    # The plan needs the depth, and so the donors: a recipe does not say how many blocks they have.
+    plan = recipe.plan(group.depth)
+    record = group.record(plan)
     merge = record["provenance"]["merge"]
     merge["donors"] = [{"model": m, "sha256": file_digests(m)} for m in recipe.models]
-    save(family.merge(plan), out, record=record)
+    save(group.merge(plan), out, record=record)
     return record
 
 
@@ -141,9 +142,11 @@ def file_digests(spec: str) -> dict[str, str]:
     from layershuffle.models.spec import parse_spec
 
     parsed = parse_spec(spec)
+    # Directories are renamed and trained again; the digests go on saying which weights were merged.
     if parsed.scheme == "bundled":
         place = Path(str(resources.files("layershuffle").joinpath("assets", parsed.place)))
     elif parsed.scheme == "dir":
+        # What `fit` writes has the model one level below its checkpoints.
         given = Path(parsed.place).expanduser()
         place = given if (given / METADATA_FILE).is_file() else given / "model"
     else:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from layershuffle.errors import DataError
+from layershuffle.results import format_rows, parse_rows
 
 Kind = Literal["donor", "merge", "soup", "ensemble"]
 
@@ -26,8 +25,8 @@ class MergingRow:
 
     kind: Kind
     index: int
-    name: str
-    ends: str
+    name: str = ""
+    ends: str = ""
     donors: str
     mode: str
     order: str
@@ -45,6 +44,7 @@ def group_rows(rows: Iterable[MergingRow]) -> dict[tuple[Kind, str, str], list[M
     """Rows by (kind, name, ends): single models and merges together, soups and ensembles apart."""
     groups: dict[tuple[Kind, str, str], list[MergingRow]] = {}
     for row in rows:
+        # Donors differ in their names and belong together; soups and ensembles are named variants.
         name = row.name if row.kind in ("soup", "ensemble") else ""
         groups.setdefault((row.kind, name, row.ends), []).append(row)
     return groups
@@ -60,22 +60,16 @@ def by_model(rows: Iterable[MergingRow], metric: str = "top1") -> dict[int, list
 
 def rows_csv(rows: Iterable[MergingRow]) -> str:
     """The rows under `COLUMNS`; `rows_from_csv` reads them back."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(COLUMNS)
-    writer.writerows(astuple(row) for row in rows)
-    return text.getvalue()
+    return format_rows(rows, COLUMNS)
 
 
 def rows_from_csv(text: str) -> list[MergingRow]:
     """The rows that `rows_csv` wrote; raises `DataError` for anything else."""
-    kinds = {"int": int, "float": float}
-    try:
-        return [
-            MergingRow(
-                **{f.name: kinds.get(str(f.type), str)(row[f.name]) for f in fields(MergingRow)}
-            )
-            for row in csv.DictReader(io.StringIO(text))
-        ]
-    except (KeyError, TypeError, ValueError) as error:
-        raise DataError(f"These are no scores of merging ({error})") from error
+
+    def refuse(cause: str, line: int | None) -> DataError:
+        return DataError(
+            f"These are not the scores of a merging: {cause}",
+            place=None if line is None else f"line {line}",
+        )
+
+    return parse_rows(text, MergingRow, columns=COLUMNS, refuse=refuse)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,28 +22,32 @@ from layershuffle.data import DataOptions, ImageData, check_class_count, open_da
 from layershuffle.data.batches import DeviceBatches
 from layershuffle.data.loading import loader_processes
 from layershuffle.errors import DataError, UsageError
-from layershuffle.evaluation import Score, evaluate
+from layershuffle.evaluation import Score, compiler_for, evaluate, prepare
 from layershuffle.machine import warn_of_slow_bf16
+from layershuffle.merging.compatibility import shared_record
 from layershuffle.merging.ensembles import EnsembleScore, Variant, evaluate_ensembles
-from layershuffle.merging.family import Family
-from layershuffle.merging.fitting import shared_record
-from layershuffle.merging.plans import orders_seed, sample_plans
-from layershuffle.merging.rows import MergingRow, rows_csv
-from layershuffle.merging.settings import Combine, EnsembleOrders, EnsembleSettings, MergingSettings
+from layershuffle.merging.group import MergeGroup
+from layershuffle.merging.plans import MergePlan, orders_seed, sample_plans
+from layershuffle.merging.rows import MergingRow
+from layershuffle.merging.settings import (
+    Combine,
+    End,
+    EnsembleOrders,
+    EnsembleSettings,
+    MergingSettings,
+)
 from layershuffle.merging.soups import greedy_soup, uniform_soup
 from layershuffle.models import host_of, image_view, load, num_classes_of
 from layershuffle.models.origin import trained_with
 from layershuffle.modes import Mode
 from layershuffle.policies import OrderMode
-from layershuffle.scoring import as_scored, compiler_if, run_blocks
-
-__all__ = ["load_family", "rows_csv", "score_ensemble", "score_merging"]
 
 Progress = Callable[[int, int], None]
 """Called with passes over the images: those done, and all."""
-_IN_MEMORY_BYTES = 1 << 30
+_IN_MEMORY_BYTES = 1 << 30  # decoded images that stay in memory where no GPU holds them
 _SMALL_BYTES = 1 << 24  # not worth loader processes
-# Groups of models whose orders are drawn apart (`orders_seed`).
+# Kinds of models whose orders are drawn apart (`orders_seed`): a merge and a donor of one number
+# would otherwise run in the same order, and held-out scores in those of the reported ones.
 _DONORS, _MERGES, _SOUPS, _HOLDOUT, _ENSEMBLES = range(5)
 _COMBINE: tuple[Combine, ...] = ("logits", "probabilities")
 _ORDERS: tuple[EnsembleOrders, ...] = ("same", "independent")
@@ -67,37 +72,46 @@ def score_merging(
     `UsageError` for donors that do not fit together or impossible settings, `DataError` if the
     classes of the data are not as many as the models'.
     """
-    needs = "base" in settings.ends
-    family = load_family(donors, base=base, needs_base=needs, mixed=settings.mixed, names=names)
-    ends = {  # first of all, because it refuses impossible counts
+    needs_base = "base" in settings.ends
+    group = load_group(donors, base=base, needs_base=needs_base, mixed=settings.mixed, names=names)
+    # Plans come before the data: they refuse impossible counts.
+    plans = {
         end: sample_plans(
-            len(donors), family.depth, count=settings.merges, seed=settings.seed,
+            len(donors), group.depth, count=settings.merges, seed=settings.seed,
             replacement=settings.replacement, end=end,
         )
         for end in settings.ends
     }  # fmt: skip
-    opened = _open(family, data, settings=settings, holdout=settings.soups)
-    test = _batches(opened, "test", settings.batch_size)
-    compiler = compiler_if(settings.compile)
-    desk = _Desk(family, settings, mode, test, compiler, progress)
-    for plans in ends.values():
-        family.merge(plans[0])  # ends that cannot be had are refused before hours of scoring
-    desk.score_donors()
-    for end, plans in ends.items():
-        for index, plan in enumerate(plans):
-            row = {"ends": end, "donors": str(plan), "main": int(end == settings.ends[0])}
-            desk.score(family.merge(plan), _MERGES, index, row={"kind": "merge", **row})
-    notes = opened.notes
+    opened = _open(group, data, settings=settings, holdout=settings.soups)
+    if settings.soups and "holdout" not in opened.splits:
+        raise DataError("The data have no held-out part", place=data, hint="add --no-soups")
+    scorer = MergeScorer(
+        group=group,
+        settings=settings,
+        mode=Mode(order=mode),
+        test=_batches(opened, "test", settings.batch_size),
+        compiler=compiler_for(settings.compile),
+        progress=progress,
+    )
+    # A base of another shape cannot give ends: refused here, not after hours of scoring.
+    for end in settings.ends:
+        group.merge(plans[end][0])
+    scorer.score_donors()
+    for end in settings.ends:
+        scorer.score_merges(end, plans[end])
+    notes = list(opened.notes)
     if settings.soups:
-        if "holdout" not in opened.splits:
-            raise DataError("The data have no held-out part", place=data, hint="add --no-soups")
-        desk.score_soups(_batches(opened, "holdout", settings.batch_size))
-        notes += _holdout_notes(family)
-    desk.score_ensembles()
+        scorer.score_soups(_batches(opened, "holdout", settings.batch_size))
+        if any(trained_with(host_of(donor)).get("paper_protocol") for donor in group.donors):
+            notes.append(
+                "greedy soup: the donors held nothing out (paper_protocol), so it is chosen on "
+                "images that they have trained on"
+            )
+    scorer.score_ensembles()
     if note is not None:
-        for sentence in (*notes, *_compiler_notes(compiler)):
+        for sentence in (*notes, *_eager_notes(settings, scorer.compiler)):
             note(sentence)
-    return desk.rows
+    return scorer.rows
 
 
 def score_ensemble(
@@ -107,202 +121,214 @@ def score_ensemble(
 
     Raises as `score_merging`.
     """
-    family = load_family(donors, base=None, needs_base=False, mixed=settings.mixed)
-    opened = _open(family, data, settings=settings, holdout=False)
+    group = load_group(donors, base=None, needs_base=False, mixed=settings.mixed)
+    opened = _open(group, data, settings=settings, holdout=False)
     batches = _batches(opened, "test", settings.batch_size)
     variant: Variant = (settings.combine, settings.orders)
-    compiler = compiler_if(settings.compile)
-    for donor in family.donors:
-        as_scored(donor, settings.precision, compiler=compiler)
-    scores = run_blocks(
+    compiler = compiler_for(settings.compile)
+    for donor in group.donors:
+        prepare(donor, settings.precision, compiler=compiler)
+    scores = compiler.run(
         lambda: evaluate_ensembles(
-            family.donors, batches, mode=Mode(order=settings.mode), num_orders=settings.num_orders,
+            group.donors, batches, mode=Mode(order=settings.mode), num_orders=settings.num_orders,
             seed=settings.seed, draw=settings.draw, variants=[variant],
-        ),
-        compiler=compiler,
+        )
     )  # fmt: skip
-    return scores[variant], (*opened.notes, *_compiler_notes(compiler))
+    return scores[variant], (*opened.notes, *_eager_notes(settings, compiler))
 
 
-@dataclass
-class _Desk:
-    """Scores one model after the other and keeps the rows."""
+@dataclass(kw_only=True)
+class MergeScorer:
+    """Scores one model after the other on the same images and collects the rows."""
 
-    family: Family
+    group: MergeGroup
     settings: MergingSettings
-    mode: OrderMode
+    mode: Mode
     test: DeviceBatches
-    compiler: BlockCompiler | None
+    compiler: BlockCompiler
     progress: Progress | None
     rows: list[MergingRow] = field(default_factory=list)
-    done: int = 0
+    passes: int = 0
 
     @cached_property
     def stand_in(self) -> nn.Module | None:
         """A model in the settings' precision, compiled, that takes the weights of what is scored.
 
-        So averages stay those of fp32 weights, no merge takes memory of its own, and the blocks of
-        one model are compiled. `None` where models are scored as they are.
+        So averages stay those of fp32 weights, no merge takes memory of its own, and only one model
+        is compiled. `None` where models are scored as they are.
         """
-        if self.settings.precision == "fp32" and self.compiler is None:
+        if self.settings.precision == "fp32" and not self.compiler.on:
             return None
-        one = copy.deepcopy(self.family.donors[0])
-        return as_scored(one, self.settings.precision, compiler=self.compiler)
+        copied = copy.deepcopy(self.group.donors[0])
+        return prepare(copied, self.settings.precision, compiler=self.compiler)
 
     @property
     def draws(self) -> int:
         """Orders per donor, soup and ensemble."""
-        return Mode(order=self.mode).draws(self.settings.num_orders)
+        return self.mode.draws(self.settings.num_orders)
 
     @property
     def variants(self) -> list[Variant]:
         """What an ensemble can be; in sequential order there is one order to run in."""
-        orders = _ORDERS if Mode(order=self.mode).is_drawn else _ORDERS[:1]
+        orders = _ORDERS if self.mode.is_drawn else _ORDERS[:1]
         return list(product(_COMBINE, orders))
 
-    def total(self) -> int:
-        """Passes over images, those over held-out ones included."""
-        count = len(self.family.donors)
-        merges = self.settings.merges * len(self.settings.ends)
-        soups = (2 * count - 1 + 2) * self.draws if self.settings.soups else 0
+    @property
+    def ensemble_passes(self) -> int:
+        """All members run once for every draw and for every way to share orders."""
         kinds = len({orders for _, orders in self.variants})
-        return count * self.draws + merges + soups + count * self.draws * kinds
+        return len(self.group.donors) * self.draws * kinds
 
     def tick(self, passes: int) -> None:
-        """Tell that `passes` more are done."""
-        self.done += passes
-        if self.progress is not None:
-            self.progress(self.done, self.total())
+        """Report that `passes` more passes over images are done, those over held-out ones too."""
+        self.passes += passes
+        if self.progress is None:
+            return
+        count, settings = len(self.group.donors), self.settings
+        # Held-out passes of the greedy soup: every donor alone, then a soup with each other donor.
+        soups = (count + (count - 1) + 2) * self.draws if settings.soups else 0
+        merges = settings.merges * len(settings.ends)
+        self.progress(self.passes, count * self.draws + merges + soups + self.ensemble_passes)
 
     def score_donors(self) -> None:
         """Every donor alone."""
-        for index, (donor, name) in enumerate(
-            zip(self.family.donors, self.family.names, strict=True)
-        ):
-            row = {"kind": "donor", "name": name, "donors": str(index)}
-            self.score(donor, _DONORS, index, row=row)
+        group = self.group
+        for index, (donor, name) in enumerate(zip(group.donors, group.names, strict=True)):
+            scores = self.evaluate(donor, self.test, kind=_DONORS, index=index)
+            self.add(scores, kind="donor", index=index, name=name, donors=str(index))
+
+    def score_merges(self, end: End, plans: Sequence[MergePlan]) -> None:
+        """The merges of `plans`, each in one order."""
+        for index, plan in enumerate(plans):
+            merged = self.group.merge(plan)
+            scores = self.evaluate(merged, self.test, kind=_MERGES, index=index, draws=1)
+            main = int(end == self.settings.ends[0])
+            self.add(scores, kind="merge", index=index, ends=end, donors=str(plan), main=main)
 
     def score_soups(self, holdout: DeviceBatches) -> None:
-        """The uniform soup, and the greedy one, which is made on `holdout`."""
-        donors = self.family.donors
+        """The uniform soup, and the greedy one, which is chosen on `holdout`."""
+        donors = self.group.donors
 
-        def held_out(model: nn.Module) -> float:
-            scores = self._evaluate(model, holdout, (_HOLDOUT, 0), self.draws)
-            self.tick(self.draws)
+        def held_out_top1(model: nn.Module) -> float:
+            scores = self.evaluate(model, holdout, kind=_HOLDOUT, index=0)
             return sum(score.top1 for score in scores) / len(scores)
 
-        greedy, chosen = greedy_soup(donors, held_out)
-        soups = {"uniform": (uniform_soup(donors), tuple(range(len(donors))))}
-        soups["greedy"] = (greedy, chosen)
-        for index, (name, (soup, parts)) in enumerate(soups.items()):
-            row = {"kind": "soup", "name": name, "donors": ",".join(map(str, parts))}
-            self.score(soup, _SOUPS, index, row=row)
+        greedy, chosen = greedy_soup(donors, held_out_top1)
+        soups = (("uniform", uniform_soup(donors), range(len(donors))), ("greedy", greedy, chosen))
+        for index, (name, soup, members) in enumerate(soups):
+            scores = self.evaluate(soup, self.test, kind=_SOUPS, index=index)
+            self.add(scores, kind="soup", index=index, name=name, donors=_numbers(members))
 
     def score_ensembles(self) -> None:
-        """All variants of the ensemble of all donors."""
-        settings, variants = self.settings, self.variants
-        for donor in self.family.donors:  # which nothing is made of after this
-            as_scored(donor, settings.precision, compiler=self.compiler)
-        found = run_blocks(
+        """All variants of the ensemble of all donors. Last of all: it converts the donors."""
+        settings, donors = self.settings, self.group.donors
+        for donor in donors:
+            prepare(donor, settings.precision, compiler=self.compiler)
+        results = self.compiler.run(
             lambda: evaluate_ensembles(
-                self.family.donors, self.test, mode=Mode(order=self.mode), num_orders=self.draws,
+                donors, self.test, mode=self.mode, num_orders=self.draws,
                 seed=orders_seed(settings.seed, _ENSEMBLES, index=0),
-                draw="batch" if settings.draw == "batch" else "pass", variants=variants,
-            ),
-            compiler=self.compiler,
+                draw="batch" if settings.draw == "batch" else "pass", variants=self.variants,
+            )
         )  # fmt: skip
-        orders = settings.ensemble_orders if len(variants) > len(_COMBINE) else "same"
-        for index, (variant, scores) in enumerate(found.items()):
+        # In sequential order "independent" would name the same scores once more.
+        orders = settings.ensemble_orders if self.mode.is_drawn else "same"
+        everyone = _numbers(range(len(donors)))
+        for index, (variant, scores) in enumerate(results.items()):
             main = int(variant == (settings.ensemble_combine, orders))
-            everyone = ",".join(map(str, range(len(self.family.donors))))
-            row = {"kind": "ensemble", "name": "-".join(variant), "donors": everyone, "main": main}
-            self._keep(scores, index, row)
-        kinds = len({orders for _, orders in variants})
-        self.tick(len(self.family.donors) * self.draws * kinds)
+            name = "-".join(variant)
+            self.add(scores, kind="ensemble", index=index, name=name, donors=everyone, main=main)
+        self.tick(self.ensemble_passes)
 
-    def score(self, model: nn.Module, group: int, index: int, *, row: Mapping[str, object]) -> None:
-        """Score one model on the test images, a merge in one order and others in several."""
-        draws = 1 if group == _MERGES else self.draws
-        self._keep(self._evaluate(model, self.test, (group, index), draws), index, row)
-        self.tick(draws)
-
-    def _evaluate(
-        self, model: nn.Module, batches: DeviceBatches, key: tuple[int, int], draws: int
+    def evaluate(
+        self,
+        model: nn.Module,
+        batches: DeviceBatches,
+        *,
+        kind: int,
+        index: int,
+        draws: int | None = None,
     ) -> list[Score]:
-        group, index = key
+        """Scores of one model; its orders are those of number `index` of its kind."""
         scored = model
         if self.stand_in is not None:
             scored = self.stand_in
+            # Copying rounds to the stand-in's dtype; the graphs of its blocks stay valid.
             scored.load_state_dict(model.state_dict())
-        return run_blocks(
+        number = self.draws if draws is None else draws
+        scores = self.compiler.run(
             lambda: evaluate(
-                scored, batches, modes=[Mode(order=self.mode)], num_orders=draws,
-                seed=orders_seed(self.settings.seed, group, index=index),
+                scored, batches, modes=[self.mode], num_orders=number,
+                seed=orders_seed(self.settings.seed, kind, index=index),
                 draw="batch" if self.settings.draw == "batch" else "pass",
-            ),
-            compiler=self.compiler,
+            )
         )  # fmt: skip
+        self.tick(number)
+        return scores
 
-    def _keep(self, scores: Sequence[Score], index: int, row: Mapping[str, object]) -> None:
+    def add(self, scores: Sequence[Score], **fields: Any) -> None:
+        """Keep a row per score; `fields` are the columns that name the model."""
         for score in scores:
-            fields = {"name": "", "ends": "", "main": 1, **row}
+            order = "" if score.order is None else str(score.order)
+            if isinstance(score, EnsembleScore) and score.order is None:
+                order = ";".join(map(str, score.member_orders))
             self.rows.append(
                 MergingRow(
-                    **fields,  # type: ignore[arg-type]
-                    index=index,
-                    mode=self.mode,
-                    order=_order_text(score),
+                    mode=self.mode.order,
+                    order=order,
                     n=score.images,
                     top1=score.top1,
                     top5=score.top5,
                     cross_entropy=score.cross_entropy,
+                    **fields,
                 )
             )
 
 
-def _compiler_notes(compiler: BlockCompiler | None) -> tuple[str, ...]:
-    if compiler is None or compiler.on:
-        return ()
-    return (f"The blocks are not compiled and ran in eager mode: {compiler.reason}",)
+def _numbers(members: Iterable[int]) -> str:
+    return ",".join(map(str, members))
 
 
-def _order_text(score: Score) -> str:
-    if score.order is not None:
-        return str(score.order)
-    return ";".join(map(str, score.member_orders)) if isinstance(score, EnsembleScore) else ""
+def _eager_notes(
+    settings: MergingSettings | EnsembleSettings, compiler: BlockCompiler
+) -> list[str]:
+    if compiler.on or not settings.compile:
+        return []
+    return [f"The blocks are not compiled and ran in eager mode: {compiler.reason}"]
 
 
-def load_family(
+def load_group(
     donors: Sequence[str],
     *,
     base: str | None,
     needs_base: bool,
     mixed: bool,
     names: Sequence[str] | None = None,
-) -> Family:
-    """The family of the models with these specs; `base` is by default the one that they name.
+) -> MergeGroup:
+    """The group of the models with these specs; `base` is by default the one that they name.
 
-    Raises `UsageError` for donors that do not fit together, are named twice, or name no base.
+    Raises `UsageError` for donors that cannot be merged, are named twice, or name no base.
     """
-    twice = [spec for spec in donors if donors.count(spec) > 1]
-    if twice:
-        raise UsageError(f"{twice[0]} is named twice", hint="name each model once")
+    repeated = [spec for spec in donors if donors.count(spec) > 1]
+    if repeated:
+        raise UsageError(f"{repeated[0]} is named twice", hint="name each model once")
     models = [load(spec) for spec in donors]
     if not needs_base:
-        return Family(models, names=names or donors, mixed=mixed)
-    named = base or shared_record(models)["provenance"].get("base")
-    if not named:
+        return MergeGroup(models, names=names or donors, mixed=mixed)
+    base = base or shared_record(models)["provenance"].get("base")
+    if not base:
         raise UsageError(
             "The donors do not say which base checkpoint they were refined from",
             hint="name it (--base SPEC, base: SPEC in a recipe), or choose other ends",
         )
-    return Family(models, names=names or donors, base=load(named), mixed=mixed)
+    return MergeGroup(models, names=names or donors, base=load(base), mixed=mixed)
 
 
 def _open(
-    family: Family, data: str, *, settings: MergingSettings | EnsembleSettings, holdout: bool
+    group: MergeGroup, data: str, *, settings: MergingSettings | EnsembleSettings, holdout: bool
 ) -> ImageData:
-    first = family.donors[0]
+    first = group.donors[0]
+    # The share that was held out in training, so that the greedy soup sees images of no step.
     trained = trained_with(host_of(first))
     options = DataOptions(
         train=holdout,
@@ -312,24 +338,16 @@ def _open(
         skip_corrupt=settings.skip_corrupt,
     )
     opened = open_data(data, image_view(first), options=options)
-    check_class_count(opened, num_classes_of(first), place=family.names[0])
+    check_class_count(opened, num_classes_of(first), place=group.names[0])
     warn_of_slow_bf16(settings.precision, _device())
-    family.to(_device())
+    group.to(_device())
     return opened
-
-
-def _holdout_notes(family: Family) -> tuple[str, ...]:
-    if not any(trained_with(host_of(donor)).get("paper_protocol") for donor in family.donors):
-        return ()
-    return (
-        "greedy soup: the donors held nothing out (paper_protocol), so it is chosen on images that "
-        "they have trained on",
-    )
 
 
 def _batches(data: ImageData, name: str, batch_size: int) -> DeviceBatches:
     """Batches of a split where the models are; kept on the GPU if they fit, else up to 1 GiB."""
     split, view = data.splits[name], data.finish.view
+    # Every model is scored on the same images: what fits is decoded once and kept.
     size = math.inf if split.size is None else split.size * view.channels * math.prod(view.size)
     return DeviceBatches(
         split,

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from torch import nn
 
-from layershuffle.merging.family import averaged
-from layershuffle.merging.fitting import check_family, shared_record
+from layershuffle.merging.compatibility import check_compatible, shared_record
+from layershuffle.merging.group import averaged
 from layershuffle.models import host_of
 from layershuffle.models.origin import origin_of, remember
 
@@ -20,7 +20,8 @@ def uniform_soup(donors: Sequence[nn.Module]) -> nn.Module:
     Sums are taken in float64 in the order of the donors; integer tensors are the first donor's.
     Raises `UsageError` if the donors do not fit together.
     """
-    check_family(donors, names=tuple(map(str, range(len(donors)))), mixed=True)
+    # The source averages models of several settings, so methods and data may differ here.
+    check_compatible(donors, names=tuple(map(str, range(len(donors)))), mixed=True)
     return _average(donors)
 
 
@@ -33,12 +34,14 @@ def greedy_soup(
     must look at held-out images, never at those that the soup is reported on. Raises as
     `uniform_soup`.
     """
-    check_family(donors, names=tuple(map(str, range(len(donors)))), mixed=True)
+    check_compatible(donors, names=tuple(map(str, range(len(donors)))), mixed=True)
+    # Ties go to the donor that was named first, so that a soup does not depend on chance.
     alone = [score(donor) for donor in donors]
     first, *others = sorted(range(len(donors)), key=lambda index: -alone[index])
     chosen, best = [first], alone[first]
     for index in others:
         reached = score(_average([donors[i] for i in (*chosen, index)]))
+        # "At least as good", as in the algorithm of the source.
         if reached >= best:
             chosen, best = [*chosen, index], reached
     return _average([donors[i] for i in chosen]), tuple(chosen)

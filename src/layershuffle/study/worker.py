@@ -23,6 +23,7 @@ from layershuffle.files import write_text
 from layershuffle.merging.settings import MergingSettings
 from layershuffle.settings import digest
 from layershuffle.study.plan import (
+    FAILURE_FILE,
     RESULT_FILE,
     AnalysisSpec,
     MergingSpec,
@@ -33,7 +34,6 @@ from layershuffle.study.plan import (
     tasks_of,
 )
 
-FAILURE_FILE = "failure.txt"
 PROGRESS_FILE = "progress.json"
 SCHEMA = 1
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -72,30 +72,33 @@ def execute(task: Task, out: Path) -> None:
 
 
 def _train_and_score(run: RunSpec, directory: Path) -> dict[str, Any]:
-    from layershuffle.scoring import check_modes, score_model, scores_csv
+    from layershuffle.evaluation import check_modes, evaluate_spec, score_rows
+    from layershuffle.results import write_rows
     from layershuffle.training import fit
 
     check_modes(run.settings, run.evaluate)  # before the training, not after it
     fitted = fit(run.settings, directory / "fit", listeners=[_progress_writer(directory)])
     started = time.monotonic()
-    _tell(directory, {"phase": "scoring"})
+    _write_progress(directory, {"phase": "scoring"})
     settings = run.evaluate.model_copy(
         update={**_as_trained(run), "seed": scoring_seed(run.evaluate.seed, run.settings.seed)}
     )
-    scoring = score_model(f"dir:{directory / 'fit'}", run.settings.data, settings=settings)
-    rows = scores_csv(scoring, method=run.arm, seed=run.settings.seed, draw=run.evaluate.draw)
-    write_text(directory / "results.csv", rows)
+    evaluation = evaluate_spec(f"dir:{directory / 'fit'}", run.settings.data, settings=settings)
+    rows = score_rows(
+        evaluation.scores, method=run.arm, seed=run.settings.seed, draw=run.evaluate.draw
+    )
+    write_rows(directory / "results.csv", rows)
     seconds = round(time.monotonic() - started, 2)
     facts = asdict(fitted)
-    if settings.compile and scoring.blocks["mode"] == "eager":
-        facts["data"]["notes"].append(f"scored in eager mode: {scoring.blocks['reason']}")
+    if settings.compile and evaluation.blocks["mode"] == "eager":
+        facts["data"]["notes"].append(f"scored in eager mode: {evaluation.blocks['reason']}")
     return {
         **facts,
         "run": run.name,
         "arm": run.arm,
         "eval_seconds": seconds,
         "eval_precision": settings.precision,
-        "eval_blocks": scoring.blocks,
+        "eval_blocks": evaluation.blocks,
         "eval_seed": settings.seed,
     }
 
@@ -120,7 +123,8 @@ def _needed_runs(task: MergingSpec | AnalysisSpec, out: Path) -> list[RunSpec]:
 
 
 def _merge(task: MergingSpec, out: Path) -> dict[str, Any]:
-    from layershuffle.merging.scoring import rows_csv, score_merging
+    from layershuffle.merging.rows import rows_csv
+    from layershuffle.merging.scoring import score_merging
 
     directory, started = task.directory(out), time.monotonic()
     donors = _needed_runs(task, out)
@@ -136,14 +140,14 @@ def _merge(task: MergingSpec, out: Path) -> dict[str, Any]:
         settings=options,
         mode=method.selects_by,
         names=[run.name for run in donors],
-        progress=lambda done, total: _tell(
+        progress=lambda done, total: _write_progress(
             directory, {"phase": "merging", "done": done, "total": total}
         ),
         note=notes.append,
     )
     write_text(directory / "results.csv", rows_csv(rows))
     return {
-        **_facts(task, options, started=started, precision=options.precision),
+        **_common_facts(task, options, started=started, precision=options.precision),
         "donors": [run.name for run in donors],
         "mode": method.selects_by,
         "data": first.settings.data,
@@ -156,7 +160,7 @@ def _analyse(task: AnalysisSpec, out: Path) -> dict[str, Any]:
 
     started, directory = time.monotonic(), task.directory(out)
     (run,) = _needed_runs(task, out)
-    _tell(directory, {"phase": task.options.name, "done": 0, "total": 1})
+    _write_progress(directory, {"phase": task.options.name, "done": 0, "total": 1})
     options = task.options.options.model_copy(update=_as_trained(run))
     run_analysis(
         task.options.name,
@@ -166,14 +170,14 @@ def _analyse(task: AnalysisSpec, out: Path) -> dict[str, Any]:
         out=directory / "files",
     )
     return {
-        **_facts(task, options, started=started),
+        **_common_facts(task, options, started=started),
         "analysis": task.options.name,
         "model": run.name,
         "data": run.settings.data,
     }
 
 
-def _facts(
+def _common_facts(
     task: MergingSpec | AnalysisSpec,
     options: MergingSettings | AnalysisSettings,
     *,
@@ -214,13 +218,14 @@ def _progress_writer(directory: Path) -> Any:
             steps = event["steps"]
         if event["kind"] in ("start", "log"):
             at = event.get("step", event.get("at"))
-            told = {"phase": "training", "step": at, "steps": steps, "loss": event.get("loss")}
-            _tell(directory, told)
+            loss = event.get("loss")
+            progress = {"phase": "training", "step": at, "steps": steps, "loss": loss}
+            _write_progress(directory, progress)
 
     return listen
 
 
-def _tell(directory: Path, progress: dict[str, Any]) -> None:
+def _write_progress(directory: Path, progress: dict[str, Any]) -> None:
     # Not flushed to disk as results are: it is worth nothing after a crash.
     stage = directory / f"{PROGRESS_FILE}.new"
     stage.write_text(json.dumps(progress), encoding="utf-8")

@@ -168,7 +168,7 @@ def rows_of(scores: Iterable[Score]) -> tuple[Row, ...]:
     """One row per number of blocks, ascending, of scores of single orders."""
     by_kept: dict[int, list[Score]] = {}
     for score in scores:
-        by_kept.setdefault(score.mode.kept or 0, []).append(score)
+        by_kept.setdefault(score.kept, []).append(score)
     return tuple(
         _row(kept, [one.top1 for one in group], images=group[0].images)
         for kept, group in sorted(by_kept.items())

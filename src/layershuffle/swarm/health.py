@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -82,15 +83,16 @@ def due(
     asked: Mapping[str, tuple[float, int]],
     now: float,
     limits: Limits,
+    names: Iterable[str] | None = None,
 ) -> tuple[Check, ...]:
     """The canary visits to make now, at most one per host.
 
     `asked`: when each host was last asked, and how often so far: its blocks take turns. Suspect
     hosts are asked when they may be probed, healthy and draining ones `canary_every_ms` after the
-    last time.
+    last time. `names`: hosts to look at (default: all of `swarm`).
     """
     checks = []
-    for host in swarm.values():
+    for host in swarm.values() if names is None else map(swarm.__getitem__, names):
         blocks = sorted(known.get(host.name, ()))
         last, times = asked.get(host.name, (-np.inf, 0))
         if blocks and _is_due(host, last, now=now, limits=limits):
@@ -187,6 +189,8 @@ class Health:
         self._since: dict[str, float] = {}
         self._doubts: Counter[tuple[str, ...]] = Counter()
         self._asked: dict[str, tuple[float, int]] = {}
+        self._next: dict[str, float] = {}
+        self._alarms: list[tuple[float, str]] = []  # a heap; stale where `_next` says otherwise
         self._busy: set[str] = set()
         self._audits: set[asyncio.Task[None]] = set()
         self._hops = 0
@@ -196,6 +200,8 @@ class Health:
         """From now on `host` is held to these answers, beside those of its other blocks."""
         self._known[host] = {**self._known.get(host, {}), **known}
         self._since[host] = self.router.clock()
+        if host not in self._next:
+            self._set_alarm(host, self.router.clock())
 
     def forget(self, host: str, blocks: Iterable[int]) -> dict[int, Known]:
         """Ask `host` no more about `blocks`; what it was held to."""
@@ -204,7 +210,7 @@ class Health:
 
     def drop(self, host: str) -> None:
         """Know nothing of `host` any more: it has left, or begins anew."""
-        for kept in (self._known, self._since, self._asked):
+        for kept in (self._known, self._since, self._asked, self._next):
             kept.pop(host, None)
         for names in [names for names in self._doubts if host in names]:
             del self._doubts[names]
@@ -220,12 +226,32 @@ class Health:
                     asked=self._asked,
                     now=now,
                     limits=self.router.limits,
+                    names=self._alarmed(now),
                 )
                 for check in checks:
                     if check.host not in self._busy:
                         self._busy.add(check.host)
                         group.create_task(self._turn(check))
                 await asyncio.sleep(_TICK)
+
+    def _alarmed(self, now: float) -> list[str]:
+        """Hosts that may be due, sorted: all suspects, and those whose alarm has gone off.
+
+        A look at all of 10,000 hosts 20 times a second would cost more than all their canaries.
+        """
+        swarm, every = self.router.swarm, self.router.limits.canary_every_ms / _MILLI
+        names = set(swarm.suspects)
+        while self._alarms and self._alarms[0][0] <= now:
+            time, name = heappop(self._alarms)
+            if self._next.get(name) == time:
+                self._set_alarm(name, now + every)  # moved again once it has answered
+                if name in swarm:
+                    names.add(name)
+        return sorted(names)
+
+    def _set_alarm(self, name: str, time: float) -> None:
+        self._next[name] = time
+        heappush(self._alarms, (time, name))
 
     async def check(
         self, host: str, *, blocks: Iterable[int] | None = None, limit: float | None = None
@@ -256,7 +282,9 @@ class Health:
             self._busy.discard(check.host)
             if check.host in self._known:
                 times = self._asked.get(check.host, (0.0, 0))[1]
-                self._asked[check.host] = (self.router.clock(), times + 1)
+                now = self.router.clock()
+                self._asked[check.host] = (now, times + 1)
+                self._set_alarm(check.host, now + self.router.limits.canary_every_ms / _MILLI)
 
     async def _canary(self, check: Check) -> str:
         known = self._known.get(check.host, {}).get(check.block)

@@ -195,7 +195,7 @@ def score(job: Job, model: nn.Module) -> dict[str, float]:
     )
     metrics = {}
     for mode in ("sequential", "arbitrary"):
-        scores = [row for row in rows if row.mode.order == mode]
+        scores = [row for row in rows if row.label == mode]
         metrics[f"eval_{mode}_cross_entropy"] = sum(s.cross_entropy for s in scores) / len(scores)
         metrics[f"eval_{mode}_top1"] = sum(s.top1 for s in scores) / len(scores)
     if job.ranks.count == 1:

@@ -1,1 +1,1 @@
-"""The words of `layershuffle swarm`: each parses, builds settings, calls one function."""
+"""The commands of `layershuffle swarm`, and `classify`."""

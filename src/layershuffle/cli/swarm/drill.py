@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from layershuffle.cli.parsing import parse
+from layershuffle.cli.swarm.asking import ServerOptions, client_options
 from layershuffle.cli.swarm.serving import require_extra
-from layershuffle.cli.swarm.status import Gateway, client_options
 from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.swarm.faults import KINDS, Fault, Kind, crashes, rehearsal
 from layershuffle.swarm.policy import Routing
@@ -22,114 +21,114 @@ if TYPE_CHECKING:
     from layershuffle.swarm.plan import SwarmPlan
     from layershuffle.swarm.server.admin import Operator
 
-_ABOUT = (
-    "Send labelled images to a running swarm while failures from a seeded plan happen to its "
-    "hosts; then mend it, and print what happened beside what was to be expected. Run on the "
-    "machine of the gateway."
-)
-
-
 _BACK_SECONDS, _POLL_SECONDS = 60.0, 0.1
 
 
-@dataclass(kw_only=True)
-class Options(Gateway):
-    """Flags of `swarm drill`."""
+@dataclass(frozen=True, kw_only=True)
+class DrillCommand(ServerOptions):
+    """Send labelled images to a running swarm while its hosts fail as a seeded plan says.
 
-    plan: tyro.conf.Positional[Path | None] = None
-    """Plan that the swarm is expected to run; refused if it runs another."""
+    Then bring the hosts back, and print what happened beside what was to be expected. Run this on
+    the machine of the server.
+    """
+
+    plan: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="PLAN")] = None
+    """Plan that the swarm is expected to run; the drill is refused if it runs another."""
     requests: int = 300
-    """Requests, per routing."""
+    """Number of requests, per routing."""
     kinds: tuple[Kind, ...] = KINDS
-    """Failures to rehearse, one after the other; rejoin mends each after a while."""
+    """Failures to rehearse, one after the other; rejoin brings each host back after a while."""
     kill: float | None = None
-    """Instead: kill this share of the hosts at random moments, and none comes back."""
-    routings: tuple[Routing, ...] = field(default=("order-free",))
+    """Instead of --kinds, kill this share of the hosts at random moments; none comes back."""
+    routings: tuple[Routing, ...] = ("order-free",)
     """Routings to compare, under the same requests and failures."""
     data: str = "digit-pairs"
     """Labelled images: the test split of this data."""
     deadline_ms: float = 2000.0
-    """Deadline of every request."""
+    """Deadline of every request, in milliseconds."""
     concurrency: int = 4
-    """Requests at a time."""
+    """Number of requests at a time."""
     seed: int = 0
     """Seed of the failures."""
     state: str | None = None
     """Directory of the operator's socket (default: ~/.local/state/layershuffle/swarm)."""
 
+    def run(self) -> int:
+        """Drill; exit code 1 if a request was lost or late in free order."""
+        require_extra()
 
-def run(argv: Sequence[str]) -> int:
-    """Drill; exit code 1 if a request was lost or late in free order."""
-    options = parse(Options, argv, command="swarm drill [PLAN]", about=_ABOUT)
-    require_extra()
+        from layershuffle.swarm.plan import SwarmPlan, read_plan
+        from layershuffle.swarm.server.admin import operator_of
 
-    from layershuffle.swarm.plan import SwarmPlan, read_plan
-    from layershuffle.swarm.server.admin import operator_of
+        with operator_of(self.state) as operator:
+            plan = SwarmPlan(**operator.plan())
+            if self.plan is not None and read_plan(self.plan) != plan:
+                raise UsageError("The swarm runs another plan", place=self.plan)
+            return asyncio.run(self.drill(plan, operator))
 
-    with operator_of(options.state) as operator:
-        plan = SwarmPlan(**operator.plan())
-        if options.plan is not None and read_plan(options.plan) != plan:
-            raise UsageError("The swarm runs another plan", place=options.plan)
-        return asyncio.run(_drill(plan, operator, options))
+    async def drill(self, plan: SwarmPlan, operator: Operator) -> int:
+        """The drill of a swarm that runs `plan`; the exit code."""
+        from layershuffle.models import load
+        from layershuffle.swarm.asking import asker, labelled_images
+        from layershuffle.swarm.client import AsyncSwarmClient
+        from layershuffle.swarm.drill import drill_report, foreseen, judged, run_drill
+        from layershuffle.swarm.remote_model import served_host
+        from layershuffle.swarm.service import calibration_of
 
+        model = served_host(load(plan.model))
+        calibration = calibration_of(plan.model, model)
+        if any(host.donors for host in plan.hosts.values()):
+            print("Blocks of other models take part: the accuracy is not judged.")
+            calibration = None  # it was measured with the blocks of one model
+        images = labelled_images(model, self.data, count=min(self.requests, 1000))
+        faults = self._faults(list(plan.hosts))
+        print(
+            "\n".join(f"before request {fault.at}: {fault.kind} {fault.host}" for fault in faults)
+        )
+        lost = 0.0
+        # A drill that fails or is interrupted must leave the swarm as it was: faults are mended,
+        # and the clients of the running service get the routing back that they had.
+        routing_before = operator.routing(self.routings[0])
+        async with AsyncSwarmClient(self.address, **client_options(self)) as client:
+            ask = asker(client, images, deadline_ms=self.deadline_ms)
+            engine = _Remote(operator, client)
+            try:
+                for routing in self.routings:
+                    operator.routing(routing)
+                    try:
+                        drill = await run_drill(
+                            ask,
+                            self.requests,
+                            faults=faults,
+                            engine=engine,
+                            concurrency=self.concurrency,
+                        )
+                        expected = foreseen(plan, faults, requests=self.requests, routing=routing)
+                        replies = list(drill.replies.values())
+                        verdict = judged(replies, calibration) if calibration else None
+                        report = drill_report(drill, expected, judgement=verdict, routing=routing)
+                        print(f"\n{report}", flush=True)
+                        if verdict and any(fault.kind == "wrong" for fault in faults):
+                            print(
+                                "One host gave wrong answers for a while; those given until it was "
+                                "found count."
+                            )
+                        if routing == "order-free":
+                            lost = drill.share("failed", "late")
+                    finally:
+                        await engine.mend()
+            finally:
+                operator.routing(routing_before)
+        return 1 if lost else 0
 
-def faults_of(hosts: Sequence[str], options: Options) -> tuple[Fault, ...]:
-    """The failures that the flags ask for."""
-    if options.kill is not None:
-        return crashes(hosts, share=options.kill, requests=options.requests, seed=options.seed)
-    return rehearsal(hosts, requests=options.requests, seed=options.seed, kinds=options.kinds)
-
-
-async def _drill(plan: SwarmPlan, operator: Operator, options: Options) -> int:
-    from layershuffle.models import load
-    from layershuffle.swarm.asking import asker, labelled_images
-    from layershuffle.swarm.client import AsyncSwarmClient
-    from layershuffle.swarm.drill import drill_report, foreseen, judged, run_drill
-    from layershuffle.swarm.remote_model import served_host
-    from layershuffle.swarm.service import calibration_of
-
-    host = served_host(load(plan.model))
-    calibration = calibration_of(plan.model, host)
-    if any(one.donors for one in plan.hosts.values()):
-        print("Blocks of other models take part: the accuracy is not judged.")
-        calibration = None
-    images = labelled_images(host, options.data, count=min(options.requests, 1000))
-    faults = faults_of(list(plan.hosts), options)
-    print("\n".join(f"before request {one.at}: {one.kind} {one.host}" for one in faults))
-    lost = 0.0
-    before = operator.routing(options.routings[0])
-    async with AsyncSwarmClient(options.address, **client_options(options)) as client:
-        ask = asker(client, images, deadline_ms=options.deadline_ms)
-        engine = _Remote(operator, client)
-        try:
-            for routing in options.routings:
-                operator.routing(routing)
-                try:
-                    drill = await run_drill(
-                        ask,
-                        options.requests,
-                        faults=faults,
-                        engine=engine,
-                        concurrency=options.concurrency,
-                    )
-                    seen = foreseen(plan, faults, requests=options.requests, routing=routing)
-                    replies = list(drill.replies.values())
-                    verdict = judged(replies, calibration) if calibration else None
-                    report = drill_report(drill, seen, judgement=verdict, routing=routing)
-                    print(f"\n{report}", flush=True)
-                    if verdict and any(one.kind == "wrong" for one in faults):
-                        print("A host lied for a while; until it was found out its answers count.")
-                    if routing == "order-free":
-                        lost = drill.share("failed", "late")
-                finally:
-                    await engine.mend()
-        finally:
-            operator.routing(before)
-    return 1 if lost else 0
+    def _faults(self, hosts: Sequence[str]) -> tuple[Fault, ...]:
+        if self.kill is not None:
+            return crashes(hosts, share=self.kill, requests=self.requests, seed=self.seed)
+        return rehearsal(hosts, requests=self.requests, seed=self.seed, kinds=self.kinds)
 
 
 class _Remote:
-    """A running swarm's hosts, through the operator's door (`drill.Engine`)."""
+    """The hosts of a running swarm, through the operator's socket (`drill.Engine`)."""
 
     def __init__(self, operator: Operator, client: AsyncSwarmClient) -> None:
         self._operator, self._client = operator, client
@@ -151,10 +150,10 @@ class _Remote:
             async with asyncio.timeout(_BACK_SECONDS):
                 while away:
                     swarm = await self._client.swarm()
-                    away = hosts - {one.name for one in swarm.hosts if one.condition == "healthy"}
+                    away = hosts - {h.name for h in swarm.hosts if h.condition == "healthy"}
                     await asyncio.sleep(_POLL_SECONDS)
         except TimeoutError as error:
-            raise _left(away) from error
+            raise _stayed_away(away) from error
 
     async def mend(self) -> None:
         """Bring every host back that a fault hit. Raises `LayerShuffleError` for those that stay
@@ -169,7 +168,7 @@ class _Remote:
         if orders:
             await asyncio.wait(orders, timeout=_BACK_SECONDS)
         if late := {name for name, order in zip(hit, orders, strict=True) if not order.done()}:
-            raise _left(late)
+            raise _stayed_away(late)
         if errors := [error for order in orders if (error := order.exception())]:
             raise errors[0]
         await self.healthy(set(hit))
@@ -178,8 +177,8 @@ class _Remote:
         await asyncio.to_thread(self._operator.fault, host, kind)
 
 
-def _left(hosts: set[str]) -> LayerShuffleError:
+def _stayed_away(hosts: set[str]) -> LayerShuffleError:
     return LayerShuffleError(
         f"{', '.join(sorted(hosts))} did not come back within {_BACK_SECONDS:g} s",
-        hint="layershuffle swarm status says why, layershuffle swarm readmit starts a host anew",
+        hint="layershuffle swarm status says why, layershuffle swarm readmit starts a host again",
     )

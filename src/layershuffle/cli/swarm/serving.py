@@ -1,35 +1,68 @@
-"""What `up`, `demo` and `deploy` share: a service behind its two doors, until it is told to end."""
+"""`layershuffle swarm up` and `deploy`: a swarm that answers clients until it is told to end.
+
+The server takes the requests of clients. The operator's socket takes those of `drain`, `readmit`,
+`swap` and `drill`, from the owner of this process alone.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+from contextlib import (
+    AbstractContextManager,
+    asynccontextmanager,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import tyro
+
+from layershuffle.cli.command import Command
 from layershuffle.errors import Interrupted, UsageError
+from layershuffle.swarm.plan import DEFAULT_MODEL, SwarmPlan, even_plan, read_plan
+from layershuffle.swarm.policy import Routing
+from layershuffle.text import listing
 
 if TYPE_CHECKING:
     import ssl
 
-    from layershuffle.swarm.service import Service
+    from layershuffle.swarm.ray_config import Tls
+    from layershuffle.swarm.service import Cargo, Service
 
 
-@dataclass
-class Https:
-    """Flags about the encryption between clients and the gateway."""
+@dataclass(frozen=True, kw_only=True)
+class HttpsOptions(Command):
+    """Flags about the encryption between clients and the server."""
 
     https_certificate: Path | None = None
-    """Serve https: the gateway's certificate (PEM), with the names by which clients call it."""
+    """Serve https: the server's certificate (PEM), with the names by which clients call it."""
     https_key: Path | None = None
-    """Key of that certificate, its owner's alone (mode 0600)."""
+    """Key of that certificate; only its owner may read it (mode 0600)."""
 
 
-def context_of(options: Https) -> ssl.SSLContext | None:
-    """What the flags make the gateway speak; `None` for plain http. Raises `UsageError` for one
+@dataclass(frozen=True, kw_only=True)
+class TlsOptions(Command):
+    """Flags about the machines that may take part in a swarm."""
+
+    token: Path | None = None
+    """The swarm's token (default: ~/.config/layershuffle/swarm-token)."""
+    tls_certificate: Path | None = None
+    """Encrypt the traffic between the machines: this machine's certificate, with its addresses in
+    it; needs --tls-key and --tls-authority too."""
+    tls_key: Path | None = None
+    """Key of the certificate."""
+    tls_authority: Path | None = None
+    """Certificate of the authority that signed the certificates of all machines."""
+
+
+def context_of(options: HttpsOptions) -> ssl.SSLContext | None:
+    """The encryption that the flags ask for; `None` for plain http. Raises `UsageError` for one
     file without the other, and for files that cannot be used."""
     from layershuffle.swarm.server.tls import server_context
 
@@ -42,6 +75,24 @@ def context_of(options: Https) -> ssl.SSLContext | None:
             hint="give --https-certificate and --https-key, or neither",
         )
     return server_context(certificate, key)
+
+
+def tls_of(options: TlsOptions) -> Tls | None:
+    """The TLS files of the flags, all three or none. Raises `UsageError` for some of them."""
+    from layershuffle.swarm.ray_config import Tls, check_tls
+
+    given = (options.tls_certificate, options.tls_key, options.tls_authority)
+    if not any(given):
+        return None
+    certificate, key, authority = given
+    if certificate is None or key is None or authority is None:
+        raise UsageError(
+            "TLS needs a certificate, its key and the authority",
+            hint="give --tls-certificate, --tls-key and --tls-authority, or none",
+        )
+    tls = Tls(certificate, key, authority)
+    check_tls(tls)
+    return tls
 
 
 def read_keys(path: Path | None) -> tuple[str, ...]:
@@ -64,7 +115,8 @@ def require_extra() -> None:
     """Raises `UsageError` where the swarm's libraries are not installed."""
     from importlib.util import find_spec
 
-    needed = ("ray", "fastapi", "uvicorn", "httpx", "simpy")
+    # Looked for, not imported: importing them takes seconds, and this runs before every command.
+    needed = ("ray", "fastapi", "uvicorn", "httpx")
     missing = [name for name in needed if find_spec(name) is None]
     if missing:
         raise UsageError(
@@ -98,7 +150,7 @@ async def operator_door(service: Service, state: Path) -> AsyncIterator[None]:
     from layershuffle.swarm.server.admin import SOCKET, listens, operator_app
 
     class Quiet(uvicorn.Server):
-        def capture_signals(self) -> Any:  # the gateway's server listens to them
+        def capture_signals(self) -> Any:  # the clients' server has them
             return nullcontext()
 
     path = state / SOCKET
@@ -136,7 +188,7 @@ async def serve_service(
     tls: ssl.SSLContext | None,
     ready: Callable[[str], None],
 ) -> None:
-    """Gateway and operator's door, until SIGINT or SIGTERM."""
+    """Take the requests of clients and of the operator, until SIGINT or SIGTERM."""
     from layershuffle.swarm.server.app import create_app
     from layershuffle.swarm.server.run import serve
 
@@ -154,27 +206,186 @@ async def serve_service(
         await serve(app, host=host, port=port, public=public, tls=tls, ready=ready)
 
 
-def told(service: Service, url: str, *, state: str | None, keyed: bool = False) -> str:
+def describe_service(service: Service, url: str, *, state: str | None, keyed: bool = False) -> str:
     """What a user should know once a swarm answers, and what to type next."""
     plan = service.plan
-    width = max(map(len, plan.hosts))
-    lines = [f"  {name:<{width}}  blocks {', '.join(map(str, one.blocks))}"
-             for name, one in plan.hosts.items()]  # fmt: skip
-    option = f" --state {state}" if state else ""
-    asked = f" --address {url}"
+    hosts = [(name, f"blocks {', '.join(map(str, h.blocks))}") for name, h in plan.hosts.items()]
+    address = f" --address {url}"
     if url.startswith("https:"):
-        asked += " --authority FILE"
+        address += " --authority FILE"
     if keyed:
-        asked += " --api-key-file FILE"
+        address += " --api-key-file FILE"
     missing = f"Not up yet: {', '.join(service.missing)}. " if service.missing else ""
     return "\n".join(
         [
             f"{plan.model}, {plan.routing}, {plan.wire} on the wire:",
-            *lines,
+            listing(hosts),
             f"{missing}It answers at {url} (API: {url}/docs). In another shell:",
-            f"  layershuffle classify IMAGE{asked}",
-            f"  layershuffle swarm status{asked}",
-            f"  layershuffle swarm drill{asked} --requests 300{option}",
+            f"  layershuffle classify IMAGE{address}",
+            f"  layershuffle swarm status{address}",
+            f"  layershuffle swarm drill{address} --requests 300"
+            + (f" --state {state}" if state else ""),
             "Ctrl-C ends it, with all its hosts.",
         ]
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ServingCommand(HttpsOptions):
+    """What `up` and `deploy` have in common."""
+
+    port: int = 8000
+    """Port of the server; 0 takes a free one."""
+    threads: int = 1
+    """Threads of torch in each host."""
+    state: str | None = None
+    """Directory of the operator's socket (default: ~/.local/state/layershuffle/swarm)."""
+
+    async def serve(
+        self,
+        plan: SwarmPlan,
+        session: AbstractContextManager[Any],
+        *,
+        cargo: Cargo,
+        tls: ssl.SSLContext | None,
+        host: str = "127.0.0.1",
+        keys: tuple[str, ...] = (),
+        public: bool = False,
+        wait: float = 120.0,
+    ) -> None:
+        """Serve the plan by the hosts of a Ray session, until SIGINT or SIGTERM.
+
+        `wait`: seconds until the server starts without the hosts that are not up by then.
+        """
+        from layershuffle.swarm.ray_hosts import RayHosts
+        from layershuffle.swarm.server.admin import state_directory
+        from layershuffle.swarm.service import running_service
+
+        state = state_directory(self.state)
+        print(f"Waiting for {len(plan.hosts)} block hosts ...", flush=True)
+        with session as ray:
+            places = RayHosts(ray, limits=plan.limits, threads=self.threads)
+            async with running_service(
+                plan, cargo, places=places, transport=places.transport, within=wait
+            ) as service:
+                await serve_service(
+                    service,
+                    state=state,
+                    host=host,
+                    port=self.port,
+                    keys=keys,
+                    public=public,
+                    tls=tls,
+                    ready=lambda url: print(
+                        describe_service(service, url, state=self.state, keyed=bool(keys)),
+                        flush=True,
+                    ),
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpCommand(_ServingCommand):
+    """Start a swarm on this machine: Ray, a process per block host, router and server.
+
+    It listens on the loopback network alone. Prints the address and what to type next.
+    """
+
+    model: str = DEFAULT_MODEL
+    """Model to serve, best one refined by layershuffle-depth."""
+    plan: Path | None = None
+    """A plan to start instead of an even one; it replaces --model, --hosts, --replicas, --routing
+    and --wire."""
+    hosts: int = 4
+    """Number of block hosts."""
+    replicas: int = 1
+    """Hosts that hold each block."""
+    routing: Routing = "order-free"
+    """Order of the blocks: order-free, sequential (a classical pipeline) or
+    replicated-sequential."""
+    wire: Literal["fp32", "fp16", "int8"] = "fp32"
+    """Type of states on the wire."""
+
+    def run(self) -> int:
+        """Start it, print where it answers, and wait for Ctrl-C."""
+        require_extra()
+
+        from layershuffle.swarm.ray_session import local_ray
+        from layershuffle.swarm.service import load_cargo
+
+        tls = context_of(self)
+        plan = self._plan()
+        cargo = load_cargo(plan)
+        with ended_by_signals(), suppress(KeyboardInterrupt):
+            session = local_ray(list(plan.hosts), threads=self.threads)
+            asyncio.run(self.serve(plan, session, cargo=cargo, tls=tls))
+        print("The swarm has ended, with all its hosts.")
+        return 0
+
+    def _plan(self) -> SwarmPlan:
+        if self.plan is not None:
+            return read_plan(self.plan)
+
+        from layershuffle.models import load
+        from layershuffle.stack import depth_of
+
+        depth = depth_of(load(self.model))
+        plan = even_plan(depth, self.hosts, model=self.model, replicas=self.replicas)
+        return SwarmPlan(**{**dict(plan), "routing": self.routing, "wire": self.wire})
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeployCommand(TlsOptions, _ServingCommand):
+    """Serve a plan from the machines that joined a head; run this on the machine of the head.
+
+    Hosts may come and go at any time. Hosts that come are given their blocks; the swarm goes on
+    without those that leave.
+    """
+
+    plan: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="PLAN")]
+    """The plan: YAML with the model, the hosts and their blocks."""
+    address: str
+    """Address of the head, as the head printed it."""
+    bind: str = "127.0.0.1"
+    """Address on which the server listens; addresses that other machines reach need --keys. Nothing
+    is encrypted on the way there without --https-certificate."""
+    keys: Path | None = None
+    """File with the API keys of the clients, one per line; only its owner may read it (mode
+    0600)."""
+    public: bool = False
+    """Answer everybody who reaches --bind, without a key."""
+    wait: float = 120.0
+    """Seconds to wait for the hosts of the plan; then the server starts with those that are up."""
+
+    def run(self) -> int:
+        """Serve until told to end."""
+        require_extra()
+
+        from layershuffle.swarm.ray_config import default_token
+        from layershuffle.swarm.ray_session import joined_ray
+        from layershuffle.swarm.server.auth import check_address, in_clear
+        from layershuffle.swarm.service import load_cargo
+
+        plan = read_plan(self.plan)
+        keys, tls = read_keys(self.keys), context_of(self)
+        check_address(self.bind, keyed=bool(keys), public=self.public)
+        if warning := in_clear(self.bind, keyed=bool(keys), encrypted=tls is not None):
+            print(f"warning: {warning}", file=sys.stderr, flush=True)
+        cargo = load_cargo(plan)
+        with ended_by_signals(), suppress(KeyboardInterrupt):
+            session = joined_ray(
+                self.address, token=self.token or default_token(), tls=tls_of(self)
+            )
+            asyncio.run(
+                self.serve(
+                    plan,
+                    session,
+                    cargo=cargo,
+                    tls=tls,
+                    host=self.bind,
+                    keys=keys,
+                    public=self.public,
+                    wait=self.wait,
+                )
+            )
+        print("The server has ended, with the block hosts; the machines stay members of the head.")
+        return 0

@@ -1,13 +1,13 @@
-"""The swarm in simulated time: the same policy, hosts that come and go, up to 10,000 of them.
+"""The swarm in virtual time: the real router over simulated hosts that come and go, up to 10,000.
 
-`simulate` in `engine` is the way in. `scenario` says what is simulated, `machines` are the hosts,
-`gateway` is the router on simulated time, `outcome` the figures.
+`simulate` in `run` is the way in. `scenario` says what is simulated, `hosts` are the hosts,
+`outcome` the figures, and `clock` is the event loop whose time jumps.
 """
 
 from __future__ import annotations
 
-from layershuffle.swarm.simulation.engine import simulate
 from layershuffle.swarm.simulation.outcome import Outcome, outcome_report
+from layershuffle.swarm.simulation.run import simulate
 from layershuffle.swarm.simulation.scenario import (
     Arrivals,
     Churn,

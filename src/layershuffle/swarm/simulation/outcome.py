@@ -4,12 +4,40 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from layershuffle.swarm.drill import Ended
+from layershuffle.swarm.messages import WHOLE, Route
+from layershuffle.text import table
 
 ENDED: tuple[Ended, ...] = ("answered", "degraded", "late", "failed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """One request's end, at `ended_at` seconds of virtual time.
+
+    `false`: a host that answers wrongly took part. `late`: after its deadline. `enough`: it has the
+    fewest blocks that are an answer, or more.
+    """
+
+    route: Route
+    ended_at: float
+    false: bool
+    late: bool
+    enough: bool
+
+    @property
+    def ended(self) -> Ended:
+        """How the request ended."""
+        if self.route.ending == "lost" or not self.enough:
+            return "failed"
+        if self.late:
+            return "late"
+        return "answered" if self.route.ending in WHOLE else "degraded"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,8 +49,9 @@ class Outcome:
     the end of all requests, ascending. `accuracy`: percent to expect of the answers; `right`: of
     all requests, those without an answer counted as wrong; `None` without a calibration. `false`:
     answers in which a host that answers wrongly took part, counted as wrong. `hops`: visits per
-    request, failed ones too. `served`: blocks that each host ran. `seconds`: simulated time;
-    `events`: that the simulation took.
+    request, failed ones too. `served`: blocks that each host ran for requests, `visited`: visits
+    that it answered for them. `seconds`: virtual time; `per_second`: requests that ended in one,
+    over the middle half of them. `visits`: all that hosts were sent, canaries and audits too.
     """
 
     routing: str
@@ -35,12 +64,14 @@ class Outcome:
     false: int
     hops: float
     served: Mapping[str, int] = field(repr=False)
+    visited: Mapping[str, int] = field(repr=False)
     seconds: float
-    events: int
+    per_second: float
+    visits: int
 
     def share(self, *ended: Ended) -> float:
         """Share of the requests that ended in one of these ways, in percent."""
-        return 100 * sum(self.ended[one] for one in ended) / self.requests
+        return 100 * sum(self.ended[end] for end in ended) / self.requests
 
     def quantile(self, q: float) -> float:
         """Milliseconds below which a share `q` of all requests ended (nearest rank)."""
@@ -53,44 +84,66 @@ class Outcome:
         return sum(k * n for k, n in self.blocks.items()) / answers if answers else math.nan
 
 
-def counted(ended: list[Ended]) -> dict[Ended, int]:
-    """How often each end occurs, in a fixed order."""
-    found = Counter(ended)
-    return {one: found[one] for one in ENDED}
+def outcome_of(
+    replies: Sequence[Reply],
+    *,
+    routing: str,
+    accuracy: Mapping[int, float] | None,
+    depth: int,
+    served: Mapping[str, int],
+    visits: int,
+) -> Outcome:
+    """The figures of all replies, which come in the order in which they ended."""
+    ended = Counter(reply.ended for reply in replies)
+    answers = [reply for reply in replies if reply.ended != "failed"]
+    hops = [hop for reply in replies for hop in reply.route.hops]
+    right = None
+    if accuracy:
+        measured = sorted(accuracy)
+        percent = np.interp(range(depth + 1), measured, [accuracy[k] for k in measured])
+        right = float(sum(percent[len(r.route.order)] for r in answers if not r.false))
+    quarter = len(replies) // 4
+    first, last = replies[quarter].ended_at, replies[-1 - quarter].ended_at
+    return Outcome(
+        routing=routing,
+        requests=len(replies),
+        ended={end: ended[end] for end in ENDED},
+        blocks=dict(sorted(Counter(len(reply.route.order) for reply in answers).items())),
+        ms=tuple(sorted(reply.route.ms for reply in replies)),
+        accuracy=None if right is None or not answers else right / len(answers),
+        right=None if right is None else right / len(replies),
+        false=sum(reply.false for reply in answers),
+        hops=len(hops) / len(replies),
+        served=served,
+        visited=Counter(hop.host for hop in hops if hop.outcome == "answered"),
+        seconds=replies[-1].ended_at,
+        per_second=(len(replies) - 2 * quarter - 1) / (last - first) if last > first else math.nan,
+        visits=visits,
+    )
 
 
 def outcome_report(outcomes: Mapping[str, Outcome]) -> str:
-    """A table with a column per outcome, under its name (as its routing)."""
+    """Tables with a column per outcome, under its name (as its routing)."""
     columns = list(outcomes.values())
-    lines = ["".join([f"{'':<34}", *(f"{name:>24}" for name in outcomes)])]
     rows = [
-        ("requests", [f"{one.requests}" for one in columns]),
-        *((f"% {end}", [f"{one.share(end):.2f}" for one in columns]) for end in ENDED),
-        ("ms, median", [f"{one.quantile(0.5):.1f}" for one in columns]),
-        ("ms, 95 %", [f"{one.quantile(0.95):.1f}" for one in columns]),
-        ("ms, 99 %", [f"{one.quantile(0.99):.1f}" for one in columns]),
-        ("ms, longest", [f"{one.ms[-1]:.1f}" for one in columns]),
-        ("blocks of an answer, mean", [_number(one.mean_blocks, ".2f") for one in columns]),
-        ("% right of the answers", [_number(one.accuracy, ".1f") for one in columns]),
-        ("% right of all requests", [_number(one.right, ".1f") for one in columns]),
-        ("answers with a false block", [f"{one.false}" for one in columns]),
-        ("visits per request", [f"{one.hops:.2f}" for one in columns]),
+        ("requests", *(f"{outcome.requests}" for outcome in columns)),
+        *((f"% {end}", *(f"{outcome.share(end):.2f}" for outcome in columns)) for end in ENDED),
+        ("ms, median", *(f"{outcome.quantile(0.5):.1f}" for outcome in columns)),
+        ("ms, 95 %", *(f"{outcome.quantile(0.95):.1f}" for outcome in columns)),
+        ("ms, 99 %", *(f"{outcome.quantile(0.99):.1f}" for outcome in columns)),
+        ("ms, longest", *(f"{outcome.ms[-1]:.1f}" for outcome in columns)),
+        ("blocks of an answer, mean", *(_cell(o.mean_blocks, ".2f") for o in columns)),
+        ("% right of the answers", *(_cell(outcome.accuracy, ".1f") for outcome in columns)),
+        ("% right of all requests", *(_cell(outcome.right, ".1f") for outcome in columns)),
+        ("answers with a false block", *(f"{outcome.false}" for outcome in columns)),
+        ("visits per request", *(f"{outcome.hops:.2f}" for outcome in columns)),
     ]
-    lines += ["".join([f"{label:<34}", *(f"{c:>24}" for c in cells)]) for label, cells in rows]
-    return "\n".join([*lines, "", "Blocks used, % of the answers:", *_histogram(outcomes)])
+    used = sorted({k for outcome in columns for k in outcome.blocks}, reverse=True)
+    pairs = [(outcome, max(1, sum(outcome.blocks.values()))) for outcome in columns]
+    shares = [(f"{k}", *(f"{100 * o.blocks.get(k, 0) / n:.2f}" for o, n in pairs)) for k in used]
+    used_blocks = table(("blocks used, % of the answers", *outcomes), shares)
+    return f"{table(('', *outcomes), rows)}\n\n{used_blocks}"
 
 
-def _histogram(outcomes: Mapping[str, Outcome]) -> list[str]:
-    used = sorted({blocks for one in outcomes.values() for blocks in one.blocks}, reverse=True)
-    lines = []
-    for blocks in used:
-        shares = [
-            100 * one.blocks.get(blocks, 0) / max(1, sum(one.blocks.values()))
-            for one in outcomes.values()
-        ]
-        lines.append("".join([f"{blocks:>4}{'':<30}", *(f"{share:>24.2f}" for share in shares)]))
-    return lines
-
-
-def _number(value: float | None, form: str) -> str:
+def _cell(value: float | None, form: str) -> str:
     return "-" if value is None or math.isnan(value) else format(value, form)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from typing import Annotated
 
@@ -141,8 +140,3 @@ def depth_of(plan: SwarmPlan) -> int:
     depth = 1 + max(block for host in plan.hosts.values() for block in host.blocks)
     plan.check(depth)
     return depth
-
-
-def tick(time: float, length: float) -> float:
-    """The next time at which somebody looks who looks every `length` seconds."""
-    return math.ceil(time / length - 1e-9) * length

@@ -1,0 +1,46 @@
+"""`layershuffle bench KIND`: speed and memory on this machine, in this run."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from typing import Annotated
+
+import tyro
+
+from layershuffle.bench.settings import KINDS, BenchSettings
+from layershuffle.cli.command import Command, Inline
+from layershuffle.errors import UsageError
+from layershuffle.text import did_you_mean
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchCommand(Command):
+    """Measure speed and memory, with random weights and generated images; nothing is downloaded."""
+
+    kind: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="KIND")]
+    """What is measured: train, eval, orders, input or merge."""
+    json: bool = False
+    """Print JSON with every number and the versions."""
+    settings: Inline[BenchSettings]
+
+    def run(self) -> int:
+        """Measure and print a report or JSON."""
+        if self.kind not in KINDS:
+            raise UsageError(
+                f"bench measures {', '.join(KINDS)}, not {self.kind!r}",
+                hint=did_you_mean(self.kind, KINDS, otherwise="layershuffle bench --help"),
+            )
+
+        from layershuffle.bench.kinds import BENCHES
+        from layershuffle.bench.report import report_text
+        from layershuffle.bench.settings import resolve
+        from layershuffle.machine import torch_threads
+
+        # torch keeps its own choice, which depends on the machine, unless a number is asked for.
+        threads = self.settings.threads
+        with torch_threads(threads) if threads else nullcontext():
+            report = BENCHES[self.kind](resolve(self.settings))
+        print(json.dumps(asdict(report), indent=2) if self.json else report_text(report))
+        return 0

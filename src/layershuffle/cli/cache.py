@@ -1,0 +1,56 @@
+"""`layershuffle cache DATA`: a copy of the images at the size that training needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from shlex import quote
+from typing import Annotated
+
+import tyro
+
+from layershuffle.cli.command import Command, Inline
+from layershuffle.settings import CacheSettings
+from layershuffle.text import shortened
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheCommand(Command):
+    """Copy image data as JPEG files of the size that training needs, to read them faster.
+
+    fit and eval read the copy as folder:DIR. You can stop this command at any time; run it again to
+    continue.
+    """
+
+    data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
+    """The images: folder:DIR, hf:NAME_OR_DIR, wds:SHARDS or cifar100:DIR."""
+    out: Path | None = None
+    """Directory of the copy (default: the source's name with the size, beside it or here)."""
+    verify: bool = False
+    """Read every image of the copy back and compare checksums."""
+    settings: Inline[CacheSettings]
+
+    def run(self) -> int:
+        """Make the cache, or say that it is there; check it if asked to."""
+        from layershuffle.cli.progress import Counter
+        from layershuffle.data.cache import build_cache, default_out, verify_cache
+        from layershuffle.data.loading import loader_processes
+
+        settings = self.settings
+        out = self.out or default_out(self.data, settings.size)
+        report = build_cache(self.data, out, settings=settings, progress=Counter("images cached"))
+        images = ", ".join(f"{count:,} {folder}" for folder, count in report.images.items())
+        print(
+            f"{images} images in {report.out} ({report.bytes / 1e9:.2f} GB), "
+            f"{report.written:,} of them made now"
+        )
+        if report.skipped:
+            names = shortened(report.skipped, limit=5)
+            print(f"note: {len(report.skipped)} unreadable images were left out: {names}")
+        if self.verify:
+            # Reading back is bound by decoding too, so it takes as many processes as writing did.
+            processes = loader_processes() if settings.workers is None else settings.workers
+            count = verify_cache(out, processes=processes, progress=Counter("images checked"))
+            print(f"All {count:,} images are what was written")
+        print(f"Next: layershuffle fit --data {quote(f'folder:{out}')} ...")
+        return 0

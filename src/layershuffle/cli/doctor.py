@@ -1,0 +1,95 @@
+"""`layershuffle doctor`: what this machine has, and what to type next."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from layershuffle.cli.command import Command
+from layershuffle.text import listing, shortened
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorCommand(Command):
+    """Show what this machine has: versions, GPU, bf16, caches, writable places; and what to type
+    next."""
+
+    def run(self) -> int:
+        """Print the findings; exit code 1 if something needed is missing."""
+        findings = list(_findings())
+        rows = [(f"{'ok ' if good else 'NO '} {name}", text) for name, good, text in findings]
+        print(
+            f"{listing(rows)}\n\n"
+            "Next: layershuffle reproduce recipes/digits-quick.yaml   (digits, no download)\n"
+            "      layershuffle fit --method layershuffle --model timm:NAME --data folder:DIR "
+            "--out DIR"
+        )
+        return 0 if all(good for _, good, _ in findings) else 1
+
+
+def _findings() -> Iterator[tuple[str, bool, str]]:
+    """What was looked at: its name, whether it is good enough, and what is there."""
+    from layershuffle.machine import processor, versions
+
+    yield "python", sys.version_info >= (3, 11), sys.version.split()[0]
+    for package, version in versions().items():
+        if package != "python":
+            yield package, version != "not installed", version
+    # What this process may use: a container has fewer cores than the machine.
+    yield "processor", True, f"{processor()}, {len(os.sched_getaffinity(0))} cores"
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    yield "memory", True, f"{memory:.1f} GiB"
+    yield from _accelerator()
+    yield "hub cache", True, _hub_cache()
+    # Runs go below the working directory, caches and the swarm's token below the home.
+    for name, path in (("working directory", Path.cwd()), ("home", Path.home())):
+        free = shutil.disk_usage(path).free / 2**30
+        writable = os.access(path, os.W_OK)
+        yield name, writable, f"{path}, {'' if writable else 'NOT '}writable, {free:.0f} GiB free"
+    yield "bundled:digits", *_bundled()
+
+
+def _accelerator() -> Iterator[tuple[str, bool, str]]:
+    import torch
+
+    from layershuffle.machine import cpu_has_bf16
+
+    if torch.cuda.is_available():
+        name, bf16 = torch.cuda.get_device_name(), torch.cuda.is_bf16_supported()
+        free, total = (value / 2**30 for value in torch.cuda.mem_get_info())
+        yield "gpu", True, f"{name}, {free:.0f} of {total:.0f} GiB free"
+        yield "bf16", True, "yes, used by default" if bf16 else "no: fp32 is used"
+        return
+    yield "gpu", True, "none: the digits recipes need none"
+    has = "the processor has it" if cpu_has_bf16() else "the processor lacks it, and would be slow"
+    yield "bf16", True, f"{has}; fp32 is used on CPUs"
+
+
+def _hub_cache() -> str:
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.constants import HF_HUB_CACHE, HF_HUB_OFFLINE
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        cached = sorted(f"{r.repo_type}:{r.repo_id}" for r in scan_cache_dir().repos)
+    except CacheNotFound:
+        cached = []
+    offline = " (HF_HUB_OFFLINE is set)" if HF_HUB_OFFLINE else ""
+    return f"{HF_HUB_CACHE}: {shortened(cached, limit=8) or 'no weights or data yet'}{offline}"
+
+
+def _bundled() -> tuple[bool, str]:
+    from layershuffle.errors import ModelFileError
+    from layershuffle.models import load
+    from layershuffle.stack import depth_of
+
+    try:
+        model = load("bundled:digits")
+    except ModelFileError as error:
+        return False, str(error)
+    parameters = sum(p.numel() for p in model.parameters())
+    return True, f"{depth_of(model)} blocks, {parameters:,} parameters"

@@ -1,0 +1,136 @@
+"""`layershuffle eval MODEL --data SPEC`: score a model under many execution orders."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from layershuffle.cli.command import Command, Inline
+from layershuffle.settings import EvalSettings
+from layershuffle.text import table
+
+if TYPE_CHECKING:
+    from layershuffle.evaluation import Evaluation, Score
+    from layershuffle.merging.ensembles import EnsembleScore
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalCommand(Command):
+    """Score a model under many execution orders, in one pass over the data.
+
+    Prints a table with a row per mode.
+    """
+
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    """Directory of a fit, or any model spec: bundled:digits, timm:NAME, dir:PATH and others."""
+    data: str
+    """Images to score, of which the test split is read: digit-pairs, folder:DIR, hf:NAME_OR_DIR,
+    cifar100:DIR, wds:SHARDS."""
+    order: str | None = None
+    """Score this one execution order ("3,0,2") instead of the modes."""
+    json: bool = False
+    """Print JSON that holds every drawn order with its scores."""
+    settings: Inline[EvalSettings]
+
+    def run(self) -> int:
+        """Evaluate and print a table or JSON."""
+        from layershuffle.evaluation import evaluate_spec
+
+        evaluation = evaluate_spec(self.model, self.data, settings=self.settings, order=self.order)
+        report = _report(evaluation, self.settings, model=self.model)
+        print(json.dumps(report, indent=2) if self.json else _text(report))
+        return 0
+
+
+def _report(evaluation: Evaluation, settings: EvalSettings, *, model: str) -> dict[str, Any]:
+    from layershuffle.machine import hardware, versions
+
+    groups: dict[str, list[Score]] = {}  # in the order in which the modes were named
+    for score in evaluation.scores:
+        groups.setdefault(score.label, []).append(score)
+    return {
+        "model": model,
+        "data": evaluation.data.spec,
+        "split": "test",
+        "notes": list(evaluation.data.notes),
+        "draw": f"one order per {settings.draw}",
+        "seed": settings.seed,
+        "batch_size": settings.batch_size,
+        "blocks": evaluation.blocks,
+        "modes": [_mode_report(name, group) for name, group in groups.items()],
+        "hardware": hardware(settings.precision),
+        "versions": versions(),
+    }
+
+
+def _mode_report(name: str, scores: Sequence[Score]) -> dict[str, Any]:
+    return {
+        "mode": name,
+        "kept": scores[0].kept,
+        "orders": len(scores),
+        "images": scores[0].images,
+        **estimates(scores),
+        "scores": [
+            {
+                # With an order per batch there is no single one; such passes list batch_orders.
+                "order": None if score.order is None else str(score.order),
+                "batch_orders": [str(order) for order in score.batch_orders],
+                "top1": score.top1,
+                "top5": score.top5,
+                "cross_entropy": score.cross_entropy,
+            }
+            for score in scores
+        ],
+    }
+
+
+def estimates(scores: Sequence[Score | EnsembleScore]) -> dict[str, Any]:
+    """Mean, spread and interval of each metric over the scores of one model, as JSON values."""
+    from layershuffle.stats import estimate
+
+    return {
+        metric: asdict(
+            estimate(
+                {0: [getattr(score, metric) for score in scores]},
+                images=scores[0].images,
+                percent=metric != "cross_entropy",
+            )
+        )
+        for metric in ("top1", "top5", "cross_entropy")
+    }
+
+
+def _text(report: dict[str, Any]) -> str:
+    reason = report["blocks"]["reason"]
+    rows = []
+    for mode in report["modes"]:
+        top1, spread = mode["top1"], mode["top1"]["sd_orders"]
+        rows.append(
+            (
+                mode["mode"],
+                str(mode["kept"]),
+                str(mode["orders"]),
+                f"{top1['mean']:.2f}",
+                "-" if spread is None else f"{spread:.2f}",
+                f"{top1['low']:.1f} to {top1['high']:.1f}",
+                f"{mode['top5']['mean']:.2f}",
+                f"{mode['cross_entropy']['mean']:.3f}",
+            )
+        )
+    header = ("mode", "kept", "orders", "top-1 %", "sd", "95 %", "top-5 %", "CE")
+    return "\n".join(
+        [
+            f"{report['model']} on {report['data']}, {report['draw']}, seed {report['seed']}, "
+            f"{report['hardware']['precision']}, "
+            + ("compiled blocks" if reason is None else f"eager mode: {reason}"),
+            table(header, rows),
+            f"{report['modes'][0]['images']} images each. sd: over orders. 95 %: t-interval over "
+            "orders, Wilson interval over images where there is one order. --json lists the "
+            "orders.",
+            *report["notes"],
+        ]
+    )

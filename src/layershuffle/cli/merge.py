@@ -1,0 +1,227 @@
+"""`layershuffle merge` and `layershuffle ensemble`: what several models are worth together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from shlex import quote
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from layershuffle.cli.command import Command, Inline
+from layershuffle.cli.eval import estimates
+from layershuffle.errors import UsageError
+from layershuffle.merging.rows import MergingRow, by_model, group_rows, rows_csv
+from layershuffle.merging.settings import EnsembleSettings, MergingSettings
+from layershuffle.text import table
+
+_TABLE_WIDTH = 120  # ten columns
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeCommand(Command):
+    """Build models from the blocks of several models.
+
+    There are two forms. `merge RECIPE.yaml --out DIR` writes the model whose blocks come from the
+    donors that the recipe names. `merge MODEL... --random N --data SPEC` draws N merges and scores
+    them beside their donors, soups and ensembles.
+    """
+
+    # tyro cannot ask for one form or the other: what a form needs is checked in `run`.
+    models: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="MODEL...")] = ()
+    """The recipe, a YAML file; or with --random the donors: directories of fits or model specs."""
+    out: Path | None = None
+    """Directory of the model that a recipe makes; with --random a CSV file for every score."""
+    random: int | None = None
+    """Draw this many merges and score them; the same as --merges, which alone does not select this
+    form."""
+    data: str | None = None
+    """--random: images to score, of which the test split is read (greedy soups also read held-out
+    images)."""
+    mode: Literal["sequential", "arbitrary"] = "arbitrary"
+    """--random: order mode in which every model runs."""
+    base: str | None = None
+    """--random: the base checkpoint, for donors that do not name it."""
+    json: bool = False
+    """--random: print JSON with settings, summaries and scores."""
+    settings: Inline[MergingSettings]
+
+    def run(self) -> int:
+        """Merge as a recipe says, or at random."""
+        if self.random is not None:
+            return self._run_random(self.random)
+        if self.out is None or len(self.models) != 1:
+            raise UsageError(
+                "merge needs RECIPE.yaml and --out DIR, or MODEL... with --random N and --data "
+                "SPEC",
+                hint="layershuffle merge --help",
+            )
+        return _merge_by_recipe(Path(self.models[0]), self.out)
+
+    def _run_random(self, merges: int) -> int:
+        if self.data is None or not self.models:
+            raise UsageError("merge --random needs models and --data SPEC")
+        if self.settings.merges not in (merges, MergingSettings().merges):
+            raise UsageError(
+                f"--random {merges} and --merges {self.settings.merges} contradict each other",
+                hint="leave --merges out",
+            )
+        # Built anew, not copied: a count of 0 must be refused as --merges 0 is.
+        settings = MergingSettings(**{**dict(self.settings), "merges": merges})
+
+        from layershuffle.cli.progress import Counter
+        from layershuffle.files import write_text
+        from layershuffle.merging.scoring import score_merging
+
+        notes: list[str] = []
+        rows = score_merging(
+            list(self.models),
+            self.data,
+            settings=settings,
+            mode=self.mode,
+            base=self.base,
+            progress=Counter("passes done", unit="passes"),
+            note=notes.append,
+        )
+        if self.out is not None:
+            write_text(self.out, rows_csv(rows))
+        report = {
+            "donors": list(self.models),
+            "data": self.data,
+            "mode": self.mode,
+            "settings": settings.model_dump(mode="json"),
+            "groups": [_merging_group(group) for group in group_rows(rows).values()],
+            "notes": notes,
+            "rows": [asdict(row) for row in rows],
+        }
+        print(json.dumps(report, indent=2) if self.json else _merging_text(report))
+        return 0
+
+
+def _merge_by_recipe(path: Path, out: Path) -> int:
+    from layershuffle.merging.recipe import merge_recipe, read_merge_recipe
+
+    merge = merge_recipe(read_merge_recipe(path), out)["provenance"]["merge"]
+    for number, donor in enumerate(merge["donors"]):
+        blocks = [str(block) for block, source in enumerate(merge["blocks"]) if source == number]
+        print(f"blocks {','.join(blocks)} from {donor['model']}")
+    print(
+        f"stem {merge['stem']}, head {merge['head']}\nModel: {out}\n"
+        f"Next: layershuffle eval {quote(str(out))} --data SPEC"
+    )
+    return 0
+
+
+def _merging_group(rows: Sequence[MergingRow]) -> dict[str, Any]:
+    """Means per model, then over models: the interval covers models where there are several."""
+    from layershuffle.stats import estimate
+
+    def over_models(metric: str, *, percent: bool) -> dict[str, Any]:
+        return asdict(estimate(by_model(rows, metric), images=rows[0].n, percent=percent))
+
+    first = rows[0]
+    what = " ".join(word for word in (first.kind, first.ends) if word)
+    if first.kind in ("soup", "ensemble"):
+        what += f" {first.name}"
+    return {
+        "what": what,
+        "main": bool(first.main),
+        "top1": over_models("top1", percent=True),
+        "top5": over_models("top5", percent=True),
+        "cross_entropy": over_models("cross_entropy", percent=False),
+    }
+
+
+def _merging_text(report: dict[str, Any]) -> str:
+    rows = []
+    for group in report["groups"]:
+        top1 = group["top1"]
+        # Of a single model only its orders can differ, as the legend below the table says.
+        spread = top1["sd_models"] if top1["models"] > 1 else top1["sd_orders"]
+        rows.append(
+            (
+                group["what"] + (" *" if group["main"] else ""),
+                str(top1["models"]),
+                str(top1["orders"]),
+                f"{top1['mean']:.2f}",
+                "-" if spread is None else f"{spread:.2f}",
+                f"{top1['least']:.1f}",
+                f"{top1['most']:.1f}",
+                f"{top1['low']:.1f} to {top1['high']:.1f}",
+                f"{group['top5']['mean']:.2f}",
+                f"{group['cross_entropy']['mean']:.3f}",
+            )
+        )
+    header = ("", "models", "orders", "top-1 %", "sd", "min", "max", "95 %", "top-5 %", "CE")
+    return "\n".join(
+        [
+            f"{len(report['donors'])} donors on {report['data']}, {report['mode']} order, "
+            f"seed {report['settings']['seed']}, {report['settings']['precision']}",
+            table(header, rows, width=_TABLE_WIDTH),
+            f"{report['groups'][0]['top1']['images']} images each. *: what the settings name "
+            "first. sd and 95 %: over models (t-interval), of a single model over its orders, of a "
+            "single order over images (Wilson). min, max: single scores.",
+            *report["notes"],
+        ]
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnsembleCommand(Command):
+    """Score the ensemble of several models: the mean of their answers."""
+
+    models: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="MODEL...")]
+    """Members of the ensemble: directories of fits or model specs."""
+    data: str
+    """Images to score, of which the test split is read."""
+    json: bool = False
+    """Print JSON that holds every draw with the orders of its members."""
+    settings: Inline[EnsembleSettings]
+
+    def run(self) -> int:
+        """Score and print a paragraph or JSON."""
+        if not self.models:
+            raise UsageError("ensemble needs models", hint="layershuffle ensemble --help")
+
+        from layershuffle.merging.scoring import score_ensemble
+
+        models = list(self.models)
+        scores, notes = score_ensemble(models, self.data, settings=self.settings)
+        report = {
+            "models": models,
+            "data": self.data,
+            "settings": self.settings.model_dump(mode="json"),
+            "images": scores[0].images,
+            **estimates(scores),
+            "scores": [
+                {
+                    "orders": [str(order) for order in score.member_orders],
+                    "top1": score.top1,
+                    "top5": score.top5,
+                    "cross_entropy": score.cross_entropy,
+                }
+                for score in scores
+            ],
+            "notes": list(notes),
+        }
+        print(json.dumps(report, indent=2) if self.json else _ensemble_text(report))
+        return 0
+
+
+def _ensemble_text(report: dict[str, Any]) -> str:
+    settings, top1, count = report["settings"], report["top1"], len(report["scores"])
+    over = "orders (t-interval)" if top1["kind"] == "orders" else "images (Wilson)"
+    spread = "" if top1["sd_orders"] is None else f", sd {top1['sd_orders']:.2f}"
+    orders = "" if settings["mode"] == "sequential" else f" {settings['orders']}"
+    lines = [
+        f"Ensemble of {len(report['models'])} models on {report['data']}, mean "
+        f"{settings['combine']}, {settings['mode']}{orders} orders, "
+        f"{count} draw{'s' * (count > 1)}, {report['images']} images, {settings['precision']}",
+        f"top-1 {top1['mean']:.2f} %{spread}, 95 % {top1['low']:.1f} to {top1['high']:.1f} over "
+        f"{over}; top-5 {report['top5']['mean']:.2f} %; "
+        f"cross-entropy {report['cross_entropy']['mean']:.3f}",
+    ]
+    return "\n".join([*lines, *report["notes"]])

@@ -1,0 +1,122 @@
+"""`layershuffle reproduce RECIPE`, a study from plan to report, and `layershuffle report DIR`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from layershuffle.cli.command import Command
+from layershuffle.errors import LayerShuffleError, SettingsError, UsageError
+from layershuffle.recipes import read_recipe
+from layershuffle.settings import check_known
+from layershuffle.study.dry_run import forecast, forecast_text, plan_text
+from layershuffle.study.plan import read_plan
+from layershuffle.study.selection import tasks_for
+from layershuffle.study.settings import StudySettings
+
+if TYPE_CHECKING:
+    from layershuffle.study.runner import MakePool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReproduceCommand(Command):
+    """Run a study of the paper and write its report as Markdown, CSV and one HTML page.
+
+    You can stop this command at any time; run it again to continue. Finished runs are not repeated.
+    """
+
+    recipe: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")]
+    """YAML recipe of a study, for example recipes/digits-quick.yaml."""
+    out: Path | None = None
+    """Directory of the study (default: runs/NAME)."""
+    workers: int | None = None
+    """Runs side by side (default: one per GPU, else one per CPU core with a thread each)."""
+    only: str | None = None
+    """Tables and figures to make, with all that they need: table1, fig1b, fig1c, fig4, table2,
+    fig5, budget, or an analysis; comma-separated (default: all)."""
+    ray: str | None = None
+    """Run on a Ray cluster: its address, or auto for the one of this machine. --out must be on a
+    disk that all its machines share."""
+    dry_run: bool = False
+    """Print the tasks with the work and disk that they will take, and the time once a run is
+    finished."""
+
+    def run(self) -> int:
+        """Run the study; raises `LayerShuffleError` if a run failed (the others are reported)."""
+        if self.workers is not None and self.workers < 1:
+            raise UsageError(
+                f"--workers is a number of processes, not {self.workers}",
+                hint="leave it out for one per GPU or core",
+            )
+        study = _read_study(self.recipe)
+        out = self.out or Path("runs") / study.name
+        tasks = tasks_for(study, self.only)
+        if self.dry_run:
+            print(plan_text(study, tasks))
+            print(forecast_text(forecast(study, tasks, out=out, workers=self.workers), out))
+            return 0
+
+        from layershuffle.cli.progress import study_watcher
+        from layershuffle.study.runner import local_pool, run_study
+
+        # Ray is an extra: without --ray it need not be installed.
+        make_pool: MakePool = local_pool
+        if self.ray is not None:
+            from layershuffle.study.ray_pool import ray_pool
+
+            make_pool = ray_pool(self.ray)
+        with study_watcher() as watch:
+            failed = run_study(
+                study,
+                out,
+                only=self.only,
+                workers=self.workers,
+                watch=watch,
+                make_pool=make_pool,
+            )
+        _write_report(out)
+        if failed:
+            raise LayerShuffleError(
+                f"{len(failed)} of the tasks failed: {', '.join(failed)}",
+                place=out,
+                hint="each has a failure.txt or log.txt in its directory (tasks that depend on a "
+                "failed one have none); fix the cause and run the same command again",
+            )
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportCommand(Command):
+    """Write the report of a study from its results, finished or not; nothing is trained."""
+
+    directory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
+    """Directory of a study, finished or not."""
+
+    def run(self) -> int:
+        """Write the report; it names what is missing."""
+        _write_report(self.directory)
+        return 0
+
+
+def _read_study(recipe: Path) -> StudySettings:
+    fields = read_recipe(recipe)
+    try:
+        check_known(StudySettings, fields)
+        return StudySettings(**fields)
+    except SettingsError as error:
+        raise SettingsError(
+            error.cause, place=recipe, hint="recipes/digits-quick.yaml is an example"
+        ) from None
+
+
+def _write_report(out: Path) -> None:
+    """Write the report of the study in `out`, print its table and where the files are."""
+    from layershuffle.study.report import write_report
+
+    read_plan(out)  # refuses a directory that holds no study, before anything is written into it
+    report = write_report(out)
+    print(report.text)
+    print(f"Report: {out / 'report.html'} (also report.md, table.md, results.csv)")

@@ -1,0 +1,82 @@
+"""`layershuffle swarm drain`, `readmit` and `swap`: change a running swarm from its own machine."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from layershuffle.cli.command import Command
+from layershuffle.cli.swarm.serving import require_extra
+
+if TYPE_CHECKING:
+    from layershuffle.swarm.server.admin import Operator
+
+
+@dataclass(frozen=True, kw_only=True)
+class _HostCommand(Command):
+    """A change to one host, through the operator's socket."""
+
+    host: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="HOST")]
+    """Name of the host in the plan."""
+    state: str | None = None
+    """Directory of the operator's socket (default: ~/.local/state/layershuffle/swarm)."""
+
+    def operator(self) -> AbstractContextManager[Operator]:
+        """A connection to the swarm. Raises `UsageError` if none runs on this machine."""
+        require_extra()
+
+        from layershuffle.swarm.server.admin import operator_of
+
+        return operator_of(self.state)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrainCommand(_HostCommand):
+    """Let a host finish its work and take no more; run this on the machine of the server."""
+
+    def run(self) -> int:
+        """Wait until the host has nothing left to do."""
+        with self.operator() as operator:
+            empty = operator.drain(self.host)
+        # A drain waits for a while; visits under way end at their own deadlines in any case.
+        end = "is empty" if empty else "still has work, which will end at its deadlines"
+        print(
+            f"Host {self.host} takes no new visits and {end}. "
+            f"Next: layershuffle swarm readmit {self.host}, or take its machine away"
+        )
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadmitCommand(_HostCommand):
+    """Start an excluded, drained or dead host again; run this on the machine of the server."""
+
+    def run(self) -> int:
+        """Readmit it; it serves again when it has been found correct."""
+        with self.operator() as operator:
+            operator.readmit(self.host)
+        print(f"Host {self.host} is started. Next: layershuffle swarm status")
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwapCommand(_HostCommand):
+    """Replace a block of a host by the same block of a sibling model, while the swarm serves.
+
+    Run this on the machine of the server. No request is lost.
+    """
+
+    block: Annotated[int, tyro.conf.Positional, tyro.conf.arg(metavar="BLOCK")]
+    """Id of a block that the host holds."""
+    donor: str
+    """Model that the block comes from: a sibling, refined from the same base."""
+
+    def run(self) -> int:
+        """Swap it."""
+        with self.operator() as operator:
+            operator.swap(self.host, self.block, donor=self.donor)
+        print(f"Block {self.block} of host {self.host} comes from {self.donor} now.")
+        return 0

@@ -1,0 +1,154 @@
+"""`layershuffle classify IMAGE...` and `layershuffle swarm status`: ask a running swarm."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from layershuffle.cli.command import Command
+from layershuffle.cli.swarm.serving import read_keys, require_extra
+from layershuffle.errors import UsageError
+from layershuffle.text import table
+
+if TYPE_CHECKING:
+    from layershuffle.swarm.server.schemas import Classification, SwarmAnswer
+
+KEY_VARIABLE = "LAYERSHUFFLE_API_KEY"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions(Command):
+    """Flags about the server that is asked."""
+
+    address: str = "http://127.0.0.1:8000"
+    """Address of the server, http:// or https://."""
+    api_key_file: Path | None = None
+    """File with the API key, if the server wants one; only its owner may read it (mode 0600).
+    Default: the environment variable LAYERSHUFFLE_API_KEY."""
+    api_key: str | None = None
+    """The API key itself. Other users of this machine can see it while the command runs."""
+    authority: Path | None = None
+    """For https: file of the certificate to trust (default: the well-known authorities)."""
+
+
+def client_options(server: ServerOptions) -> dict[str, Any]:
+    """The keyword arguments of a client that these flags stand for.
+
+    Raises `UsageError` for two keys, and for a key file that others may read or that does not hold
+    exactly one key.
+    """
+    # A file before the variable: who names a file means it. A key on the command line beside it is
+    # refused, since one of the two would be ignored.
+    key = server.api_key or os.environ.get(KEY_VARIABLE) or None
+    if server.api_key_file is not None:
+        if server.api_key is not None:
+            raise UsageError("The API key is given twice", hint="leave --api-key out")
+        keys = read_keys(server.api_key_file)
+        if len(keys) != 1:
+            raise UsageError(
+                f"The file holds {len(keys)} keys", place=server.api_key_file, hint="keep one"
+            )
+        key = keys[0]
+    return {"api_key": key, "authority": server.authority}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassifyCommand(ServerOptions):
+    """Classify images by a running swarm.
+
+    Prints the most probable classes, the hosts and blocks that were used, and the accuracy to
+    expect.
+    """
+
+    images: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="IMAGE...")]
+    """Image files."""
+    deadline_ms: float | None = None
+    """Answer within this many milliseconds, with the blocks that can be run until then."""
+    min_blocks: int | None = None
+    """Fewest blocks of an answer; with fewer the request fails."""
+    order: str | None = None
+    """Run exactly these blocks in this order ("3,0,2"); blocks that no host holds are left out."""
+    top_k: int = 5
+    """Classes to show per image."""
+    json: bool = False
+    """Print the whole answer as JSON."""
+
+    def run(self) -> int:
+        """Ask, and print the classes and how the answer was computed."""
+        require_extra()
+
+        from layershuffle.swarm.client import SwarmClient
+
+        with SwarmClient(self.address, **client_options(self)) as client:
+            answer = client.classify(
+                list(self.images),
+                deadline_ms=self.deadline_ms,
+                min_blocks=self.min_blocks,
+                order=self.order,
+                top_k=self.top_k,
+            )
+        if self.json:
+            print(json.dumps(answer.model_dump(), indent=2))
+        else:
+            print(describe_answer(answer, self.images))
+        return 0
+
+
+def describe_answer(answer: Classification, images: tuple[Path, ...]) -> str:
+    """Classes per image, then the route, the skipped blocks, and the accuracy to expect."""
+    lines = []
+    for path, image in zip(images, answer.images, strict=True):
+        guesses = ", ".join(f"{guess.label} {100 * guess.probability:.1f} %" for guess in image.top)
+        lines.append(f"{path}: {guesses}")
+    hops = " -> ".join(
+        f"{hop.host} ({', '.join(map(str, hop.blocks))}: "
+        f"{f'{hop.ms:.0f} ms' if hop.outcome == 'answered' else hop.outcome})"
+        for hop in answer.route
+    )
+    lines.append(
+        f"{len(answer.blocks)} of {answer.depth} blocks in {answer.ms.total:.0f} ms: {hops}"
+    )
+    lines += [f"block {skipped.block} skipped: {skipped.why}" for skipped in answer.skipped]
+    expected = answer.expected
+    if expected is None:
+        lines.append(f"Accuracy to expect is not known: {answer.expected_why}")
+    else:
+        lines.append(
+            f"With {expected.kept} blocks in any order {expected.top1:.1f} % of answers are right "
+            f"({expected.low:.1f} to {expected.high:.1f}; {expected.data}, {expected.images} "
+            "images)."
+        )
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatusCommand(ServerOptions):
+    """Show the hosts of a running swarm: blocks, waiting work, latency and health."""
+
+    json: bool = False
+    """Print everything as JSON."""
+
+    def run(self) -> int:
+        """Print a row per host; times are milliseconds."""
+        require_extra()
+
+        from layershuffle.swarm.client import SwarmClient
+
+        with SwarmClient(self.address, **client_options(self)) as client:
+            swarm = client.swarm()
+        print(json.dumps(swarm.model_dump(), indent=2) if self.json else _status_table(swarm))
+        return 0
+
+
+def _status_table(swarm: SwarmAnswer) -> str:
+    rows = []
+    for host in swarm.hosts:
+        times = ["-" if ms is None else f"{ms:.1f}" for ms in (host.compute_ms, host.link_ms)]
+        blocks = ", ".join(map(str, host.blocks)) + (f" ({host.why})" if host.why else "")
+        rows.append((host.name, host.condition, str(host.waiting), *times, blocks))
+    return table(("host", "condition", "waiting", "block ms", "link ms", "blocks"), rows)

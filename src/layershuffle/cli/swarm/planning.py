@@ -1,0 +1,202 @@
+"""`layershuffle swarm plan`, `simulate` and `calibrate`: what to expect before a swarm runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from layershuffle.cli.command import Command
+from layershuffle.cli.swarm.serving import require_extra
+from layershuffle.errors import UsageError
+from layershuffle.swarm.plan import DEFAULT_MODEL
+from layershuffle.swarm.policy import ROUTINGS, Routing
+from layershuffle.text import table
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanCommand(Command):
+    """Find which host should hold which blocks of a model, and what to expect of that plan.
+
+    Prints the same figures for fixed-order pipelines beside it.
+    """
+
+    hosts: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="HOSTS")]
+    """The hosts and how large, fast, far away and reliable they are: YAML, see docs/swarm.md."""
+    model: str = DEFAULT_MODEL
+    """Model to serve."""
+    # The choices are spelled out because the planner's own types come with scipy, which would add
+    # 0.4 s to --help. mypy compares them where `plan` is called.
+    objective: Literal["throughput", "latency", "lifetime"] = "latency"
+    """throughput, latency, or lifetime (the smallest battery lasts longest)."""
+    replicas: int = 1
+    """Hosts that hold each block."""
+    reach: float | None = None
+    """Probability with which each block is to be reachable."""
+    floor: float | None = None
+    """lifetime: requests may leave out blocks while this accuracy (percent) is still reached."""
+    wire: Literal["fp32", "fp16", "int8"] = "fp32"
+    """Type of states on the wire."""
+    time_limit: float = 20.0
+    """Seconds for the exact solver."""
+    out: Path | None = None
+    """Write the plan to this file, for `swarm deploy`."""
+
+    def run(self) -> int:
+        """Plan, print, and write."""
+        from layershuffle.files import write_text
+        from layershuffle.swarm.plan import plan_text
+        from layershuffle.swarm.planning import plan, plan_report, read_hosts
+        from layershuffle.swarm.service import model_facts
+
+        hosts = read_hosts(self.hosts)
+        facts = model_facts(self.model, wire=self.wire)
+        best, prediction = plan(
+            hosts,
+            facts,
+            objective=self.objective,
+            replicas=self.replicas,
+            reach=self.reach,
+            floor=self.floor,
+            time_limit=self.time_limit,
+            model=self.model,
+            wire=self.wire,
+        )
+        print(
+            f"A block of one image takes {facts.block_ms:.3g} ms here, measured just now: that is "
+            "`speed: 1` (block_ms or blocks_per_s in the file override it).\n"
+        )
+        print(plan_report(best, prediction))
+        if self.out is not None:
+            write_text(self.out, plan_text(best))
+            print(f"In {self.out}. Next: layershuffle swarm simulate {self.out}, or swarm deploy")
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulateCommand(Command):
+    """Run a plan in virtual time with the policy of the real router.
+
+    Hosts die and come back and requests arrive as the flags say; every routing gets the same
+    failures and requests.
+    """
+
+    plan: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="PLAN")]
+    """The plan, as for `swarm deploy`."""
+    profile: Path | None = None
+    """HOSTS.yaml that the plan was made from: how fast its hosts are. Default: 5 ms per block, 5 ms
+    per visit."""
+    hosts: int | None = None
+    """Number of hosts: the hosts of the plan are repeated in turn until there are as many."""
+    requests: int = 1000
+    """Number of requests."""
+    churn: tuple[float, float] | None = None
+    """Mean seconds that a host is up, and down."""
+    rate: float | None = None
+    """Requests per second, at random times; replaces --clients."""
+    clients: int = 4
+    """Clients that each send the next request when the last one has ended."""
+    kill: float | None = None
+    """Kill this share of the hosts at random moments; none comes back."""
+    routings: tuple[Routing, ...] = ROUTINGS
+    """Routings to compare."""
+    min_blocks: int = 1
+    """Fewest blocks of an answer."""
+    seed: int = 0
+    """Seed of arrivals and failures."""
+
+    def run(self) -> int:
+        """Simulate every routing, and print them side by side."""
+        require_extra()
+
+        from layershuffle.swarm.faults import crashes
+        from layershuffle.swarm.plan import read_plan
+        from layershuffle.swarm.planning import read_hosts
+        from layershuffle.swarm.planning.hosts import hosts_of
+        from layershuffle.swarm.service import model_facts
+        from layershuffle.swarm.simulation import (
+            Arrivals,
+            Churn,
+            Profile,
+            outcome_report,
+            profile_of,
+            scaled,
+            simulate,
+        )
+
+        plan = read_plan(self.plan)
+        facts = model_facts(plan.model, wire=plan.wire)
+        profile = Profile()
+        if self.profile is not None:
+            profile = profile_of(hosts_of(read_hosts(self.profile), facts))
+        if self.hosts is not None:
+            plan = scaled(plan, self.hosts)
+        if self.churn is not None and self.kill is not None:
+            raise UsageError("--churn and --kill are two kinds of failures", hint="choose one")
+        kill, requests = self.kill, self.requests
+        # The same failures for every routing: they are compared under one fate.
+        names = list(plan.hosts)
+        faults = crashes(names, share=kill, requests=requests, seed=self.seed) if kill else ()
+        outcomes = {
+            str(routing): simulate(
+                plan,
+                profile=profile,
+                requests=requests,
+                seed=self.seed,
+                routing=routing,
+                arrivals=Arrivals(rate=self.rate, clients=self.clients),
+                churn=Churn(up_s=self.churn[0], down_s=self.churn[1]) if self.churn else None,
+                faults=faults,
+                min_blocks=self.min_blocks,
+                accuracy=facts.accuracy or None,
+            )
+            for routing in self.routings
+        }
+        print(f"{len(plan.hosts)} hosts, seed {self.seed}\n{outcome_report(outcomes)}")
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrateCommand(Command):
+    """Measure the accuracy of a model with 1 to all blocks in arbitrary order on held-out data.
+
+    The result is stored beside the model; a swarm tells it with its answers.
+    """
+
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")] = DEFAULT_MODEL
+    """Model to measure: the directory of a fit, dir:PATH or bundled:NAME."""
+    data: str = "digit-pairs"
+    """Held-out images: the test split of this data."""
+    orders: int = 20
+    """Random orders for every number of blocks."""
+    images: int = 2000
+    """Number of images, at most."""
+    seed: int = 0
+    """Seed of the orders."""
+
+    def run(self) -> int:
+        """Measure, store, and print the table."""
+        from layershuffle.models import load
+        from layershuffle.swarm.calibration import calibrate, calibration_path, write_calibration
+
+        path = calibration_path(self.model)
+        calibration = calibrate(
+            load(self.model),
+            self.data,
+            orders=self.orders,
+            images=self.images,
+            seed=self.seed,
+        )
+        write_calibration(calibration, path)
+        rows = [
+            (str(row.kept), f"{row.top1:.1f}", f"{row.low:.1f} to {row.high:.1f}")
+            for row in reversed(calibration.rows)
+        ]
+        print(table(("blocks", "top-1 %", "95 % interval"), rows))
+        print(
+            f"{calibration.images} images of {calibration.data} ({calibration.split}), "
+            f"{calibration.orders} orders each. In {path}"
+        )
+        return 0

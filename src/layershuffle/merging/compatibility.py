@@ -1,0 +1,144 @@
+"""Which donors can be merged: models of one shape, refined from one base checkpoint.
+
+The paper (section 4.4) merges models of one method, "refined from the same base model on the same
+data". Shape, image view, position parts and base must agree always, method and data unless the
+caller allows mixed donors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from layershuffle.errors import UsageError
+from layershuffle.models import host_of
+from layershuffle.models.files import shapes_of
+from layershuffle.models.origin import origin_of
+from layershuffle.models.position_files import position_to_json
+from layershuffle.models.store import image_view, library_of, num_classes_of
+from layershuffle.position import width_of
+from layershuffle.stack import depth_of
+
+# Settings of modules that change nothing at evaluation.
+_IGNORED = frozenset({"training", "name_or_path", "grad_checkpointing", "gradient_checkpointing"})
+_REASONS = {
+    "kind of model": "a merge is made of models of one architecture",
+    "number of blocks": "block i of a merge is block i of a donor",
+    "width": "blocks of other widths cannot follow each other",
+    "number of classes": "the heads of a merge say the same classes",
+    "image view": "a merge gets the same images as its donors",
+    "position parts": "blocks learnt with other position parts do not understand each other",
+    "base": "only models refined from one base can be merged (paper, section 4.4)",
+    **dict.fromkeys(
+        ("method", "order policy", "data"),
+        "the paper never mixes them; --mixed (mixed: true in a recipe) does it all the same",
+    ),
+}
+_SHAPE_REASON = "a merge is made of models of one shape and the same settings"
+
+
+def check_compatible(
+    donors: Sequence[nn.Module], *, names: Sequence[str], mixed: bool = False
+) -> None:
+    """Raises `UsageError` in one paragraph if the donors cannot be merged, with the reason.
+
+    `mixed` allows donors of several methods, order policies and data.
+    """
+    if len(donors) < 2:
+        raise UsageError(f"At least two models are needed, {len(donors)} given")
+    for name, donor in zip(names, donors, strict=True):
+        if any(module.training for module in donor.modules()):
+            raise UsageError("A donor is in training mode", place=name, hint="call donor.eval()")
+    # Cheap comparisons come first, and those that say most: a model of another width differs in
+    # the shape of every tensor too.
+    for describe in (_architecture, _base if mixed else _records, _shapes, _settings):
+        first = describe(donors[0])
+        for name, donor in zip(names[1:], donors[1:], strict=True):
+            other = describe(donor)
+            for key in [*first, *(other.keys() - first.keys())]:
+                here, there = other.get(key), first.get(key)
+                if here != there:
+                    raise UsageError(
+                        f"{names[0]} and {name} do not fit together: {key} is "
+                        f"{'not recorded' if there is None else there} there and "
+                        f"{'not recorded' if here is None else here} here",
+                        hint=_REASONS.get(key, _SHAPE_REASON),
+                    )
+
+
+def shared_record(donors: Sequence[nn.Module]) -> dict[str, Any]:
+    """The entries of the donors' records (method, policy, base, data) that all of them share."""
+    records = [origin_of(host_of(donor)).record for donor in donors]
+    provenances = [_provenance(record) for record in records]
+    keys = ("base", "base_sha256", "blocks_of_base", "data")
+    return {
+        **_shared(records, ("method", "policy")),
+        "provenance": _shared(provenances, keys),
+    }
+
+
+def _shared(records: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> dict[str, Any]:
+    first = records[0]
+    return {
+        key: first[key]
+        for key in keys
+        if first.get(key) is not None and all(record.get(key) == first[key] for record in records)
+    }
+
+
+def _architecture(donor: nn.Module) -> dict[str, Any]:
+    host = host_of(donor)
+    facts = {
+        "kind of model": f"{type(host).__module__.partition('.')[0]} {type(host).__name__}",
+        "number of blocks": depth_of(donor),
+        "width": width_of(host),
+    }
+    try:
+        library_of(host)
+    except UsageError:
+        pass  # a model of the caller's own: its classes and its view are not known
+    else:
+        facts |= {"number of classes": num_classes_of(host), "image view": image_view(host)}
+    return {**facts, "position parts": position_to_json(donor)}
+
+
+def _base(donor: nn.Module) -> dict[str, Any]:
+    provenance = _provenance(origin_of(host_of(donor)).record)
+    # The fingerprint of the weights says more than the name, which may stand for random ones.
+    base = provenance.get("base_sha256") or provenance.get("base")
+    blocks = provenance.get("blocks_of_base")
+    return {"base": f"{base}, blocks {blocks}" if blocks else base}
+
+
+def _records(donor: nn.Module) -> dict[str, Any]:
+    record = origin_of(host_of(donor)).record
+    return {
+        **_base(donor),
+        "method": record.get("method"),
+        "order policy": record.get("policy"),
+        "data": _provenance(record).get("data"),
+    }
+
+
+def _shapes(donor: nn.Module) -> dict[str, Any]:
+    return {f"the shape of {k}": v for k, v in shapes_of(donor.state_dict()).items()}
+
+
+def _settings(donor: nn.Module) -> dict[str, Any]:
+    """Numbers, words and tuples of every module: what shapes do not show, as numbers of heads."""
+    return {
+        f"{path}.{key}": value
+        for path, module in donor.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, bool | int | float | str | tuple)
+        and not key.startswith("_")
+        and key not in _IGNORED
+        and "drop" not in key  # rates of dropout and drop-path matter in training alone
+    }
+
+
+def _provenance(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    provenance = record.get("provenance")
+    return provenance if isinstance(provenance, Mapping) else {}

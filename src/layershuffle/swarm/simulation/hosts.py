@@ -1,0 +1,229 @@
+"""Simulated hosts as a transport of the router: links, queues, batches, and what can go wrong.
+
+A host has one worker, which runs one block at a time on the visits that need it; which of them go
+together is decided by the real host's rule (`swarm.batching`). A block adds nothing to the state
+that a visit carries, and a block of a lying host adds 1, so that canaries, audits and the client
+can see who lied.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from layershuffle.swarm.batching import choose
+from layershuffle.swarm.faults import SLOW_FACTOR
+from layershuffle.swarm.limits import Limits
+from layershuffle.swarm.messages import (
+    Answer,
+    HostGone,
+    HostUnavailable,
+    Visit,
+    VisitError,
+    WorkExpired,
+)
+from layershuffle.swarm.simulation.scenario import HostTimes, Profile
+from layershuffle.swarm.wire import Packet
+
+_MILLI = 1000.0
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """A visit on its way to a host, at the host, or on its way back.
+
+    `answer` is done when the caller has the answer, or has given the visit up. `compute`: seconds
+    of the batches that the visit was in, `each`: their seconds per image. `passed`: batches that
+    went before it.
+    """
+
+    visit: Visit
+    packet: Packet
+    answer: asyncio.Future[Answer]
+    arrived: float = 0.0
+    expires: float = 0.0
+    done: int = 0
+    compute: float = 0.0
+    each: float = 0.0
+    passed: int = 0
+    replied: bool = False
+
+    @property
+    def images(self) -> int:
+        """Number of images in its state."""
+        return self.packet.images
+
+    @property
+    def meets(self) -> int:
+        """The block that it needs next."""
+        return self.visit.blocks[self.done]
+
+    @property
+    def over(self) -> bool:
+        """Whether nobody waits for its computation any more."""
+        return self.replied or self.answer.done()
+
+
+class SimulatedHost:
+    """One host. Its public methods are what can happen to it; `visit` is what the router asks."""
+
+    def __init__(self, times: HostTimes, *, profile: Profile, limits: Limits) -> None:
+        self.profile, self.limits = profile, limits
+        self.alive, self.silent, self.draining, self.lying = True, False, False, False
+        self._loop = asyncio.get_running_loop()
+        self._half_link = times.link_ms / 2 / _MILLI
+        self._block = times.block_ms / _MILLI
+        self._factor = 1.0
+        self._died = 0.0
+        # A process that starts anew does not finish the batch of the one before.
+        self._process = 0
+        # Visits without an answer yet; a dict, because a set would lose their order.
+        self._open: dict[Job, None] = {}
+        self._jobs: list[Job] = []
+        self._batch: list[Job] = []
+        self._delayed: list[Callable[[], None]] = []
+
+    async def visit(self, visit: Visit, packet: Packet) -> Answer:
+        """The answer after link, queue and compute. Raises a `VisitError` as real transports do."""
+        job = Job(visit, packet, self._loop.create_future())
+        if self.alive:
+            self._open[job] = None
+            self._loop.call_later(self._half_link, self._arrive, job)
+        else:
+            self._lose(job)
+        try:
+            return await job.answer
+        finally:
+            self._open.pop(job, None)
+
+    def _arrive(self, job: Job) -> None:
+        if job not in self._open:
+            return  # its caller gave it up, or the process that it was sent to has died
+        if self.silent:
+            self._delayed.append(partial(self._arrive, job))
+            return
+        job.arrived = self._loop.time()
+        job.expires = job.arrived + job.visit.budget_ms / _MILLI
+        self._forget_expired()
+        if self.draining or len(self._jobs) - len(self._batch) >= self.limits.max_queue:
+            self._reply(job, HostUnavailable("It takes no more work"))
+            return
+        self._jobs.append(job)
+        self._start_batch()
+
+    def _forget_expired(self) -> None:
+        """Drop the visits outside of the running batch that are over, or too late to be of use."""
+        if len(self._jobs) == len(self._batch):
+            return
+        now = self._loop.time()
+        for job in self._jobs:
+            if now >= job.expires and job not in self._batch and not job.over:
+                self._reply(job, WorkExpired("Its budget ran out before its turn"))
+        self._jobs = [job for job in self._jobs if job in self._batch or not job.over]
+
+    def _start_batch(self) -> None:
+        if self._batch:
+            return
+        self._forget_expired()
+        if not self._jobs:
+            return
+        waiting: list[Any] = self._jobs  # a simulated job has all that the rule reads of a real one
+        self._batch = [*choose(waiting, images=self.limits.max_batch)]
+        for job in self._jobs:
+            job.passed = 0 if job in self._batch else job.passed + 1
+        images = sum(job.images for job in self._batch)
+        seconds = self._block * self._factor * (1 + self.profile.batch_share * (images - 1))
+        self._loop.call_later(seconds, self._end_batch, seconds, images, self._process)
+
+    def _end_batch(self, seconds: float, images: int, process: int, /) -> None:
+        if process != self._process:
+            return
+        batch, self._batch = self._batch, []
+        for job in batch:
+            job.done += 1
+            job.compute, job.each = job.compute + seconds, job.each + seconds / images
+            if job.done == len(job.visit.blocks):
+                queue = max(0.0, self._loop.time() - job.arrived - job.compute)
+                packet = job.packet
+                if self.lying:
+                    packet = Packet(packet.wire, packet.values + np.float32(1), packet.scales)
+                self._reply(
+                    job,
+                    Answer(packet, job.compute * _MILLI, queue * _MILLI, job.compute / job.each),
+                )
+        self._jobs = [job for job in self._jobs if not job.over]
+        self._start_batch()
+
+    def _reply(self, job: Job, reply: Answer | VisitError) -> None:
+        job.replied = True
+        if self.silent:
+            self._delayed.append(partial(self._reply, job, reply))
+        else:
+            self._loop.call_later(self._half_link, _settle, job, reply)
+
+    def _lose(self, job: Job) -> None:
+        """The caller learns of the death, but not before the notice has come."""
+        notice = max(self._loop.time(), self._died + self.profile.notice_ms / _MILLI)
+        self._loop.call_at(notice, _settle, job, HostGone("Its process is dead"))
+
+    # --- what happens to it -----------------------------------------------------------------------
+
+    def die(self) -> None:
+        """End its process: all that it holds is lost."""
+        self.alive, self._died, self._process = False, self._loop.time(), self._process + 1
+        lost, self._open = self._open, {}
+        self._jobs, self._batch, self._delayed = [], [], []
+        for job in lost:
+            self._lose(job)
+
+    def start(self) -> None:
+        """Put a new process in its place, with nothing wrong."""
+        if self.alive:
+            self.die()
+        self.alive, self.draining = True, False
+        self.mend()
+
+    def hush(self) -> None:
+        """Let nothing in or out, without a word to anyone."""
+        self.silent = True
+
+    def slow(self) -> None:
+        """Make its compute take longer."""
+        self._factor = SLOW_FACTOR
+
+    def mend(self) -> None:
+        """End what is wrong with it; what waited goes on its way."""
+        self.silent, self.lying, self._factor = False, False, 1.0
+        delayed, self._delayed = self._delayed, []
+        for go in delayed:
+            go()
+
+
+class SimulatedHosts:
+    """All hosts of a simulation, by name; the router's transport. `visits` counts what was sent."""
+
+    def __init__(self, names: Iterable[str], *, profile: Profile, limits: Limits) -> None:
+        self.hosts = {
+            name: SimulatedHost(profile.times(name), profile=profile, limits=limits)
+            for name in names
+        }
+        self.visits = 0
+
+    async def visit(self, visit: Visit, packet: Packet) -> Answer:
+        """The answer of the host that `visit` names."""
+        self.visits += 1
+        return await self.hosts[visit.host].visit(visit, packet)
+
+
+def _settle(job: Job, reply: Answer | VisitError) -> None:
+    if job.answer.done():
+        return
+    if isinstance(reply, Answer):
+        job.answer.set_result(reply)
+    else:
+        job.answer.set_exception(reply)

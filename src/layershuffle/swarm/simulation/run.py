@@ -1,0 +1,209 @@
+"""`simulate`: a plan under load and failures, by the real router and health check in virtual time.
+
+`Router`, `Health` and the policy are those of the gateway, unchanged; the hosts behind them are
+simulated, and the event loop's clock jumps (`clock`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from layershuffle.errors import UsageError
+from layershuffle.swarm import state
+from layershuffle.swarm.faults import Fault, check_faults
+from layershuffle.swarm.health import Health, Known
+from layershuffle.swarm.plan import SwarmPlan
+from layershuffle.swarm.policy import Routing
+from layershuffle.swarm.router import Router
+from layershuffle.swarm.simulation.clock import VirtualTimeLoop
+from layershuffle.swarm.simulation.hosts import SimulatedHosts
+from layershuffle.swarm.simulation.outcome import Outcome, Reply, outcome_of
+from layershuffle.swarm.simulation.scenario import Arrivals, Churn, Profile, depth_of, lives
+from layershuffle.swarm.state import HostView, Swarm
+
+_MILLI = 1000.0
+_CANARY_STREAM = 2
+_STATE = np.ones((1, 1, 1), dtype=np.float32)  # of one image; honest blocks leave it as it is
+
+
+def simulate(
+    plan: SwarmPlan,
+    *,
+    profile: Profile,
+    requests: int,
+    seed: int = 0,
+    routing: Routing | None = None,
+    arrivals: Arrivals | None = None,
+    churn: Churn | None = None,
+    faults: Sequence[Fault] = (),
+    min_blocks: int = 1,
+    accuracy: Mapping[int, float] | None = None,
+) -> Outcome:
+    """The end of all requests; the same for the same arguments.
+
+    `routing`: instead of the plan's. `faults` happen before requests by number, as in a drill;
+    `churn` goes on by itself; both depend on the seed and not on the routing. `accuracy`: percent
+    by the number of blocks. Times are those of the swarm alone, without stem and head. Raises
+    `UsageError` for plans that miss blocks, faults of hosts that are not there, or no requests.
+    """
+    if requests < 1:
+        raise UsageError(f"{requests} requests are none", hint="take 1 or more")
+    pending = check_faults(faults, list(plan.hosts))
+    arrivals = arrivals or Arrivals()
+
+    async def play() -> Outcome:
+        simulation = _Simulation(plan, profile=profile, routing=routing, faults=pending, seed=seed)
+        if churn is not None:
+            simulation.begin_churn(churn)
+        await simulation.run(requests, arrivals=arrivals, min_blocks=min_blocks)
+        return outcome_of(
+            simulation.replies,
+            routing=simulation.router.routing,
+            accuracy=accuracy,
+            depth=simulation.router.depth,
+            served={name: host.served for name, host in simulation.router.swarm.items()},
+            visits=simulation.transport.visits,
+        )
+
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        return runner.run(play())
+
+
+class _Simulation:
+    """Simulated hosts, the router and the health check that know them, and the replies so far."""
+
+    def __init__(
+        self,
+        plan: SwarmPlan,
+        *,
+        profile: Profile,
+        routing: Routing | None,
+        faults: Sequence[Fault],
+        seed: int,
+    ) -> None:
+        self.plan, self.seed, self.pending = plan, seed, list(faults)
+        self.replies: list[Reply] = []
+        self.loop = asyncio.get_running_loop()
+        self.transport = SimulatedHosts(plan.hosts, profile=profile, limits=plan.limits)
+        self.router = Router(
+            self.transport,
+            depth=depth_of(plan),
+            limits=plan.limits,
+            routing=routing or plan.routing,
+            most_blocks=plan.most_blocks,
+            clock=self.loop.time,
+        )
+        self.router.swarm = Swarm(self._view(name) for name in plan.hosts)
+        self.health = Health(self.router, seed=seed)
+        # Real hosts join one by one; without that all of them would answer canaries at one moment.
+        first = np.random.default_rng((seed, _CANARY_STREAM)).random(len(plan.hosts))
+        for name, share in zip(plan.hosts, first.tolist(), strict=True):
+            self.loop.call_later(share * plan.limits.canary_every_ms / _MILLI, self._expect, name)
+
+    def _view(self, name: str) -> HostView:
+        host = self.plan.hosts[name]
+        return HostView(name, frozenset(host.blocks), share=host.share)
+
+    def _expect(self, name: str) -> None:
+        """Hold the host to the right answers; only blocks of the same donor check each other."""
+        host = self.plan.hosts[name]
+        donors = {block: host.donors.get(block, self.plan.model) for block in host.blocks}
+        self.health.expect(
+            name,
+            {block: Known(_STATE, _STATE, f"{block} {donor}") for block, donor in donors.items()},
+        )
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    async def run(self, requests: int, *, arrivals: Arrivals, min_blocks: int) -> None:
+        """Send all requests, and wait until they have ended."""
+        async with asyncio.TaskGroup() as background:
+            watch = background.create_task(self.health.run())
+            async with asyncio.TaskGroup() as senders:
+                numbers = iter(range(requests))
+                if arrivals.rate is None:
+                    for _ in range(arrivals.clients):
+                        pause = arrivals.think_ms / _MILLI
+                        senders.create_task(self._client(numbers, pause, min_blocks))
+                else:
+                    times = arrivals.times(requests, seed=self.seed)
+                    for number, time in zip(numbers, times, strict=True):
+                        await asyncio.sleep(time - self.loop.time())
+                        senders.create_task(self._request(number, min_blocks))
+            await self.health.close()
+            watch.cancel()
+
+    async def _client(self, numbers: Iterator[int], pause: float, min_blocks: int, /) -> None:
+        for number in numbers:
+            await self._request(number, min_blocks)
+            await asyncio.sleep(pause)
+
+    async def _request(self, number: int, min_blocks: int, /) -> None:
+        while self.pending and self.pending[0].at <= number:
+            self.happen(self.pending.pop(0))
+        deadline_ms = self.plan.limits.deadline_ms
+        after, route = await self.router.walk(
+            _STATE, deadline=self.loop.time() + deadline_ms / _MILLI, min_blocks=min_blocks
+        )
+        self.replies.append(
+            Reply(
+                route=route,
+                ended_at=self.loop.time(),
+                false=bool((after != _STATE).any()),
+                late=route.ms > deadline_ms,
+                enough=len(route.order) >= min_blocks,
+            )
+        )
+
+    # --- failures ---------------------------------------------------------------------------------
+
+    def happen(self, fault: Fault) -> None:
+        """Make the fault happen; see `faults.Fault`."""
+        host = self.transport.hosts[fault.host]
+        if fault.kind == "crash":
+            host.die()
+        elif fault.kind in ("freeze", "cut"):
+            host.hush()
+        elif fault.kind == "slow":
+            host.slow()
+        elif fault.kind == "wrong":
+            host.lying = True
+        elif fault.kind == "leave":
+            host.draining = True
+            self.router.update(fault.host, state.draining)
+        else:
+            self.rejoin(fault.host)
+
+    def rejoin(self, name: str) -> None:
+        """Start a dead, shut-out or leaving host anew; for others, what is wrong ends."""
+        host, view = self.transport.hosts[name], self.router.swarm[name]
+        if host.alive and view.condition in ("healthy", "suspect"):
+            host.mend()
+            return
+        host.start()
+        self.router.update(name, lambda view: replace(self._view(name), served=view.served))
+        self.health.drop(name)
+        self._expect(name)
+
+    def begin_churn(self, churn: Churn) -> None:
+        """From now on hosts die and come back."""
+        up, stays = lives(churn, len(self.plan.hosts), seed=self.seed)
+        for name, there, times in zip(self.plan.hosts, up, stays, strict=True):
+            if not there:
+                self.transport.hosts[name].die()
+                absent = replace(self._view(name), condition="gone", why="it has not come yet")
+                self.router.swarm = self.router.swarm.with_host(absent)
+            self.loop.call_later(next(times), self._turn, name, times)
+
+    def _turn(self, name: str, times: Iterator[float], /) -> None:
+        """A host that is up dies, one that is down comes back; and so on."""
+        host = self.transport.hosts[name]
+        if host.alive:
+            host.die()
+        else:
+            self.rejoin(name)
+        self.loop.call_later(next(times), self._turn, name, times)

@@ -1,0 +1,236 @@
+"""`--help` tells everything, and the docs name no other flags: read from what is printed."""
+
+import io
+import re
+import resource
+import subprocess
+import sys
+from contextlib import redirect_stdout
+from functools import cache
+
+import pytest
+
+from layershuffle.analysis import ANALYSES
+from layershuffle.bench.settings import KINDS
+from layershuffle.cli import ROOT, SWARM, Group, main
+
+COMMANDS = [name for name, (_, target) in ROOT.commands.items() if not isinstance(target, Group)]
+COMMANDS += [f"swarm {name}" for name in SWARM.commands]
+FLAG = r"--[a-z][a-z0-9.-]*[a-z0-9]"
+
+
+@cache
+def help_of(command):
+    """What `layershuffle COMMAND --help` prints."""
+    with redirect_stdout(io.StringIO()) as output, pytest.raises(SystemExit) as exit_:
+        main([*command.split(), "--help"])
+    assert exit_.value.code == 0
+    return output.getvalue()
+
+
+@cache
+def arguments_of(command):
+    """The arguments in the help of a command: how each is written, and what is said about it."""
+    arguments = []
+    for line in help_of(command).splitlines():
+        text = line[1:].rstrip("│ ")  # without the sides of the box
+        if re.match(r" (-[a-z-]|[A-Z.]+(  |$))", text) and "---" not in text:
+            written, _, about = text.strip().partition("  ")
+            arguments.append([written, about.strip()])
+        elif arguments and text.startswith("   "):  # goes on with what was said
+            arguments[-1][1] = f"{arguments[-1][1]} {text.strip()}".strip()
+    return arguments
+
+
+def flags_of(command):
+    return {flag for written, _ in arguments_of(command) for flag in re.findall(FLAG, written)}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_argument_has_a_type_a_default_and_a_sentence(command):
+    for written, about in arguments_of(command):
+        if written == "-h, --help":
+            continue
+        match = re.fullmatch(r"(.+) \((required|default: ?[^)]*\)?)\)", about)
+        assert match, (written, about)
+        assert len(match[1].split()) >= 2, (written, about)
+        assert match[1].endswith((".", ".)")), (written, about)
+        is_switch = re.fullmatch(rf"{FLAG}(, --no-\S+)?", written)
+        has_type = re.fullmatch(rf"({FLAG} .+)|[A-Z.]+", written)
+        assert is_switch or has_type, written
+
+
+def test_the_flags_are_frozen():
+    """A new flag is a promise: it enters this list and the command's page in the same commit."""
+    assert set(FLAGS) == set(COMMANDS)
+    for command in COMMANDS:
+        written = {words.split(" ")[0] for words, _ in arguments_of(command)} - {"-h,", "--debug"}
+        expected = {word if word.isupper() else f"--{word}" for word in FLAGS[command].split()}
+        assert {word.strip(".,") for word in written} == expected, command
+
+
+def test_names_that_help_texts_repeat_are_all_there():
+    """Help texts list names that live in modules which would be slow to import for `--help`."""
+    (analysis,) = [about for written, about in arguments_of("analyze") if written == "NAME"]
+    assert [name for name in ANALYSES if name not in analysis] == []
+    (kind,) = [about for written, about in arguments_of("bench") if written == "KIND"]
+    assert [name for name in KINDS if name not in kind] == []
+
+
+def test_no_help_imports_a_heavy_library():
+    """All of them in one process that has imported nothing else: seconds each if it did."""
+    code = f"""
+import sys
+from layershuffle.cli import main
+for command in {["", "swarm", *COMMANDS]!r}:
+    try:
+        main([*command.split(), "--help"])
+    except SystemExit:
+        pass
+heavy = {HEAVY!r} & set(sys.modules)
+sys.exit(f"imported: {{heavy}}" if heavy else 0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+HEAVY = {
+    *("accelerate", "datasets", "fastapi", "httpx", "matplotlib", "pandas", "PIL"),
+    *("ray", "scipy", "sklearn", "timm", "torch", "torchvision", "transformers", "uvicorn"),
+}
+
+
+@pytest.mark.parametrize("command", ["", "fit", "merge", "reproduce", "swarm deploy"])
+def test_help_is_quick(command):
+    """Half a second of processor time on an idle machine, the best of five; a second on a busy one,
+    whose cores share their caches."""
+    words = [sys.executable, "-m", "layershuffle", *command.split(), "--help"]
+    times = []
+    for _ in range(5):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = subprocess.run(words, check=True, capture_output=True, text=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        assert "usage: layershuffle" in done.stdout
+    assert min(times) < 1.0, times
+
+
+# --- the docs -------------------------------------------------------------------------------------
+
+PAGES = ["README.md", "docs/swarm.md", "docs/getting-started.md", "docs/python.md"]
+INVOCATION = re.compile(r"layershuffle ((?:swarm )?[a-z]+)\b((?:[^`\n|&;#]|\\\n)*)")
+
+
+def command_pages(repository):
+    return sorted((repository / "docs" / "commands").glob("*.md"))
+
+
+def commands_on(page):
+    """The commands that a page of docs/commands is about."""
+    return [name for name in COMMANDS if name.split()[0] == page.stem]
+
+
+def test_every_command_has_a_page_and_every_subcommand_is_on_it(repository):
+    assert {page.stem for page in command_pages(repository)} == set(ROOT.commands)
+    text = (repository / "docs" / "commands" / "swarm.md").read_text()
+    assert [name for name in SWARM.commands if f"swarm {name}" not in text] == []
+
+
+def test_commands_in_the_docs_can_be_typed(repository):
+    """Each `layershuffle COMMAND ...` names a command, and flags of that command."""
+    wrong, seen = [], set()
+    for page in [*command_pages(repository), *(repository / name for name in PAGES)]:
+        for command, words in INVOCATION.findall(page.read_text()):
+            if command not in COMMANDS:
+                continue  # prose, as in "layershuffle is ..."
+            seen.add(command)
+            unknown = set(re.findall(FLAG, words)) - flags_of(command)
+            wrong += [f"{page.name}: {command} {flag}" for flag in unknown]
+    assert wrong == []
+    assert len(seen) > 15
+
+
+def test_flags_named_in_the_docs_exist(repository):
+    """On the page of a command: its own flags, or those of commands that the page links or calls.
+    Elsewhere: flags of any command."""
+    wrong = []
+    every = set().union(*map(flags_of, COMMANDS))
+    for page in [*command_pages(repository), *(repository / name for name in PAGES)]:
+        text = page.read_text()
+        allowed = every
+        if own := commands_on(page):
+            linked = set(re.findall(r"\]\(([a-z]+)\.md\)", text))
+            called = {command for command, _ in INVOCATION.findall(text)}
+            related = [name for name in COMMANDS if name in called or name.split()[0] in linked]
+            allowed = set().union(*map(flags_of, [*own, *related]))
+        wrong += [f"{page.name}: {flag}" for flag in set(re.findall(FLAG, text)) - allowed]
+    assert wrong == []
+
+
+def test_a_page_names_every_flag_or_says_where_they_are_listed(repository):
+    shared = set.intersection(*map(flags_of, COMMANDS))  # --help and --debug
+    missing = []
+    for page in command_pages(repository):
+        text = page.read_text()
+        for command in commands_on(page):
+            if re.search(rf"`layershuffle {command.split()[0]}( COMMAND)? --help` lists", text):
+                continue
+            pairs = [re.findall(FLAG, written) for written, _ in arguments_of(command)]
+            flags = [pair for pair in pairs if pair and not shared & set(pair)]
+            named = set(re.findall(FLAG, text))
+            missing += [f"{page.name}: {pair[0]}" for pair in flags if not named & set(pair)]
+    assert missing == []
+
+
+FLAGS = {
+    "fit": "accumulate activation-checkpointing augment batch-size checkpoint-every choose "
+    "clip compile data device drop ema encoding.dropout encoding.features "
+    "encoding.projection-init encoding.table encoding.table-init epochs "
+    "eval-batch-size eval-every eval-orders holdout kept log-every lr method "
+    "min-blocks model orders-per-batch out paper-protocol parallel precision "
+    "prediction.loss prediction.pooling prediction.weight rank-orders recipe resize "
+    "schedule seed select-by skip-corrupt steps streaming threads warmup "
+    "weight-decay workers",
+    "eval": "MODEL batch-size compile data draw json max-images modes num-orders order "
+    "precision resize seed skip-corrupt streaming",
+    "cache": "DATA out quality size skip-corrupt verify workers",
+    "analyze": "MODEL NAME batch-size block data images list neighbours orders out resize seed "
+    "skip-corrupt streaming",
+    "merge": "MODEL base batch-size compile data draw ends ensemble-combine ensemble-orders "
+    "json max-images merges mixed mode num-orders out precision random replacement "
+    "resize seed skip-corrupt soups",
+    "ensemble": "MODEL batch-size combine compile data draw json max-images mixed mode "
+    "num-orders orders precision resize seed skip-corrupt",
+    "reproduce": "RECIPE dry-run only out ray workers",
+    "report": "DIR",
+    "pretrain": "RECIPE accumulate activation-checkpointing augment batch-size checkpoint-every "
+    "choose clip compile data device drop ema encoding.dropout encoding.features "
+    "encoding.projection-init encoding.table encoding.table-init epochs "
+    "eval-batch-size eval-every eval-orders holdout kept log-every lr method "
+    "min-blocks model orders-per-batch out paper-protocol parallel precision "
+    "prediction.loss prediction.pooling prediction.weight rank-orders resize "
+    "schedule seed select-by skip-corrupt steps streaming threads warmup "
+    "weight-decay workers",
+    "bench": "KIND batch compile device json model orders-per-batch precision steps threads "
+    "workers",
+    "classify": "IMAGE address api-key api-key-file authority deadline-ms json min-blocks order "
+    "top-k",
+    "doctor": "",
+    "swarm up": "hosts https-certificate https-key model plan port replicas routing state "
+    "threads wire",
+    "swarm demo": "deadline-ms hosts requests seed",
+    "swarm head": "ip port store tls-authority tls-certificate tls-key token",
+    "swarm host": "address ip name port threads tls-authority tls-certificate tls-key token",
+    "swarm deploy": "PLAN address bind https-certificate https-key keys port public state threads "
+    "tls-authority tls-certificate tls-key token wait",
+    "swarm status": "address api-key api-key-file authority json",
+    "swarm drain": "HOST state",
+    "swarm readmit": "HOST state",
+    "swarm swap": "BLOCK HOST donor state",
+    "swarm drill": "PLAN address api-key api-key-file authority concurrency data deadline-ms kill "
+    "kinds requests routings seed state",
+    "swarm plan": "HOSTS floor model objective out reach replicas time-limit wire",
+    "swarm simulate": "PLAN churn clients hosts kill min-blocks profile rate requests "
+    "routings seed",
+    "swarm calibrate": "MODEL data images orders seed",
+}

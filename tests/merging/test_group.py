@@ -1,0 +1,319 @@
+"""A merge is a view: it computes what a rebuilt model computes, and costs next to nothing."""
+
+import copy
+import gc
+import tracemalloc
+from dataclasses import replace
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+import layershuffle as ls
+from common import DEPTH, FAMILIES, ORDERS, images, logits_of, redraw
+from layershuffle.errors import UsageError
+from layershuffle.evaluation import evaluate
+from layershuffle.merging.group import MergeGroup, averaged, ends_of, merge
+from layershuffle.merging.plans import MergePlan, sample_plans
+from layershuffle.models.files import weights_digest
+from layershuffle.models.origin import Origin, remember
+from layershuffle.stack import running
+
+PLANS = {
+    "average": MergePlan((2, 0, 3, 1)),
+    "one donor": MergePlan((3, 1, 0, 2), stem=3, head=3),
+    "two donors": MergePlan((1, 1, 0, 2), stem=2, head=0),
+    "mixed": MergePlan((0, 1, 2, 3), stem="average", head=1),
+}
+
+
+def donors_of(name, *, count=4, parts=None):
+    """Models of one family with other weights; `parts` adds position parts."""
+    models = []
+    for seed in range(count):
+        model = FAMILIES[name].wrapped()
+        if parts is not None:
+            model = ls.add_position(model, **parts, seed=seed)
+        models.append(redraw(model, seed=10 + seed).eval())
+    return models
+
+
+def rebuilt(donors, plan):
+    """The slow way: a copy of the first donor with every tensor put in its place by hand."""
+    model = copy.deepcopy(donors[0])
+    states = [donor.state_dict() for donor in donors]
+    host = model.host if isinstance(model, ls.PositionedModel) else model
+    prefix = "host." if host is not model else ""
+    keys = [prefix + key for key in host.state_dict()]
+    place = {module: path for path, module in host.named_modules()}
+    stack = next(m for m in host.modules() if type(m).__name__ == "BlockStack")
+    inside = [f"{prefix}{place[stack]}.{name}." for name in stack._modules]
+    first = min(i for i, key in enumerate(keys) if key.startswith(tuple(inside)))
+    state = {}
+    for i, key in enumerate(keys):
+        block = next((b for b, start in enumerate(inside) if key.startswith(start)), None)
+        source = plan.donors[block] if block is not None else plan.stem if i < first else plan.head
+        state[key] = pick(states, key, source)
+    for key in states[0].keys() - set(keys):
+        if key == "encoding.table" and states[0][key].dim() == 3:
+            state[key] = torch.stack([states[d][key][i] for i, d in enumerate(plan.donors)])
+        elif key == "encoding.table":
+            state[key] = pick(states, key, plan.stem)
+        else:
+            state[key] = states[plan.donors[int(key.split(".")[2])]][key]
+    model.load_state_dict(state)
+    return model
+
+
+def pick(states, key, source):
+    if isinstance(source, int):
+        return states[source][key]
+    tensors = [state[key] for state in states]
+    if not tensors[0].is_floating_point():
+        return tensors[0]
+    return torch.stack([t.double() for t in tensors]).mean(0).to(tensors[0].dtype)
+
+
+def answers(model, order=None):
+    with torch.inference_mode():
+        if order is None:
+            return logits_of(model(images()))
+        with running(model, order):
+            return logits_of(model(images()))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_view_computes_what_a_rebuilt_model_computes(name):
+    donors = donors_of(name)
+    before = [weights_digest(donor) for donor in donors]
+    group = MergeGroup(donors)
+    views = {label: group.merge(plan) for label, plan in PLANS.items()}
+    for label, plan in PLANS.items():
+        slow = rebuilt(donors, plan)
+        got = views[label].state_dict()
+        assert list(got) == list(slow.state_dict())
+        different = [k for k, t in slow.state_dict().items() if not torch.equal(got[k], t)]
+        assert not different, different
+        for order in (None, *ORDERS.values()):
+            assert torch.equal(answers(views[label], order), answers(slow, order)), (label, order)
+    assert [weights_digest(donor) for donor in donors] == before
+    alone = FAMILIES[name].wrapped()
+    assert torch.equal(answers(redraw(alone, seed=10).eval()), answers(donors[0]))
+
+
+@pytest.mark.parametrize("table", ["shared", "per-block"])
+def test_position_parts_go_with_the_blocks_and_a_shared_table_with_the_stem(table):
+    parts = {"encoding": ls.EncodingForm(table=table), "prediction": ls.PredictionForm()}
+    donors = donors_of("timm-vit", parts=parts)
+    for plan in PLANS.values():
+        view, slow = merge(donors, plan), rebuilt(donors, plan)
+        state = view.state_dict()
+        assert all(torch.equal(state[k], t) for k, t in slow.state_dict().items())
+        for model in (view, slow):
+            with running(model, (2, 0, 3, 1)), model.guessing() as guesses:
+                model.out = answers(model, (2, 0, 3, 1))
+            model.loss = guesses.items and guesses.loss()
+        assert torch.equal(view.out, slow.out)
+        assert torch.equal(view.loss, slow.loss)
+
+
+LIBRARIES = ["timm-vit", "hf-vit", "hf-timm-wrapper", "torchvision-vit"]
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+@pytest.mark.parametrize("positioned", [False, True])
+def test_saved_and_loaded_it_is_a_model_of_its_own(name, positioned, tmp_path):
+    donors = donors_of(name, parts={"encoding": ls.EncodingForm()} if positioned else None)
+    before = [weights_digest(donor) for donor in donors]
+    view = merge(donors, PLANS["average"])
+    wanted = answers(view, "2,0,3,1")
+    ls.save(view, tmp_path / "merge")
+    loaded = ls.load(f"dir:{tmp_path / 'merge'}")
+    assert torch.equal(answers(loaded, "2,0,3,1"), wanted)
+    assert torch.equal(answers(rebuilt(donors, PLANS["average"]), "2,0,3,1"), wanted)
+    with torch.no_grad():
+        for parameter in loaded.parameters():
+            parameter.zero_()
+    assert [weights_digest(donor) for donor in donors] == before
+
+
+def test_views_are_evaluated_one_after_another_and_leave_the_donors_as_they_were():
+    donors = donors_of("hf-vit")
+    group = MergeGroup(donors)
+    batches = [(images(4, seed=s), torch.tensor([0, 1, 2, 3])) for s in range(2)]
+    first, second = (group.merge(plan) for plan in sample_plans(4, DEPTH, count=2, seed=0))
+    kinds = "sequential,arbitrary,kept:2"
+    scores = [evaluate(m, batches, modes=kinds, num_orders=2) for m in (first, second, first)]
+    assert scores[0] == scores[2] != scores[1]
+    slow = evaluate(
+        rebuilt(donors, sample_plans(4, DEPTH, count=1, seed=0)[0]), batches, modes=kinds,
+        num_orders=2,
+    )  # fmt: skip
+    assert scores[0] == slow
+    assert not any(module.training for donor in donors for module in donor.modules())
+
+
+def test_a_view_shares_every_tensor_but_the_average_ends():
+    donors = donors_of("timm-vit")
+    group = MergeGroup(donors)
+    views = [group.merge(plan) for plan in sample_plans(4, 4, count=10, seed=0)]
+    known = {t.data_ptr() for donor in donors for t in donor.state_dict().values()}
+    new = {t.data_ptr() for view in views for t in view.state_dict().values()} - known
+    stem, head = ends_of(donors[0])
+    assert len(new) == len(stem) + len(head)  # one set for all ten
+    one = group.merge(MergePlan((0, 1, 2, 3), stem=1, head=1))
+    assert {t.data_ptr() for t in one.state_dict().values()} <= known
+
+
+def test_a_hundred_merges_of_twelve_models_add_less_than_five_percent():
+    """Tensors by their storages, Python objects by tracemalloc: width 192, depth 12."""
+    first = ls.wrap(timm.create_model("vit_tiny_patch16_224", img_size=32)).eval()
+    donors = [first, *(copy.deepcopy(first) for _ in range(11))]
+    storages = storages_of(donors)
+    group = MergeGroup(donors)
+    group.merge(sample_plans(12, 12, count=1, seed=1)[0])  # what is imported or cached once
+    gc.collect()
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    views = [group.merge(plan) for plan in sample_plans(12, 12, count=100, seed=0)]
+    objects = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    total = sum(storages.values())
+    tensors = sum(storages_of([*donors, *views]).values()) - total
+    assert total > 200e6, total
+    assert tensors > 0
+    assert (tensors + objects) / total < 0.05, (tensors, objects, total)
+    assert objects / 100 < 50_000, objects  # bytes per merge
+
+
+def storages_of(models):
+    """Bytes by storage."""
+    tensors = [t for m in models for t in (*m.parameters(), *m.buffers())]
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+
+
+def test_base_ends():
+    donors, base = donors_of("timm-vit"), redraw(FAMILIES["timm-vit"].wrapped(), seed=99).eval()
+    plan = MergePlan((2, 0, 3, 1), stem="base", head="average")
+    with pytest.raises(UsageError, match="stem is to come from the base checkpoint, and none"):
+        merge(donors, plan)
+    view = MergeGroup(donors, base=base).merge(plan)
+    stem, head = ends_of(view)
+    assert all(tensor is ends_of(base)[0][name] for name, tensor in stem.items())
+    assert torch.equal(head["head.weight"], averaged([d.head.weight for d in donors]))
+    other = copy.deepcopy(base)
+    other.head = nn.Linear(32, 7)
+    with pytest.raises(UsageError, match=r"its head.weight has the shape \(7, 32\), the donors'"):
+        MergeGroup(donors, base=other).merge(replace(plan, head="base"))
+    encoded = [
+        ls.add_position(d, encoding=ls.EncodingForm(table="shared")).eval()
+        for d in donors_of("timm-vit")
+    ]
+    with pytest.raises(UsageError, match="no such table of positions"):
+        MergeGroup(encoded, base=base).merge(plan)
+
+
+def with_record(model, **record):
+    return remember(model, Origin(record=record))
+
+
+def changed(name, **changes):
+    """A pico ViT of timm with another shape or setting."""
+    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 4, "num_heads": 2}
+    sizes |= {"num_classes": 5, **changes}
+    return ls.wrap(timm.create_model(name, **sizes)).eval()
+
+
+VIT = "vit_tiny_patch16_224"
+MISFITS = {
+    "width": (lambda: changed(VIT, embed_dim=64), "width is 32 there and 64 here. Next: blocks of"),
+    "depth": (lambda: changed(VIT, depth=5), "number of blocks is 4 there and 5 here"),
+    "classes": (lambda: changed(VIT, num_classes=6), "number of classes is 5 there and 6 here"),
+    "view": (lambda: changed(VIT, img_size=64), "image view is ImageView"),
+    "kind": (
+        FAMILIES["torchvision-vit"].wrapped,
+        "kind of model is timm VisionTransformer there and torchvision",
+    ),
+    "kind of timm": (FAMILIES["timm-beit"].wrapped, "and timm Beit here"),
+    "shape": (lambda: changed(VIT, mlp_ratio=2.0), r"the shape of blocks.0.mlp.fc1.weight is"),
+    "heads": (lambda: changed(VIT, num_heads=4), r"num_heads is 2 there and 4 here"),
+    "position": (
+        lambda: ls.add_position(changed(VIT), encoding=ls.EncodingForm()).eval(),
+        "position parts is .* other position parts do not understand each other",
+    ),
+    "training": (lambda: changed(VIT).train(), "A donor is in training mode. Where: 1"),
+    "base": (
+        lambda: with_record(changed(VIT), method="m", provenance={"base": "b", "data": "d"}),
+        "base is a there and b here. Next: only models refined from one base can be merged",
+    ),
+    "base weights": (
+        lambda: with_record(
+            changed(VIT), method="m", provenance={"base": "a", "base_sha256": "1", "data": "d"}
+        ),
+        "base is a there and 1 here",
+    ),
+    "method": (
+        lambda: with_record(changed(VIT), method="n", provenance={"base": "a", "data": "d"}),
+        "method is m there and n here. Next: the paper never mixes them; --mixed",
+    ),
+    "data": (
+        lambda: with_record(changed(VIT), method="m", provenance={"base": "a"}),
+        "data is d there and not recorded here",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_donors_that_do_not_fit_are_refused_with_the_reason(name):
+    make, phrase = MISFITS[name]
+    recorded = name in ("base", "base weights", "method", "data")
+    first = changed(VIT)
+    if recorded:
+        with_record(first, method="m", provenance={"base": "a", "data": "d"})
+    with pytest.raises(UsageError, match=phrase) as caught:
+        MergeGroup([first, make()])
+    assert "\n" not in str(caught.value)
+    if name in ("method", "data"):
+        MergeGroup([first, make()], mixed=True)
+
+
+def test_prediction_against_encoding_and_another_form():
+    encoded = ls.add_position(changed(VIT), encoding=ls.EncodingForm()).eval()
+    asked = ls.add_position(changed(VIT), prediction=ls.PredictionForm()).eval()
+    other = ls.add_position(changed(VIT), encoding=ls.EncodingForm(features=16)).eval()
+    for model in (asked, other):
+        with pytest.raises(UsageError, match="position parts is"):
+            MergeGroup([encoded, model])
+
+
+def test_the_record_says_what_is_shared_and_who_gives_what(tmp_path):
+    shared = {"base": "bundled:digits", "data": "digit-pairs"}
+    donors = [
+        with_record(changed(VIT), method="layershuffle", provenance={**shared, "torch": "2"})
+        for _ in range(2)
+    ]
+    view = MergeGroup(donors, names=["runs/a", "runs/b"]).merge(MergePlan((0, 1, 1, 0), head=1))
+    ls.save(view, tmp_path / "merge")
+    (loaded,) = [ls.models.read_record(tmp_path / "merge")]
+    assert loaded["method"] == "layershuffle"
+    assert loaded["provenance"] == {
+        **shared,
+        "merge": {
+            "stem": "average",
+            "head": "runs/b",
+            "blocks": [0, 1, 1, 0],
+            "donors": [{"model": "runs/a"}, {"model": "runs/b"}],
+        },
+    }
+    assert "selected" not in loaded
+    card = (tmp_path / "merge" / "README.md").read_text()
+    assert "| runs/b | 1, 2 |  |" in card
+    assert "Stem: average. Head: runs/b." in card
+
+
+def test_digest_of_weights():
+    one, two = changed(VIT), changed(VIT)
+    assert weights_digest(one) == weights_digest(copy.deepcopy(one)) != weights_digest(two)
+    half = copy.deepcopy(one).to(torch.bfloat16)
+    assert weights_digest(half) != weights_digest(one)
