@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
 from itertools import count
 from typing import Any
 
@@ -41,28 +40,27 @@ def play(plan: SwarmPlan, requests: int, routing: Routing) -> Outcome:
 
 
 def size_row(hosts: int, requests: int, repeats: int) -> Row:
-    """Events per second of processor time, and what came of the requests under every routing."""
+    """Visits per second of processor time, and what came of the requests under every routing."""
     plan = scaled(even_plan(DEPTH, 10), hosts)
     speeds, walls = [], []
     for _ in range(repeats):
         began, wall = time.process_time(), time.perf_counter()
         outcome = play(plan, requests, "order-free")
-        speeds.append(outcome.events / (time.process_time() - began))
+        speeds.append(outcome.visits / (time.process_time() - began))
         walls.append(time.perf_counter() - wall)
     others = {routing: play(plan, requests, routing) for routing in ROUTINGS[1:]}
     return Row(
         name=f"{hosts:,} hosts",
-        what="events per second of processor time",
+        what="visits per second of processor time",
         values=tuple(speeds),
         unit="1/s",
         settings={
             "hosts": hosts, "requests": requests, "up_s": CHURN.up_s, "down_s": CHURN.down_s,
             "requests_per_s": RATES[hosts], "seed": SEED,
-            "simpy": version("simpy"),
         },
         facts={
             "wall_s": [round(wall, 2) for wall in walls],
-            "events": outcome.events,
+            "visits": outcome.visits,
             "simulated_s": round(outcome.seconds, 2),
             **summary(outcome),
             **{routing: summary(other) for routing, other in others.items()},
