@@ -16,9 +16,9 @@ from layershuffle.study.open_choices import QUESTIONS, open_choices
 from layershuffle.study.plan import read_plan, runs_of
 from layershuffle.study.report import escape_markdown, write_report
 from layershuffle.study.settings import StudySettings
+from layershuffle.study.store import read_study
 from layershuffle.study.summary import Column, summarise
 from layershuffle.study.tables import choices_table, table_1
-from layershuffle.study.tasks import read_study
 
 
 def finish(out, name, scores, *, steps=1500):

@@ -114,7 +114,7 @@ def forecast(
     results = [
         (run, result)
         for run in runs.values()
-        if (result := read_outcome(run, RunResult, out).result) is not None
+        if (result := read_outcome(run, RunResult, out=out).result) is not None
     ]
     for run, result in results:
         done = work_of(run, subject(run))

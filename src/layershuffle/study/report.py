@@ -29,6 +29,7 @@ from layershuffle.study.merging_report import merging_section
 from layershuffle.study.open_choices import open_choices
 from layershuffle.study.paper import SETTING
 from layershuffle.study.plan import RunSpec
+from layershuffle.study.store import read_study
 from layershuffle.study.summary import Cell, Column, Summary, label, printable, summarise
 from layershuffle.study.tables import (
     NOT_DONE,
@@ -47,7 +48,7 @@ from layershuffle.study.tables import (
     table_text,
     unique,
 )
-from layershuffle.study.tasks import AnalysisResult, RunResult, Study, read_study
+from layershuffle.study.tasks import AnalysisResult, RunResult, Study
 
 if TYPE_CHECKING:
     import jinja2
