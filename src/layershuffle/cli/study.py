@@ -62,6 +62,7 @@ class ReproduceCommand(Command):
         from layershuffle.cli.progress import study_watcher
         from layershuffle.study.runner import local_pool, run_study
 
+        # Ray is an extra: without --ray it need not be installed.
         make_pool: MakePool = local_pool
         if self.ray is not None:
             from layershuffle.study.ray_pool import ray_pool
