@@ -266,7 +266,7 @@ def test_every_silence_of_the_paper_is_answered():
         evaluate={"draw": "batch", "num_orders": 7},
         merging={"arms": ["truncated"], "options": {"ends": ["average", "base"]}},
     )
-    assert [question.number for question in QUESTIONS] == [f"A{n}" for n in range(1, 20)]
+    assert [question[0] for question in QUESTIONS] == [f"A{n}" for n in range(1, 20)]
     rows = {row[0]: row for row in open_choices(study).tables[0].rows}
     assert rows["A1"][3:] == ("draw pass, num_orders 20", "draw batch, num_orders 7")
     assert rows["A3"][4] == "encoding.table shared, encoding.table_init normal"

@@ -52,6 +52,7 @@ from layershuffle.study.tasks import AnalysisResult, RunResult, Study
 
 if TYPE_CHECKING:
     import jinja2
+    from matplotlib.figure import Figure
 
 FIT_DIRECTORY = "fit"
 """What a run trains into, below its directory; `layershuffle eval` takes it."""
@@ -83,35 +84,45 @@ def write_report(out: Path) -> Report:
     study = read_study(out)
     summary = summarise(study)
     pictures: dict[str, bytes] = {}
+    drawn: list[str] = []
+
+    def draw(figure: Figure, name: str, *, kind: Literal["png", "svg"]) -> str:
+        """The file that holds the figure, drawn now."""
+        file = f"{name}.{kind}"
+        drawn.append(file)
+        # Kept figures have a palette: drawn again, they would differ in every byte.
+        if study.kept and (out / file).exists():
+            pictures[file] = (out / file).read_bytes()
+        else:
+            pictures[file] = figure_bytes(figure, kind, dpi=KEPT_DPI if study.kept else 150)
+        return file
+
+    kind: Literal["png", "svg"] = "png" if study.kept else "svg"
     if summary.cells:
         figure = draw_figure(summary)
+        draw(figure, "figure1", kind=kind)
         if not study.kept:
-            pictures["figure1.svg"] = figure_bytes(figure, "svg")
-        dpi = KEPT_DPI if study.kept else 150
-        pictures["figure1.png"] = figure_bytes(figure, "png", dpi=dpi)
-    shown = dict(pictures)  # with those that are on disk already
+            draw(figure, "figure1", kind="png")  # for pages that cannot show SVG
     parts = []
     for section in sections(summary):
-        named = []
+        files = []
         for picture in section.pictures:
-            if picture.figure is None:
-                shown[picture.file] = (out / picture.file).read_bytes()
-                named.append(picture)
-                continue
-            kind: Literal["png", "svg"] = "png" if study.kept else "svg"
-            file = f"{picture.file}.{kind}"
-            pictures[file] = figure_bytes(picture.figure, kind, dpi=KEPT_DPI)
-            named.append(replace(picture, file=file))
+            if picture.figure is not None:
+                files.append(draw(picture.figure, picture.file, kind=kind))
+            else:
+                pictures[picture.file] = (out / picture.file).read_bytes()
+                files.append(picture.file)
+        named = (replace(p, file=f) for p, f in zip(section.pictures, files, strict=True))
         parts.append(replace(section, pictures=tuple(named)))
-    texts = render(summary, parts, pictures=shown | pictures)
+    texts = render(summary, parts, pictures=pictures)
     write_rows(out / "results.csv", study.rows, padded=False)
     for name, text in texts.items():
         write_text(out / name, text)
-    for name, content in pictures.items():
-        write_bytes(out / name, content)
+    for name in drawn:
+        write_bytes(out / name, pictures[name])
     return Report(
         summary=summary,
-        files=tuple(out / name for name in ("results.csv", *texts, *pictures)),
+        files=tuple(out / name for name in ("results.csv", *texts, *drawn)),
         html=out / "report.html",
         complete={outcome.state for outcome in study.outcomes} <= {"done"},
     )
