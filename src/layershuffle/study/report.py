@@ -179,6 +179,7 @@ def render(summary: Summary, parts: list[Section], *, pictures: dict[str, bytes]
         environment.filters["code"] = lambda text: printable(text).replace("```", "'''")
         return environment
 
+    # Markdown escapes by a filter of its own; HTML entities would show in a code block.
     markdown, html = environment(escape=False), environment(escape=True)
     pages = {
         f"{page}.md": markdown.get_template(f"{page}.md.j2").render(values).rstrip() + "\n"
@@ -204,6 +205,7 @@ def _data_uri(file: str, content: bytes) -> str:
 
 def headline(summary: Summary) -> str:
     """The one sentence to remember, from the numbers: arbitrary order, baseline against ours."""
+    # The paper's own comparison, where the study has both sides of it.
     paper_arms = [arm for arm in summary.arms if arm in ("baseline", "layershuffle")]
     column = Column("arbitrary", summary.depth)
     arms = paper_arms or summary.arms[:_ARMS_IN_HEADLINE]
@@ -319,6 +321,7 @@ def _analysis_sections(study: Study) -> list[Section]:
     for outcome in study.analyses:
         task = outcome.task
         if outcome.result is not None:
+            # One question of several models is one section.
             group = groups.setdefault(task.options.name, [])
             group.append((task.name, task.arm, outcome.result))
     return [
@@ -372,6 +375,7 @@ def _selection(study: Study) -> tuple[str, ...]:
         f"{', '.join(unique(names))}: the checkpoint with the best {metric}."
         for metric, names in arms.items()
     ]
+    # Runs of both protocols may stand side by side; then both sentences do.
     if any(result.paper_protocol for result in study.results):
         sentences.append(
             "Paper protocol: the checkpoint was picked on the same images that the scores are "

@@ -66,6 +66,7 @@ def read_study(out: Path) -> Study:
     settings = read_plan(out)
     tasks = tasks_of(settings)
     planned = {task.name for task in tasks}
+    # Directories that begin with a dot are being written.
     directories = sorted(path.name for path in (out / "runs").glob("[!.]*") if path.is_dir())
     return Study(
         settings=settings,
@@ -118,6 +119,7 @@ def write_kept(study: Study, out: Path, *, plan: str) -> None:
             texts = {"title": entry.result.title, "paragraph": entry.result.paragraph}
             numbers = dict(_numbers(entry.result.facts, "facts"))
             for name, value in (texts | numbers).items():
+                # As JSON, a number stays a number and a paragraph may hold any character.
                 analysis.append([entry.task.name, name, json.dumps(value, ensure_ascii=False)])
     for file, table in (("merging.csv", merging), ("analysis.csv", analysis)):
         if len(table) > 1:
@@ -141,6 +143,7 @@ def read_kept(out: Path) -> Study:
             raise ValueError(f"it has schema {stored['schema']!r}, this version reads {_SCHEMA}")
         runs = {run["run"]: run for run in stored["runs"]}
         for run in runs.values():
+            # The file's own schema was checked above.
             run["schema_version"] = 1
             for group in _GROUPS:
                 run[group] = {**stored["shared"][group], **run[group]}
@@ -150,6 +153,7 @@ def read_kept(out: Path) -> Study:
         cause = f"The kept results cannot be read ({type(error).__name__}: {one_line(error)})"
         raise StudyError(cause, place=out, hint=_HINT) from error
     scores: dict[tuple[str, int], list[ScoreRow]] = {}
+    # A study that was kept before its first run has no scores.
     if runs:
         for row in read_rows(out / "results.csv", hint=_HINT):
             scores.setdefault((row.method, row.seed), []).append(row)

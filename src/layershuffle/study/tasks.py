@@ -159,14 +159,17 @@ def read_outcome(task: SpecT, kind: type[ResultT], *, out: Path) -> Outcome[Spec
     if not (directory / RESULT_FILE).exists():
         # A run that was killed between its scores and result.json is not done: it goes on.
         if failure.exists():
+            # A full disk may have cut the text inside a character.
             text = failure.read_text(encoding="utf-8", errors="replace").strip()
             return Outcome(task=task, state="failed", failure=text)
         return Outcome(task=task, state="missing")
     place = directory / RESULT_FILE
     try:
         fields = _json_object(place)
+        # pydantic models have a method of the name `schema`.
         fields["schema_version"] = fields.pop("schema", 1)
         if isinstance(task, AnalysisSpec):
+            # It is written before result.json, so it is whole here.
             place = directory / "files" / "summary.json"
             fields = {**_json_object(place), "seconds": fields.get("seconds")}
             names = (name for name in fields.get("files", ()) if name.endswith(".svg"))
@@ -206,6 +209,7 @@ def check_result(
         raise StudyError(
             f'The field "{name}" is wrong: {first["msg"]}', place=place, hint=AGAIN
         ) from error
+    # A result under the right name can still be of another study: copied, or of an older recipe.
     if isinstance(task, RunSpec) and isinstance(result, RunResult):
         settings = task.settings
         planned = (task.name, task.arm, settings.method, settings.seed)
