@@ -23,7 +23,7 @@ PACKAGE = "layershuffle"
 LAYERS = (
     ("errors", "_version"),
     ("files", "draws", "orders", "position_forms", "plotting", "results", "stats", "text"),
-    ("policies", "hooks", "discovery", "grouped", "modes", "machine"),
+    ("policies", "hooks", "discovery", "grouped", "modes", "machine", "ray_cluster"),
     ("stack", "methods"),
     ("position", "trie", "settings", "compiling"),
     ("recipes",),
