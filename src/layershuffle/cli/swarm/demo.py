@@ -84,6 +84,7 @@ class DemoCommand(Command):
             killed = ", ".join(fault.host for fault in faults)
             await phase(f"{killed} killed meanwhile", faults=faults, engine=service.coordinator)
             await phase(f"{len(faults)} of {self.hosts} hosts dead")
+            # The hosts stay dead: a pipeline needs every block, so all its requests fail.
             service.router.routing = "sequential"
             await phase("the same as a fixed-order pipeline")
             service.router.routing = "order-free"

@@ -79,13 +79,15 @@ class DrillCommand(ServerOptions):
         calibration = calibration_of(plan.model, model)
         if any(host.donors for host in plan.hosts.values()):
             print("Blocks of other models take part: the accuracy is not judged.")
-            calibration = None
+            calibration = None  # it was measured with the blocks of one model
         images = labelled_images(model, self.data, count=min(self.requests, 1000))
         faults = self._faults(list(plan.hosts))
         print(
             "\n".join(f"before request {fault.at}: {fault.kind} {fault.host}" for fault in faults)
         )
         lost = 0.0
+        # A drill that fails or is interrupted must leave the swarm as it was: faults are mended,
+        # and the clients of the running service get the routing back that they had.
         routing_before = operator.routing(self.routings[0])
         async with AsyncSwarmClient(self.address, **client_options(self)) as client:
             ask = asker(client, images, deadline_ms=self.deadline_ms)

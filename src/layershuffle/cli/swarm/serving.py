@@ -115,7 +115,8 @@ def require_extra() -> None:
     """Raises `UsageError` where the swarm's libraries are not installed."""
     from importlib.util import find_spec
 
-    needed = ("ray", "fastapi", "uvicorn", "httpx", "simpy")
+    # Looked for, not imported: importing them takes seconds, and this runs before every command.
+    needed = ("ray", "fastapi", "uvicorn", "httpx")
     missing = [name for name in needed if find_spec(name) is None]
     if missing:
         raise UsageError(
