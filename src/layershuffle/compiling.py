@@ -1,14 +1,14 @@
 """Blocks compiled one by one, so that one graph serves all of them in every order.
 
-The whole model compiled would be a graph per order, of which there are 12 factorial, and after the
-eighth torch would fall back to eager mode without an error. A block's graph knows nothing of
-orders: they are tuples on the host that say which block is called next. What can still bring new
-graphs: another batch size, evaluation, and blocks that differ, as timm's do where drop-path rates
-rise with depth (a rate is a constant in the graph: one graph per block then).
+Compiling the whole model would make a graph per order, of which there are 12 factorial, and after
+the eighth torch would fall back to eager mode without an error. A block's graph does not depend on
+orders: they are tuples on the host that say which block is called next. New graphs are still needed
+for another batch size, for evaluation, and for blocks that differ, as timm's do where drop-path
+rates rise with depth (a rate is a constant in the graph, so there is one graph per block).
 
-Every batch size has a graph of its own, for torch's way (sizes become symbols as soon as there is
-a second one) would leave all full batches after the first partial one with the slower graph. Groups
-of a batch have symbols from the start: they meet in many sizes.
+Every batch size has a graph of its own. By default torch turns sizes into symbols as soon as it
+sees a second one, and all full batches after the first partial one would then run the slower graph.
+Groups of a batch have symbolic sizes from the start, because they come in many sizes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from layershuffle.stack import blocks_of
 
 T = TypeVar("T")
 _log = logging.getLogger("layershuffle")
-# A graph per block and kind of call (batch size, training or not): rates of drop-path, at worst.
+# In the worst case (drop-path rates that differ) a graph per block and per kind of call.
 _LIMIT = 1024
 OFF = "torch.compile is switched off (TORCH_COMPILE_DISABLE or a stance)"
 
