@@ -36,7 +36,7 @@ class BlockCompiler:
 
     `reason` says why the blocks run in eager mode and is `None` while they are compiled.
     `recompiles` counts graphs compiled in a training step whose batch shape and blocks had occurred
-    before; it should stay 0. `dynamic` makes one graph for all batch sizes, instead of one for each.
+    before; it should stay 0. `dynamic` makes one graph for all batch sizes, not one for each.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class BlockCompiler:
         from torch._dynamo import config
 
         if config.disable:
-            self.give_up(OFF)
+            self.give_up(OFF)  # compile() would succeed and silently do nothing
             return
         self._models.append(model)
         try:

@@ -37,6 +37,7 @@ class BenchCommand(Command):
         from layershuffle.bench.report import report_text
         from layershuffle.machine import torch_threads
 
+        # torch keeps its own choice, which depends on the machine, unless a number is asked for.
         threads = self.settings.threads
         with torch_threads(threads) if threads else nullcontext():
             report = BENCHES[self.kind](choose(self.settings))

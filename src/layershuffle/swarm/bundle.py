@@ -18,22 +18,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from layershuffle.errors import StackError, UsageError
 from layershuffle.models.store import host_of, image_view
 from layershuffle.position import PositionedModel
 from layershuffle.stack import blocks_of
-from layershuffle.swarm.donors import Lineage, lineage_of, read_lineage
 from layershuffle.swarm.export import Alone, Call, export, state_of
+from layershuffle.swarm.lineage import Lineage, lineage_of, read_lineage
+from layershuffle.swarm.messages import State
 from layershuffle.swarm.program import Block, digest_of, pack_tensors, read_program
 
 _SEED = 20407
 _CHECKED = (1, 3)  # images per batch at which program and block are compared
-State = NDArray[np.float32]
 
 
 @dataclass(frozen=True)

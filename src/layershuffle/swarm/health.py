@@ -25,11 +25,19 @@ import numpy as np
 from layershuffle.draws import Stream
 from layershuffle.swarm import policy, state
 from layershuffle.swarm.limits import Limits
-from layershuffle.swarm.messages import Visit, Visited, VisitError, WorkExpired
+from layershuffle.swarm.messages import (
+    State,
+    Visit,
+    Visited,
+    VisitError,
+    Wire,
+    WorkExpired,
+    pack,
+    unpack,
+)
 from layershuffle.swarm.program import digest_of
-from layershuffle.swarm.router import Router, State, fault_of
+from layershuffle.swarm.router import Router, unpacked
 from layershuffle.swarm.state import HostView, Swarm
-from layershuffle.swarm.wire import Wire, pack, unpack
 
 if TYPE_CHECKING:
     from layershuffle.swarm.bundle import Bundle
@@ -39,7 +47,6 @@ _AUDITS = 8  # under way at a time; what comes while there are more is not audit
 _MILLI = 1000.0
 # What rounding on the wire may add to a difference, relative to the largest value.
 _ROUNDING: Mapping[Wire, float] = {"fp32": 0.0, "fp16": 2.0**-10, "int8": 1 / 127}
-_UNREADABLE = (AttributeError, TypeError, ValueError)  # of an answer that is none
 _log = logging.getLogger(__name__)
 
 
@@ -179,7 +186,8 @@ class Health:
     """Keeps asking the hosts of `router`; what it learns goes into `router.swarm`.
 
     `seed` fixes which hops are audited, by their number. `audited` hops were computed again,
-    `disagreed` of them came out otherwise. One event loop, that of the router.
+    `disagreed` of them came out otherwise. `doubts`: how often these hosts differed, and nobody
+    could tell which of them erred. One event loop, that of the router.
     """
 
     def __init__(self, router: Router, *, seed: int = 0) -> None:
@@ -187,7 +195,7 @@ class Health:
         self.audited, self.disagreed = 0, 0
         self._known: dict[str, dict[int, Known]] = {}
         self._since: dict[str, float] = {}
-        self._doubts: Counter[tuple[str, ...]] = Counter()
+        self.doubts: Counter[tuple[str, ...]] = Counter()
         self._asked: dict[str, tuple[float, int]] = {}
         self._next: dict[str, float] = {}
         self._alarms: list[tuple[float, str]] = []  # a heap; stale where `_next` says otherwise
@@ -195,6 +203,21 @@ class Health:
         self._audits: set[asyncio.Task[None]] = set()
         self._hops = 0
         router.observers.append(self._observe)
+
+    @property
+    def auditing(self) -> int:
+        """How many audits are under way."""
+        return len(self._audits)
+
+    @property
+    def traces(self) -> set[str]:
+        """Names of the hosts that anything is kept of: a dropped one leaves no trace."""
+        return {
+            *self._known,
+            *self._since,
+            *self._asked,
+            *(n for pair in self.doubts for n in pair),
+        }
 
     def expect(self, host: str, known: Mapping[int, Known]) -> None:
         """From now on `host` is held to these answers, beside those of its other blocks."""
@@ -212,8 +235,8 @@ class Health:
         """Know nothing of `host` any more: it has left, or begins anew."""
         for kept in (self._known, self._since, self._asked, self._next):
             kept.pop(host, None)
-        for names in [names for names in self._doubts if host in names]:
-            del self._doubts[names]
+        for names in [names for names in self.doubts if host in names]:
+            del self.doubts[names]
 
     async def run(self) -> None:
         """Ask whoever is due, until cancelled."""
@@ -319,11 +342,7 @@ class Health:
             _log.error("A canary of host %s broke", check.host, exc_info=answer)
             why = f"its canary broke ({type(answer).__name__}: {answer})"
             return replace(hop, outcome="failed", why=why), None
-        try:
-            after = unpack(answer.packet)
-            fault = fault_of(after, like=start)
-        except _UNREADABLE as error:
-            fault = f"its answer cannot be read ({error})"
+        after, fault = unpacked(answer, like=start)
         if fault:
             return _wrong(hop, fault), None
         return replace(
@@ -401,8 +420,8 @@ class Health:
         """One of these answers wrongly, and nobody can tell which: in the end all are suspects."""
         blocks = ", ".join(map(str, hop.blocks))
         _log.warning("Hosts %s differ over blocks %s, and all pass their canaries", names, blocks)
-        self._doubts[tuple(names)] += 1
-        if self._doubts[tuple(names)] >= self.router.limits.audit_strikes:
+        self.doubts[tuple(names)] += 1
+        if self.doubts[tuple(names)] >= self.router.limits.audit_strikes:
             why = f"{' and '.join(names)} differ over blocks {blocks}, and no third host decides"
             for name in names:
                 self.router.report(replace(hop, host=name, outcome="failed", why=why))

@@ -22,8 +22,8 @@ from layershuffle.errors import SettingsError, UsageError
 from layershuffle.recipes import read_recipe
 from layershuffle.settings import Name, Positive, Settings
 from layershuffle.swarm.limits import Limits
+from layershuffle.swarm.messages import Wire
 from layershuffle.swarm.policy import Routing
-from layershuffle.swarm.wire import Wire
 
 BlockId = Annotated[int, Field(ge=0)]
 DEFAULT_MODEL = "bundled:digits-swarm"

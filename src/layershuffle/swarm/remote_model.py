@@ -22,8 +22,8 @@ from layershuffle.models import host_of, logits_of, num_classes_of
 from layershuffle.models.origin import trained_with
 from layershuffle.position import PositionedModel
 from layershuffle.stack import blocks_of, depth_of, stack_of, wrap
-from layershuffle.swarm.messages import Route
-from layershuffle.swarm.router import Router, State
+from layershuffle.swarm.messages import Route, State
+from layershuffle.swarm.router import Router
 from layershuffle.trie import run_head, run_stem
 
 _MILLI = 1000.0

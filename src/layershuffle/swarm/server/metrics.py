@@ -10,8 +10,8 @@ import prometheus_client as prometheus
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from layershuffle.swarm.messages import Outcome, Visited
-from layershuffle.swarm.router import Router, State
+from layershuffle.swarm.messages import Outcome, State, Visited
+from layershuffle.swarm.router import Router
 from layershuffle.swarm.server import schemas
 from layershuffle.swarm.server.schemas import Audits, Classification, Health
 

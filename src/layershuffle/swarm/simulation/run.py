@@ -14,7 +14,7 @@ import numpy as np
 
 from layershuffle.errors import UsageError
 from layershuffle.swarm import state
-from layershuffle.swarm.faults import Fault, check_faults
+from layershuffle.swarm.chaos import Fault, check_faults
 from layershuffle.swarm.health import Health, Known
 from layershuffle.swarm.plan import SwarmPlan
 from layershuffle.swarm.policy import Routing
