@@ -53,12 +53,13 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, width: int = 
     from rich import box
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     grid = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for index, name in enumerate(header):
         grid.add_column(name, justify="left" if index == 0 else "right", overflow="fold")
     for row in rows:
-        grid.add_row(*row)
+        grid.add_row(*map(Text, row))  # a plain string could hold markup
     console = Console(file=StringIO(), width=width, color_system=None, highlight=False)
     with console.capture() as capture:
         console.print(grid, markup=False)

@@ -20,11 +20,10 @@ from typing import Any
 
 from layershuffle.errors import UsageError
 from layershuffle.files import write_text
-from layershuffle.study.plan import RESULT_FILE, Task
+from layershuffle.study.plan import FAILURE_FILE, RESULT_FILE, Task
 from layershuffle.study.pool import LOG_FILE, STOP_SECONDS, fresh_directory, worker_command
 from layershuffle.study.runner import MakePool
 from layershuffle.study.settings import StudySettings
-from layershuffle.study.worker import FAILURE_FILE
 
 _PROOF_FILE = ".shared-disk"
 _STOPPED = 143
