@@ -214,8 +214,6 @@ def _lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 # Path below tests/: (lines, why the file is longer than others may be).
 LONG_TESTS = {
     "contracts.py": (670, "one suite of checks that every family of models passes"),
-    "test_models.py": (800, "four host libraries pass the same checks one after another"),
-    "test_model_files.py": (650, "every way in which the files of a model can be broken"),
     "swarm/test_server.py": (1290, "to be split: covers all modules of swarm/server"),
     "swarm/test_coordinator.py": (1140, "to be split"),
     "swarm/test_simulation.py": (710, "to be split"),
@@ -272,8 +270,8 @@ def test_documented(module: str) -> None:
 # A variable says what it holds. These words say nothing, or that something happened to it. (`kept`
 # is a word of the domain: blocks are kept or dropped.)
 FILLERS = {"one", "two", "found", "held", "known", "told", "said", "made"}
-MOST_FILLERS = 1280
-LEAST_COMMENTS = 1.25  # per 100 lines that are not blank; what tools read is no comment
+MOST_FILLERS = 620
+LEAST_COMMENTS = 2.0  # per 100 lines that are not blank; what tools read is no comment
 _FOR_TOOLS = ("noqa", "type:", "fmt:", "pragma:", "# ---")
 
 

@@ -58,7 +58,7 @@ class BlockCompiler:
         from torch._dynamo import config
 
         if config.disable:
-            self.give_up(OFF)
+            self.give_up(OFF)  # compile() would succeed and silently do nothing
             return
         self._models.append(model)
         try:

@@ -63,6 +63,7 @@ def parse_modes(text: str) -> tuple[Mode, ...]:
         first, last = sorted((int(counts[1]), int(counts[2])), reverse=True)
         words += [f"kept:{kept}{counts[3]}" for kept in range(first, last - 1, -1)]
     modes = tuple(map(_parse_mode, words))
+    # Equal modes draw equal orders: their scores would count twice in every mean.
     if len(set(modes)) < len(modes):
         raise UsageError(f"A mode is named twice in {text!r}")
     return modes

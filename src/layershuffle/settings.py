@@ -1,7 +1,7 @@
 """Every setting in one validated place. Plain data, no torch.
 
-Settings come from a YAML recipe, then `LAYERSHUFFLE_*` environment variables, then flags; the later
-one wins. Unknown keys are refused with the nearest valid one.
+Settings come from a YAML recipe and from flags; a flag wins over the recipe. Unknown keys are
+refused with the nearest valid one.
 """
 
 from __future__ import annotations

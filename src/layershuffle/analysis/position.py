@@ -113,6 +113,7 @@ def _score(
             subject.run(batch.images, order, watch)
         for seen in watch.seen:
             block, position = seen.step.block, seen.step.position
+            # A probe per block: one for all would have to find the block out first.
             for source, rows in seen.vectors.items():
                 predicted = probes[source, block].predict(rows.numpy())
                 right = 100.0 * int((predicted == position).sum())

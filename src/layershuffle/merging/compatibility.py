@@ -135,7 +135,7 @@ def _settings(donor: nn.Module) -> dict[str, Any]:
         if isinstance(value, bool | int | float | str | tuple)
         and not key.startswith("_")
         and key not in _IGNORED
-        and "drop" not in key
+        and "drop" not in key  # rates of dropout and drop-path matter in training alone
     }
 
 

@@ -74,6 +74,7 @@ def evaluate_ensembles(
         for orders in dict.fromkeys(orders for _, orders in variants)
         for index in range(modes[0].draws(num_orders))
     ]
+    # A sum per (combination, pass): both combinations read the same logits.
     tallies = {
         (combine, run): Tally() for run in passes for combine, orders in variants
         if orders == run.orders
@@ -130,6 +131,7 @@ def _all_logits(
     A member runs the orders of all passes at once, shared beginnings a single time. The first
     member's orders are the same whether the others share them or not, so it always shares.
     """
+    # Placeholders of the right length: every entry is replaced below.
     outputs = [[images] * len(donors) for _ in orders]
     for member, donor in enumerate(donors):
         trie = build_trie([members[member] for members in orders])
