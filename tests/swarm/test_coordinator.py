@@ -118,7 +118,7 @@ def test_a_host_that_fails_its_canaries_is_not_let_in(caplog):
         await check(coordinator, hosts)
 
     coordinated(both, bundles={"base": bad}, ready=False)
-    assert "Host a does not come up: it failed its canary on block 1" in caplog.text
+    assert "Host a did not start: it failed its canary on block 1" in caplog.text
 
 
 def test_machines_that_are_not_known_for_a_while_change_nothing(caplog):
