@@ -13,14 +13,15 @@ from importlib.metadata import version
 from typing import Any, get_args
 
 import torch
+from _harness import Bound, Claim, Row, run_claim
 from torch import Tensor, nn
 
-from layershuffle.bench.claims import Claim, run_claim
-from layershuffle.bench.pairs import SMOKE, Bound, Effort, Row
+from layershuffle.bench.timing import SMOKE, Effort
 from layershuffle.models import load
 from layershuffle.stack import blocks_of, depth_of
 from layershuffle.swarm.chaos import Fault, Kind
-from layershuffle.swarm.drill import client_inside, labelled_images, load_client, run_drill
+from layershuffle.swarm.drill import run_drill
+from layershuffle.swarm.load_client import client_inside, labelled_images, load_client
 from layershuffle.swarm.messages import Route, Wire
 from layershuffle.swarm.plan import DEFAULT_MODEL, HostPlan, SwarmPlan, even_plan
 from layershuffle.swarm.ray_session import local_ray
@@ -53,16 +54,16 @@ async def hop(swarms: Swarms, wire: Wire, *, model: str, count: int) -> Row:
     async with swarms(plan) as service:
         start = service.coordinator.base.canary.state
         routes = [await walked(service, start, order=(n % 2,)) for n in range(count + 3)][3:]
-    hops = [one for route in routes for one in route.hops]
+    hops = [visit for route in routes for visit in route.hops]
     kib = round(start.nbytes / {"fp32": 1, "fp16": 2, "int8": 4}[wire] / 1024)
     return Row(
         name=f"a hop, {kib} KiB ({wire})",
         what="visit of one block less its compute,",
-        values=tuple(one.ms - one.compute_ms for one in hops),
+        values=tuple(visit.ms - visit.compute_ms for visit in hops),
         unit="ms",
         bound=Bound("at_most", HOP_MS) if wire == "int8" else None,
         settings={"model": plan.model, "state": list(start.shape), "wire": wire},
-        facts={"compute_ms": statistics.median(one.compute_ms for one in hops)},
+        facts={"compute_ms": statistics.median(visit.compute_ms for visit in hops)},
     )
 
 
@@ -150,7 +151,7 @@ async def throughput(swarms: Swarms, model: str, hosts: int, *, count: int) -> R
     return Row(
         name=f"{short}, {hosts} host{'s' if hosts > 1 else ''}",
         what="answers in full per second,",
-        values=tuple(one for one, _ in runs),
+        values=tuple(rate for rate, _ in runs),
         unit="1/s",
         settings={"model": model, "clients": CLIENTS, "slowed": SLOW[model]},
         facts={"degraded": [share for _, share in runs]},

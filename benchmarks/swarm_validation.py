@@ -10,12 +10,14 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
-from layershuffle.bench.claims import Claim, run_claim
-from layershuffle.bench.pairs import SMOKE, Bound, Effort, Row
+from _harness import Bound, Claim, Row, run_claim
+
+from layershuffle.bench.timing import SMOKE, Effort
 from layershuffle.models import load
 from layershuffle.swarm.chaos import Fault, check_faults, crashes, one_of_each_fault
-from layershuffle.swarm.drill import Drill, client_inside, labelled_images, load_client, run_drill
+from layershuffle.swarm.drill import Drill, run_drill
 from layershuffle.swarm.limits import Limits
+from layershuffle.swarm.load_client import client_inside, labelled_images, load_client
 from layershuffle.swarm.plan import DEFAULT_MODEL, SwarmPlan, even_plan
 from layershuffle.swarm.policy import Routing
 from layershuffle.swarm.ray_session import local_ray
@@ -105,14 +107,14 @@ def case(ray: Any, routing: Routing, replicas: int, *, requests: int) -> Row:
     return Row(
         name=f"{routing}, {replicas} of each block",
         what="largest difference of a share (answered, degraded, failed, late)",
-        values=(max(abs(one["real"] - one["simulated"]) for one in shares.values()),),
+        values=(max(abs(share["real"] - share["simulated"]) for share in shares.values()),),
         unit="points",
         bound=Bound("at_most", POINTS),
         settings={
             "model": DEFAULT_MODEL, "hosts": HOSTS, "requests": requests, "clients": CLIENTS,
             "seed": SEED, "limits": LIMITS.model_dump(exclude_defaults=True),
-            "faults": [f"{one.kind} {one.host} before request {one.at}"
-                       for one in failures(plan, requests)],
+            "faults": [f"{fault.kind} {fault.host} before request {fault.at}"
+                       for fault in failures(plan, requests)],
         },
         facts={
             **shares,

@@ -1,14 +1,14 @@
 """Blocks compiled one by one, so that one graph serves all of them in every order.
 
 Compiling the whole model would make a graph per order, of which there are 12 factorial, and after
-the eighth torch falls back to eager mode without an error. The graph of a block does not depend on
-the order: orders are tuples on the host that say which block is called next. New graphs come only
-with another batch size, with evaluation, and with blocks that differ, as timm's do when drop-path
-rates rise with depth (a rate is a constant in the graph, so there is one graph per block then).
+the eighth torch would fall back to eager mode without an error. A block's graph does not depend on
+orders: they are tuples on the host that say which block is called next. New graphs are still needed
+for another batch size, for evaluation, and for blocks that differ, as timm's do where drop-path
+rates rise with depth (a rate is a constant in the graph, so there is one graph per block).
 
-Every batch size has its own graph. torch's default makes sizes symbols as soon as it meets a second
-one, and all full batches after the first partial one would run the slower symbolic graph. Groups of
-a batch have symbolic sizes from the start, because they meet in many sizes.
+Every batch size has a graph of its own. By default torch turns sizes into symbols as soon as it
+sees a second one, and all full batches after the first partial one would then run the slower graph.
+Groups of a batch have symbolic sizes from the start, because they come in many sizes.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from layershuffle.stack import blocks_of
 
 T = TypeVar("T")
 _log = logging.getLogger("layershuffle")
-# In the worst case there is a graph per drop-path rate, that is per block, and kind of call (batch
-# size, training or evaluation).
+# In the worst case (drop-path rates that differ) a graph per block and per kind of call.
 _LIMIT = 1024
 OFF = "torch.compile is switched off (TORCH_COMPILE_DISABLE or a stance)"
 

@@ -209,8 +209,8 @@ def drilled(monkeypatch, operator, ask, plan=PLAN, **options):
             return SimpleNamespace(hosts=hosts)
 
     monkeypatch.setattr("layershuffle.models.load", lambda spec: FAMILIES["timm-vit"].wrapped())
-    monkeypatch.setattr("layershuffle.swarm.drill.labelled_images", lambda *_, **__: ())
-    monkeypatch.setattr("layershuffle.swarm.drill.load_client", lambda *_, **__: ask)
+    monkeypatch.setattr("layershuffle.swarm.load_client.labelled_images", lambda *_, **__: ())
+    monkeypatch.setattr("layershuffle.swarm.load_client.load_client", lambda *_, **__: ask)
     monkeypatch.setattr("layershuffle.swarm.client.AsyncSwarmClient", Client)
     plan = plan.model_copy(update={"model": "timm:vit_tiny_patch16_224"})
     return DrillCommand(kinds=("crash", "freeze"), **options).drill(plan, operator)

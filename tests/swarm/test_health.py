@@ -13,7 +13,7 @@ from layershuffle.swarm.health import (
     Health,
     agrees,
     due,
-    known_of,
+    known_answers,
     odd_one,
     patience,
     replicas,
@@ -28,7 +28,7 @@ LIMITS = Limits(canary_every_ms=1000, probe_ms=500)
 
 
 def known(*hosts):
-    one = known_of(bundle_of(1), [0, 1])
+    one = known_answers(bundle_of(1), [0, 1])
     return dict.fromkeys(hosts, one)
 
 
@@ -68,16 +68,16 @@ def test_agreement_is_relative_to_the_largest_value(error, fine):
 
 
 def test_replicas_hold_the_same_weights():
-    one, two = known_of(bundle_of(1), [0, 1]), known_of(bundle_of(2), [0, 1])
+    one, two = known_answers(bundle_of(1), [0, 1]), known_answers(bundle_of(2), [0, 1])
     swarm = Swarm(HostView(name, frozenset({0, 1})) for name in "abcd")
     hop = Visited("a", (1, 0), "answered", 1.0)
-    assert replicas(hop, swarm, known={"a": one, "b": two, "c": one, "d": one}) == ("c", "c")
-    assert replicas(hop, swarm, known={"a": one, "b": two, "c": {0: one[0]}}) is None
+    assert replicas(hop, swarm, expectations={"a": one, "b": two, "c": one, "d": one}) == ("c", "c")
+    assert replicas(hop, swarm, expectations={"a": one, "b": two, "c": {0: one[0]}}) is None
     all_same = dict.fromkeys("abcd", one)
-    assert replicas(hop, swarm, known=all_same, apart=("b", "c")) == ("d", "d")
-    assert replicas(hop, swarm, known=all_same, apart="bcd") is None
+    assert replicas(hop, swarm, expectations=all_same, apart=("b", "c")) == ("d", "d")
+    assert replicas(hop, swarm, expectations=all_same, apart="bcd") is None
     busy = swarm.with_host(state.sent(swarm["c"], 3))
-    assert replicas(hop, busy, known={"a": one, "c": one, "d": one}) == ("d", "d")
+    assert replicas(hop, busy, expectations={"a": one, "c": one, "d": one}) == ("d", "d")
 
 
 def trusted(check, limits, blocks=(0, 1), hosts="ab"):
@@ -95,7 +95,7 @@ def trusted(check, limits, blocks=(0, 1), hosts="ab"):
                 name, "load", b"", blocks, *[bundle.tensors[block] for block in blocks]
             )
             router.swarm = router.swarm.with_host(HostView(name, frozenset(blocks)))
-            health.expect(name, known_of(bundle, blocks))
+            health.expect(name, known_answers(bundle, blocks))
         await check(health, hosts)
         await health.close()
 
@@ -182,7 +182,7 @@ def test_a_third_tells_that_the_replica_lies():
 
 def test_no_audit_judges_weights_that_were_swapped_meanwhile():
     async def check(health, hosts):
-        health.expect("a", known_of(bundle_of(1), [0]))
+        health.expect("a", known_answers(bundle_of(1), [0]))
         hop = Visited("a", (0,), "answered", 50.0)  # sent before that
         for observe in health.router.observers:
             observe(hop, START, answer_of([0]) * 1.5)
@@ -192,7 +192,7 @@ def test_no_audit_judges_weights_that_were_swapped_meanwhile():
         hosts.freeze("c")
         await until(lambda: health.disagreed)
         health.forget("a", [0])
-        health.expect("a", known_of(bundle_of(1), [0]))
+        health.expect("a", known_answers(bundle_of(1), [0]))
         hosts.thaw("c")
         await until(lambda: not health.auditing)
         assert all(host.usable for host in health.router.swarm.values())
@@ -206,7 +206,7 @@ def test_no_hosts_are_doubted_for_weights_that_were_swapped_meanwhile():
         hosts.freeze("b")
         lied(health, "a")
         await asyncio.sleep(0.05)
-        health.expect("a", known_of(bundle_of(1), [0]))
+        health.expect("a", known_answers(bundle_of(1), [0]))
         hosts.thaw("b")
         await until(lambda: not health.auditing)
         assert health.disagreed == 1
@@ -298,7 +298,7 @@ def test_a_canary_of_weights_that_were_swapped_meanwhile_says_nothing():
         await asyncio.sleep(0)
         health.forget("a", [0])
         await hosts.call("a", "load", b"", [0], b"2")
-        health.expect("a", known_of(bundle_of(2), [0]))
+        health.expect("a", known_answers(bundle_of(2), [0]))
         hosts.thaw("a")
         assert await asking == ""
         assert health.router.swarm["a"].condition == "healthy"

@@ -272,7 +272,7 @@ class Making(RayHosts):
         super().__init__(ray, limits=LIMITS)
         self.made, self.all, self.asked = threading.Event(), [], False
 
-    def _made(self, name, node):
+    def _actor_of(self, name, node):
         self.asked = True
         self.made.wait(HANGS)
         self.all.append(f"{name}@{node}")

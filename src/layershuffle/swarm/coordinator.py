@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.swarm import state
-from layershuffle.swarm.health import Health, known_of
+from layershuffle.swarm.health import Health, known_answers
 from layershuffle.swarm.placement import (
     Action,
     HostBackend,
@@ -168,7 +168,7 @@ class Coordinator:
         if block not in self.record_of(name).blocks:
             raise UsageError(f"Host {name} does not hold block {block}")
         checked_donor(donor, self.base, block=block)
-        known = await asyncio.to_thread(known_of, donor, [block])
+        answers = await asyncio.to_thread(known_answers, donor, [block])
         host = self.record_of(name)
         if host.phase == "starting":
             raise LayerShuffleError(f"Host {name} is starting", hint="swap once it is up")
@@ -183,7 +183,7 @@ class Coordinator:
         if self.hosts.get(name) is not host:  # another process, or one that is to end
             raise LayerShuffleError(f"Host {name} came or went while it took block {block}")
         self._donors[name, block] = donor
-        self.health.expect(name, known)
+        self.health.expect(name, answers)
         if why := await self.health.check(name, blocks=[block]):
             raise LayerShuffleError(f"Host {name} took block {block}, but {why}")
         self._mark_foreign(name, [block])
@@ -284,13 +284,13 @@ class Coordinator:
         info = await self.backend.start(name, node=start.node)
         sources = {block: self._donors.get((name, block), self.base) for block in start.blocks}
         self.health.drop(name)
-        for bundle in {id(one): one for one in sources.values()}.values():
-            mine = sorted(block for block, one in sources.items() if one is bundle)
-            known = await asyncio.to_thread(known_of, bundle, mine)
-            missing = [block for block in mine if info.blocks.get(block) != known[block].digest]
+        for bundle in {id(source): source for source in sources.values()}.values():
+            mine = sorted(block for block, source in sources.items() if source is bundle)
+            answers = await asyncio.to_thread(known_answers, bundle, mine)
+            missing = [block for block in mine if info.blocks.get(block) != answers[block].digest]
             if missing:
                 await self._loaded(name, bundle, missing)
-            self.health.expect(name, known)
+            self.health.expect(name, answers)
         self._mark_foreign(name, start.blocks)
         return await self.health.check(name, limit=self.router.limits.start_ms / _MILLI)
 

@@ -32,6 +32,7 @@ from layershuffle.swarm.messages import (
     unpack,
 )
 from layershuffle.swarm.program import Block, digest_of, read_program
+from layershuffle.text import one_line
 
 _MILLI = 1000.0
 
@@ -106,7 +107,7 @@ class BlockHost:
     def unload(self, blocks: Sequence[int]) -> None:
         """Forget blocks; visits that are here finish with them."""
         with self._lock:
-            self._blocks = {id_: held for id_, held in self._blocks.items() if id_ not in blocks}
+            self._blocks = {id_: block for id_, block in self._blocks.items() if id_ not in blocks}
 
     def info(self) -> HostInfo:
         """What the host holds and does now."""
@@ -247,8 +248,7 @@ def _answer(job: Job, *, now: float) -> Answer:
 
 
 def _failure(name: str, error: BaseException) -> HostFailed:
-    why = " ".join(str(error).split())[:300]
-    return HostFailed(f"Host {name} cannot compute it ({type(error).__name__}: {why})")
+    return HostFailed(f"Host {name} cannot compute it ({type(error).__name__}: {one_line(error)})")
 
 
 def _begin(threads: int) -> None:

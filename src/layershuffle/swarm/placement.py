@@ -155,11 +155,13 @@ def _has(hosts: Mapping[str, HostRecord], name: str, node: str) -> bool:
     return name in hosts and hosts[name].node == node
 
 
-def spare_blocks(plan: SwarmPlan, held: Iterable[frozenset[int]], *, depth: int) -> frozenset[int]:
-    """What a host that the plan does not name is to hold, beside hosts that hold `held`.
+def spare_blocks(
+    plan: SwarmPlan, others: Iterable[frozenset[int]], *, depth: int
+) -> frozenset[int]:
+    """What a host that the plan does not name is to hold, beside hosts that hold `others`.
 
     As many blocks as the plan's median host has: those that the fewest hold, low ids first.
     """
     size = median_low(len(host.blocks) for host in plan.hosts.values())
-    holders = Counter(block for blocks in held for block in blocks)
+    holders = Counter(block for blocks in others for block in blocks)
     return frozenset(sorted(range(depth), key=lambda block: (holders[block], block))[:size])

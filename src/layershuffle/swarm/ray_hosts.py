@@ -192,9 +192,9 @@ class RayHosts:
         return info
 
     async def _make(self, name: str, node: str) -> None:
-        self.transport.actors[name] = await self._outside(lambda: self._made(name, node))
+        self.transport.actors[name] = await self._outside(lambda: self._actor_of(name, node))
 
-    def _made(self, name: str, node: str) -> Any:
+    def _actor_of(self, name: str, node: str) -> Any:
         """Handle of the actor of `name` on `node`; it may not have started yet."""
         mine = f"{name}@{node}#{self._kind}"
         for other in self._ray.util.list_named_actors():

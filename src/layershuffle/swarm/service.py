@@ -96,7 +96,7 @@ def donor_bundle(donor: str, base: Bundle, *, blocks: Sequence[int]) -> Bundle:
         tensors = {block: pack_tensors(modules[block].state_dict()) for block in blocks}
     start, program = base.canary.state, read_program(base.program)
     state = torch.from_numpy(start.copy())
-    outputs = {block: program.bind(one)(state).numpy() for block, one in tensors.items()}
+    outputs = {block: program.bind(content)(state).numpy() for block, content in tensors.items()}
     return replace(base, tensors=tensors, canary=Canary(start, outputs))
 
 

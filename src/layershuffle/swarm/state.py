@@ -73,15 +73,15 @@ class Swarm(Mapping[str, HostView]):
     """
 
     def __init__(self, hosts: Iterable[HostView] = ()) -> None:
-        known = {host.name: host for host in sorted(hosts, key=lambda host: host.name)}
-        views = list(known.values())
-        self._place = {name: place for place, name in enumerate(known)}
+        by_name = {host.name: host for host in sorted(hosts, key=lambda host: host.name)}
+        views = list(by_name.values())
+        self._place = {name: place for place, name in enumerate(by_name)}
         self._rows = [tuple(views[i : i + _ROW]) for i in range(0, len(views), _ROW)]
-        self._held = _by_block((one.name, one.blocks) for one in views)
-        self._usable = _by_block((one.name, one.blocks) for one in views if one.usable)
-        self._suspects = tuple(one.name for one in views if one.condition == "suspect")
-        self._compute = _sorted_times(_times(one)[0] for one in views)
-        self._link = _sorted_times(_times(one)[1] for one in views)
+        self._held = _by_block((view.name, view.blocks) for view in views)
+        self._usable = _by_block((view.name, view.blocks) for view in views if view.usable)
+        self._suspects = tuple(view.name for view in views if view.condition == "suspect")
+        self._compute = _sorted_times(_times(view)[0] for view in views)
+        self._link = _sorted_times(_times(view)[1] for view in views)
 
     def __getitem__(self, name: str) -> HostView:
         row, column = divmod(self._place[name], _ROW)
@@ -107,7 +107,7 @@ class Swarm(Mapping[str, HostView]):
 
     def without(self, name: str) -> Swarm:
         """This swarm without the host `name`."""
-        return Swarm(one for one in self.values() if one.name != name)
+        return Swarm(host for host in self.values() if host.name != name)
 
     def holders(self, block: int) -> tuple[HostView, ...]:
         """Usable hosts that hold `block`, by name."""
@@ -139,11 +139,11 @@ class Swarm(Mapping[str, HostView]):
             return
         name, out = after.name, frozenset[int]()
         self._held = _moved(self._held, name, was=before.blocks, now=after.blocks)
-        was, now = (one.blocks if one.usable else out for one in (before, after))
+        was, now = (view.blocks if view.usable else out for view in (before, after))
         self._usable = _moved(self._usable, name, was=was, now=now)
         if (before.condition == "suspect") != (after.condition == "suspect"):
             self._suspects = _toggled(self._suspects, name)
-        old, new = (_times(one) for one in (before, after))
+        old, new = (_times(view) for view in (before, after))
         self._compute = _retimed(self._compute, old[0], after=new[0])
         self._link = _retimed(self._link, old[1], after=new[1])
 
@@ -184,7 +184,7 @@ def _toggled(names: tuple[str, ...], name: str) -> tuple[str, ...]:
 
 def _sorted_times(times: Iterable[float | None]) -> array[float]:
     """The times there are, ascending."""
-    return array("d", sorted(one for one in times if one is not None))
+    return array("d", sorted(time for time in times if time is not None))
 
 
 def _retimed(times: array[float], before: float | None, *, after: float | None) -> array[float]:

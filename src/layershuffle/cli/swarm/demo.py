@@ -48,7 +48,7 @@ class DemoCommand(Command):
     async def _start(self) -> None:
         from layershuffle.models import load
         from layershuffle.stack import depth_of
-        from layershuffle.swarm.drill import labelled_images
+        from layershuffle.swarm.load_client import labelled_images
         from layershuffle.swarm.ray_session import local_ray
         from layershuffle.swarm.service import swarm_on
 
@@ -65,7 +65,8 @@ class DemoCommand(Command):
 
     async def _show(self, service: Service, images: Any) -> None:
         from layershuffle.swarm.chaos import crashes
-        from layershuffle.swarm.drill import client_inside, load_client, run_drill
+        from layershuffle.swarm.drill import run_drill
+        from layershuffle.swarm.load_client import client_inside, load_client
 
         faults = crashes(
             list(service.plan.hosts), share=1 / 3, requests=self.requests, seed=self.seed

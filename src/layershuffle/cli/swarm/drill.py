@@ -70,14 +70,8 @@ class DrillCommand(ServerOptions):
         """The drill of a swarm that runs `plan`; the exit code."""
         from layershuffle.models import load
         from layershuffle.swarm.client import AsyncSwarmClient
-        from layershuffle.swarm.drill import (
-            drill_report,
-            foreseen,
-            judged,
-            labelled_images,
-            load_client,
-            run_drill,
-        )
+        from layershuffle.swarm.drill import drill_report, foreseen, judged, run_drill
+        from layershuffle.swarm.load_client import labelled_images, load_client
         from layershuffle.swarm.remote_model import served_host
         from layershuffle.swarm.service import calibration_of
 

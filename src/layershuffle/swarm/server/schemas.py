@@ -173,6 +173,7 @@ def classification(
         images=images,
         depth=route.depth,
         blocks=list(route.order),
+        # Sorted, so that two answers of one route are equal as text.
         skipped=[Skipped(block=block, why=why) for block, why in sorted(route.skipped.items())],
         degraded=is_degraded(route, order=order),
         ending=route.ending,
