@@ -27,10 +27,10 @@ from typing import Any
 
 from layershuffle.machine import hardware, versions
 from layershuffle.models import load
-from layershuffle.swarm.asking import asker, client_inside, labelled_images
+from layershuffle.swarm.chaos import Fault, crashes
 from layershuffle.swarm.client import AsyncSwarmClient
 from layershuffle.swarm.drill import Drill, foreseen, judged, run_drill
-from layershuffle.swarm.faults import Fault, crashes
+from layershuffle.swarm.load_client import client_inside, labelled_images, load_client
 from layershuffle.swarm.plan import DEFAULT_MODEL, SwarmPlan, even_plan
 from layershuffle.swarm.ray_session import local_ray
 from layershuffle.swarm.service import Service, swarm_on
@@ -45,18 +45,18 @@ class Load:
 
     def __init__(self, service: Service, client: AsyncSwarmClient, images: Any) -> None:
         self.service, self.client, self.images = service, client, images
-        self.ask = asker(client, images, deadline_ms=DEADLINE_MS)
+        self.ask = load_client(client, images, deadline_ms=DEADLINE_MS)
 
     async def drill(self, requests: int, faults: tuple[Fault, ...] = ()) -> Drill:
         return await run_drill(
-            self.ask, requests, faults=faults, engine=self.service.coordinator,
+            self.ask, requests, faults=faults, engine=self.service.faults,
             concurrency=CONCURRENCY,
         )  # fmt: skip
 
     async def mend(self, faults: tuple[Fault, ...]) -> None:
         """All hosts back, their averages fresh."""
         for name in sorted({fault.host for fault in faults}):
-            await self.service.coordinator.happen(Fault(0, name, "rejoin"))
+            await self.service.faults.inject(Fault(0, name, "rejoin"))
         async with asyncio.timeout(120):
             while any(not host.usable for host in self.service.router.swarm.values()):
                 await asyncio.sleep(0.05)
@@ -115,8 +115,8 @@ class Load:
         }
 
     async def _resident(self) -> dict[str, float]:
-        places = self.service.coordinator.places
-        infos = [await places.info(name) for name in self.service.plan.hosts]
+        backend = self.service.coordinator.backend
+        infos = [await backend.call(name, "info") for name in self.service.plan.hosts]
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return {
             "gateway": float(pages * os.sysconf("SC_PAGE_SIZE")),
