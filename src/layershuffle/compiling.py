@@ -33,9 +33,9 @@ OFF = "torch.compile is switched off (TORCH_COMPILE_DISABLE or a stance)"
 class BlockCompiler:
     """Compiles blocks, counts their graphs, and warns when it falls back to eager mode.
 
-    `reason` is why the blocks run in eager mode, `None` while they are compiled. `recompiles` are
-    graphs compiled in a training step whose batch shape and blocks had been seen before: none, if
-    all is well. `dynamic` makes one graph for all batch sizes, instead of one for each.
+    `reason` says why the blocks run in eager mode and is `None` while they are compiled.
+    `recompiles` counts graphs compiled in a training step whose batch shape and blocks had occurred
+    before; it should stay 0. `dynamic` makes one graph for all batch sizes, not one for each.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class BlockCompiler:
         return self.reason is None
 
     def add(self, model: nn.Module) -> None:
-        """Compile the blocks of `model`, when they first run. Its `state_dict` stays as it is."""
+        """Compile the blocks of `model` when they first run. Its `state_dict` does not change."""
         if not self.on:
             return
         from torch._dynamo import config
@@ -94,7 +94,7 @@ class BlockCompiler:
 
     @contextmanager
     def step(self, shape: Collection[int], blocks: Collection[int]) -> Iterator[None]:
-        """A training step on a batch of `shape` that runs `blocks`: notices recompiles."""
+        """Around a training step on a batch of `shape` that runs `blocks`; counts recompiles."""
         kinds = {(*shape, block) for block in blocks}
         seen_before, before = kinds <= self._seen, self.graphs
         yield
@@ -103,7 +103,7 @@ class BlockCompiler:
             if not self.recompiles:
                 _log.warning(
                     "The blocks were compiled again in a step like those before it, which costs "
-                    "time at every such step; TORCH_LOGS=recompiles tells why"
+                    "time at every such step; TORCH_LOGS=recompiles shows the reason"
                 )
             self.recompiles += self.graphs - before
 
@@ -129,7 +129,7 @@ class BlockCompiler:
         return result
 
     def give_up(self, why: Exception | str) -> None:
-        """Eager mode from here on, with a warning."""
+        """Run the blocks in eager mode from here on, with a warning."""
         self.reason = why if isinstance(why, str) else _first_line(why)
         for model in self._models:
             for block in blocks_of(model):
@@ -139,7 +139,7 @@ class BlockCompiler:
         )
 
     def report(self) -> dict[str, Any]:
-        """For result.json."""
+        """What happened, for result.json: mode, reason, graphs and recompiles."""
         return {
             "mode": "compiled" if self.on else "eager",
             "reason": self.reason,

@@ -111,7 +111,7 @@ class SimulateCommand(Command):
         """Simulate every routing, and print them side by side."""
         require_extra()
 
-        from layershuffle.swarm.faults import crashes
+        from layershuffle.swarm.chaos import crashes
         from layershuffle.swarm.plan import read_plan
         from layershuffle.swarm.planning import read_hosts
         from layershuffle.swarm.planning.hosts import hosts_of
