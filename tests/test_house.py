@@ -23,7 +23,7 @@ PACKAGE = "layershuffle"
 LAYERS = (
     ("errors", "_version"),
     ("files", "draws", "orders", "position_forms", "plotting", "results", "stats", "text"),
-    ("policies", "hooks", "discovery", "grouped", "modes", "machine"),
+    ("policies", "hooks", "discovery", "grouped", "modes", "machine", "ray_cluster"),
     ("stack", "methods"),
     ("position", "trie", "settings", "compiling"),
     ("recipes",),
@@ -35,21 +35,20 @@ LAYERS = (
 # The same inside swarm/, for the second part of a module's name. From bytes and numbers, over the
 # state of a swarm and the decisions on it, to processes, then to what a user starts.
 SWARM_LAYERS = (
-    ("limits", "wire", "indexes", "bounded", "ray_config", "program"),
-    ("messages", "export", "lineage", "donors", "ray_session"),
+    ("limits", "ray_config", "program"),
+    ("messages", "export", "lineage", "ray_session"),
     ("state", "batching"),
     ("policy",),
     ("plan", "router", "host", "bundle"),
-    ("placement", "health", "remote_model", "planning"),
-    ("calibration", "local", "ray_hosts"),
-    ("coordinator", "chaos", "faults", "drill"),
-    ("service", "simulation"),
-    ("server", "client", "asking"),
+    ("placement", "health", "remote_model", "calibration"),
+    ("local", "ray_hosts"),
+    ("coordinator", "chaos", "drill"),
+    ("simulation", "planning"),
+    ("service",),
+    ("server", "client", "load_client"),
 )
 # (importing module, imported one): why this arrow inside swarm/ points up.
-UPWARDS = {
-    ("calibration", "server"): "the schema of an answer is still defined with the HTTP schemas",
-}
+UPWARDS: dict[tuple[str, str], str] = {}
 GROUND = ("errors", "files", "draws", "orders", "policies", "position_forms")
 FUNCTION_LINES, FILE_LINES, POSITIONAL = 80, 450, 2
 
@@ -214,14 +213,10 @@ def _lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 # Path below tests/: (lines, why the file is longer than others may be).
 LONG_TESTS = {
     "contracts.py": (670, "one suite of checks that every family of models passes"),
-    "test_models.py": (800, "four host libraries pass the same checks one after another"),
-    "test_model_files.py": (650, "every way in which the files of a model can be broken"),
-    "swarm/test_server.py": (1290, "to be split: covers all modules of swarm/server"),
-    "swarm/test_coordinator.py": (1140, "to be split"),
-    "swarm/test_simulation.py": (710, "to be split"),
+    "swarm/test_coordinator.py": (500, "to be split"),
+    "swarm/test_simulation.py": (550, "to be split"),
     "swarm/test_block_host.py": (680, "to be split"),
     "swarm/test_ray_hosts.py": (470, "to be split"),
-    "swarm/test_planning.py": (470, "to be split"),
 }
 
 
@@ -272,8 +267,8 @@ def test_documented(module: str) -> None:
 # A variable says what it holds. These words say nothing, or that something happened to it. (`kept`
 # is a word of the domain: blocks are kept or dropped.)
 FILLERS = {"one", "two", "found", "held", "known", "told", "said", "made"}
-MOST_FILLERS = 1280
-LEAST_COMMENTS = 1.25  # per 100 lines that are not blank; what tools read is no comment
+MOST_FILLERS = 49
+LEAST_COMMENTS = 2.5  # per 100 lines that are not blank; what tools read is no comment
 _FOR_TOOLS = ("noqa", "type:", "fmt:", "pragma:", "# ---")
 
 

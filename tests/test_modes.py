@@ -37,6 +37,18 @@ def test_words(text, mode, policy, drawn):
 
 
 @pytest.mark.parametrize(
+    ("text", "expanded"),
+    [
+        ("kept:2-4:arbitrary", "kept:4:arbitrary,kept:3:arbitrary,kept:2:arbitrary"),
+        ("kept:2-1,sequential", "kept:2,kept:1,sequential"),
+        ("kept:9-10:sequential:last", "kept:10:sequential:last,kept:9:sequential:last"),
+    ],
+)
+def test_a_range_stands_for_each_of_its_counts(text, expanded):
+    assert parse_modes(text) == parse_modes(expanded)
+
+
+@pytest.mark.parametrize(
     ("text", "phrase"),
     [
         ("", "'' is not an evaluation mode"),

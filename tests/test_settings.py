@@ -5,7 +5,7 @@ import yaml
 
 from layershuffle.errors import SettingsError, UsageError
 from layershuffle.position_forms import EncodingForm
-from layershuffle.recipes import from_environment, read_recipe
+from layershuffle.recipes import read_recipe
 from layershuffle.settings import EvalSettings, FitSettings, digest
 from layershuffle.study.settings import StudySettings
 
@@ -48,26 +48,11 @@ def test_wrong_settings(fields, phrase):
     assert "\n" not in str(caught.value)
 
 
-def test_environment():
-    found = from_environment(FitSettings, {"LAYERSHUFFLE_LR": "3e-3", "LAYERSHUFFLE_EMA": "null"})
-    assert FitSettings(**{**BASE, **found}).lr == 3e-3
-    assert found["ema"] is None
-    with pytest.raises(UsageError, match="LAYERSHUFFLE_LR"):
-        from_environment(FitSettings, {"LAYERSHUFFLE_LR": "["})
-
-
 def test_an_error_within_an_error_has_one_next_step():
     with pytest.raises(SettingsError) as caught:
         FitSettings(**{**BASE, "method": "layershufle"})
     assert "Next" not in str(caught.value)
     assert str(caught.value).endswith("did you mean 'layershuffle'?")
-
-
-def test_a_misspelt_variable():
-    with pytest.raises(UsageError, match="did you mean LAYERSHUFFLE_BATCH_SIZE"):
-        from_environment(FitSettings, {"LAYERSHUFFLE_BATCHSIZE": "4"})
-    # One environment serves all commands.
-    assert from_environment(FitSettings, {"LAYERSHUFFLE_NUM_ORDERS": "4"}) == {}
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from layershuffle.stack import unwrap as unwrap
     from layershuffle.stack import wrap as wrap
 
+# Name -> module: `__getattr__` (PEP 562) imports it at the first use of the name.
 _HOME = {
     "LayerShuffleError": "errors",
     "ExecutionOrder": "orders",
@@ -74,6 +75,7 @@ __all__ = ["__version__", *_HOME]  # noqa: PLE0604 -- the table is the list
 
 
 def __getattr__(name: str) -> Any:
+    # hasattr, doctest and copy probe for names and expect an AttributeError for absent ones.
     if name not in _HOME:
         raise AttributeError(f"module 'layershuffle' has no attribute {name!r}")
     return getattr(import_module(f"layershuffle.{_HOME[name]}"), name)

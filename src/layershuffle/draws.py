@@ -27,6 +27,7 @@ class Stream:
     """The random words of one (seed, step, micro_batch, rank); see the module docstring."""
 
     def __init__(self, seed: int, step: int, *, micro_batch: int = 0, rank: int = 0) -> None:
+        # Text, not packed integers: seeds of any size, and a form that any language can build.
         name = f"{seed},{step},{micro_batch},{rank}".encode("ascii")
         self._words = _words(hashlib.sha256(b"layershuffle.draws.v1:" + name).digest())
 
@@ -38,6 +39,7 @@ class Stream:
 
     def chance(self, p: float) -> bool:
         """True with probability `p` (to within 2^-64)."""
+        # Integers are compared, so that no rounding of a platform decides.
         return next(self._words) < int(p * _WORD_RANGE)
 
     def shuffled(self, items: Sequence[int]) -> tuple[int, ...]:

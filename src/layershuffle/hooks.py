@@ -78,6 +78,7 @@ class Tap:
 
     def after(self, state: Tensor, step: Step) -> None:
         """Keeps the output, once."""
+        # A replay computes the same tensor again, for the backward pass alone.
         if not step.replay:
             self._records.append(TapRecord(step.position, step.block, state, step.rows))
 

@@ -76,7 +76,7 @@ _TABLE = (
         name="layerdrop",
         summary="sequential, each block left out with probability p",
         source="arXiv 1909.11556, as the paper's section 4.2 uses it",
-        policy=LayerDrop(0.2),
+        policy=LayerDrop(0.2),  # the rate of the paper's comparison
         selects_by="sequential",
     ),
     Method(
@@ -116,6 +116,7 @@ def find_method(
     if name not in METHODS:
         hint = did_you_mean(name, METHODS, otherwise=f"one of {', '.join(METHODS)}")
         raise UsageError(f"There is no method {name!r}", hint=hint)
+    # The table is never changed: options make a copy.
     method = METHODS[name]
     if drop is not None:
         method = replace(method, policy=_with_drop(method, drop))

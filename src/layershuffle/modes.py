@@ -1,18 +1,23 @@
 """Evaluation modes: the set of orders that a score is about. Plain data, no torch.
 
 Written `sequential`, `arbitrary`, `kept:9` (9 blocks, ascending), `kept:9:arbitrary`,
-`kept:9:sequential:spaced` (choices: random, spaced, first, last).
+`kept:9:sequential:spaced` (choices: random, spaced, first, last). A range of block counts stands
+for each of them: `kept:1-11:arbitrary`.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import cast
 
 from layershuffle.errors import UsageError
 from layershuffle.policies import Choice, Kept, OrderMode, OrderPolicy, Sequential, Shuffled
 
-_FORMS = "sequential, arbitrary, kept:9, kept:9:arbitrary, kept:9:sequential:spaced"
+_FORMS = (
+    "sequential, arbitrary, kept:9, kept:9:arbitrary, kept:9:sequential:spaced, kept:1-11:arbitrary"
+)
+_RANGE = re.compile(r"kept:(\d+)-(\d+)((?::.*)?)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +53,17 @@ class Mode:
 
 def parse_modes(text: str) -> tuple[Mode, ...]:
     """The modes of a comma-separated list. Raises `UsageError` naming the word that is wrong."""
-    modes = tuple(_parse_mode(word.strip()) for word in text.split(","))
+    words: list[str] = []
+    for word in map(str.strip, text.split(",")):
+        counts = _RANGE.fullmatch(word)
+        if counts is None:
+            words.append(word)
+            continue
+        # The order of the modes is that of the rows in results.csv: most blocks first.
+        first, last = sorted((int(counts[1]), int(counts[2])), reverse=True)
+        words += [f"kept:{kept}{counts[3]}" for kept in range(first, last - 1, -1)]
+    modes = tuple(map(_parse_mode, words))
+    # Equal modes draw equal orders: their scores would count twice in every mean.
     if len(set(modes)) < len(modes):
         raise UsageError(f"A mode is named twice in {text!r}")
     return modes

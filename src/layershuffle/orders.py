@@ -69,6 +69,7 @@ class ExecutionOrder:
                 f"This is not an execution order in JSON ({error.__class__.__name__}: {error})",
                 hint='the form is {"blocks": [3, 0, 2], "depth": 12}',
             ) from error
+        # A string is iterable too, and "210" would become three block ids.
         if not isinstance(blocks, (list, tuple)):
             raise UsageError(f'"blocks" must be a list of integers, not {blocks!r}')
         return cls(tuple(blocks), depth)
@@ -131,6 +132,7 @@ class ExecutionOrder:
         return ",".join(map(str, self.blocks))
 
     def __repr__(self) -> str:
+        # What is unusual about an order stands in its repr: logs then show it without a question.
         marks = [f"{len(self.missing)} missing"] * bool(self.missing)
         marks += ["repeats"] * self.has_repeats
         return f"ExecutionOrder({str(self)!r} of {', '.join([str(self.depth), *marks])})"
@@ -151,6 +153,7 @@ def order_of(blocks: ExecutionOrder | str | Iterable[int], depth: int) -> Execut
         return ExecutionOrder.parse(blocks, depth=depth)
     if not isinstance(blocks, ExecutionOrder):
         return ExecutionOrder(tuple(blocks), depth)
+    # Ids of a shallower model would all be valid here, and mean other blocks.
     if blocks.depth != depth:
         raise UsageError(
             f"The order {blocks} was made for {blocks.depth} blocks, the model has {depth}",

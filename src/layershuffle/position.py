@@ -141,6 +141,7 @@ def position_loss(guesses: Sequence[Guess], form: PredictionForm) -> Tensor:
     that samples with orders of their own, of any length, count as if each had run alone.
     """
     _check_asked(guesses)
+    # How many positions each sample went through: samples with orders of their own may differ.
     runs = Counter(row for guess in guesses for row in _samples(guess))
     losses = [(_losses(guess) * _share(guess, runs, form)).sum() for guess in guesses]
     return form.weight * torch.stack(losses).sum() / len(runs)
@@ -199,7 +200,8 @@ class PositionedModel(nn.Module):
         self.prediction = prediction
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The host's own output, every block told its position if there is an encoding."""
+        """The host's own output; with an encoding, every block gets its position."""
+        # Hooks are set around this call alone: the host by itself runs without position parts.
         if self.encoding is None:
             return self.host(*args, **kwargs)
         with with_hooks(self.host, self.encoding):

@@ -70,6 +70,7 @@ def form_from_json(
     kind: type[EncodingForm] | type[PredictionForm], data: Mapping[str, Any]
 ) -> EncodingForm | PredictionForm:
     """The form stored as a mapping of its fields; raises `UsageError` for unknown ones."""
+    # The dataclass itself is the schema; its TypeError names the field that it does not know.
     try:
         return kind(**data)
     except TypeError as error:
@@ -78,6 +79,7 @@ def form_from_json(
 
 def _check_choices(form: EncodingForm | PredictionForm) -> None:
     for name, allowed in _CHOICES.items():
+        # The two forms share one table of choices; a field that a form lacks passes.
         value = getattr(form, name, allowed[0])
         if value not in allowed:
             raise UsageError(

@@ -145,6 +145,7 @@ def parse_rows(
     except csv.Error as error:
         raise refuse(f"This is not a CSV file ({error})", None) from error
     absent = [name for name in columns if name not in header]
+    # Further columns are welcome (later versions may have them), absent ones are not.
     if absent:
         raise refuse(f"The results file has no column {', '.join(absent)}", None)
     if len(set(header)) < len(header):

@@ -12,6 +12,7 @@ TABLE_WIDTH = 100
 
 def nearest(word: str, choices: Iterable[str]) -> str | None:
     """The choice that `word` most probably misspells, `None` if none is close."""
+    # difflib's own cut-off of 0.6: two swapped letters pass, another word does not.
     matches = get_close_matches(word, list(choices), n=1)
     return matches[0] if matches else None
 
@@ -53,12 +54,14 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, width: int = 
     from rich import box
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     grid = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for index, name in enumerate(header):
         grid.add_column(name, justify="left" if index == 0 else "right", overflow="fold")
     for row in rows:
-        grid.add_row(*row)
+        grid.add_row(*map(Text, row))  # a plain string could hold markup
+    # A console of its own: rich would otherwise ask the terminal for width and colours.
     console = Console(file=StringIO(), width=width, color_system=None, highlight=False)
     with console.capture() as capture:
         console.print(grid, markup=False)

@@ -73,6 +73,7 @@ def images_at_once(model: nn.Module, images: Tensor, *, forward: Callable[[Tenso
         return max(1, len(images))
     state, _ = run_stem(model, images[:1], forward=forward)
     most = max(_LEAST_IMAGES, _CACHED_BYTES // state.nbytes)
+    # Even parts: a rest of one or two images would read all weights for little work.
     parts = -(-len(images) // most)
     return -(-len(images) // parts)
 
@@ -126,6 +127,7 @@ class _Reached(BaseException):
 def _walk(
     node: Node, state: Tensor, position: int, call: BlockCall
 ) -> Iterator[tuple[list[int], Tensor]]:
+    # An order may end where another goes on, as subsets of one permutation do.
     if node.ends:
         yield node.ends, state
     for block, child in node.children.items():

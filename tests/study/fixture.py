@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import random
 from collections.abc import Sequence
@@ -10,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from layershuffle.merging.rows import MergingRow, rows_csv
-from layershuffle.study.plan import tasks_of, write_plan
+from layershuffle.results import ScoreRow, write_rows
+from layershuffle.study.plan import RunSpec, runs_of, tasks_of, write_plan
 from layershuffle.study.settings import StudySettings
 from layershuffle.study.worker import execute
 
@@ -64,54 +64,45 @@ def write_study(
     failed: dict[str, str] | None = None,
     draw: str = "pass",
     hostile: str = "",
+    name: str = "digits-quick",
+    more_arms: Sequence[dict[str, Any]] = (),
+    **fields: Any,
 ) -> Path:
-    """Write a study into `out`; `arms` maps arm to method, `undone` and `failed` name runs."""
+    """Write a study into `out`; `arms` maps arm to method, `undone` and `failed` name runs.
+
+    `more_arms` are planned and not written. `fields` are further ones of the recipe, as `merging`.
+    """
     arms = arms or {arm: arm for arm in LEVELS}
-    runs = [
-        {"name": f"run{i}-{method}-seed{seed}", "arm": arm, "method": method, "seed": seed}
-        for i, (arm, method) in enumerate(arms.items())
-        for seed in seeds
-    ]
-    plan = {
-        "schema": 1,
-        "name": f"digits-quick{hostile}",
-        "code_version": "0.1.0",
-        "recipe": recipe(seeds, orders, hostile),
-        "runs": runs,
-    }
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "plan.json").write_text(json.dumps(plan, indent=1))
-    for run in runs:
-        directory = out / "runs" / run["name"]
-        if run["name"] in undone:
+    study = StudySettings(
+        name=name,
+        model="bundled:digits",
+        data=f"digit-pairs{hostile}",
+        seeds=seeds,
+        arms=[*({"method": method, "name": arm} for arm, method in arms.items()), *more_arms],
+        fit={"steps": 1500, "batch_size": 64, "lr": 0.001, "warmup": 50},
+        evaluate={"modes": "sequential,arbitrary", "num_orders": orders, "draw": draw},
+        **fields,
+    )
+    write_plan(study, out)
+    for task in runs_of(study):
+        if task.name in undone or task.arm not in arms:
             continue
-        directory.mkdir(parents=True)
-        if run["name"] in (failed or {}):
-            (directory / "failure.txt").write_text((failed or {})[run["name"]])
-            continue
-        write_rows(directory / "results.csv", run_rows(run, orders, draw))
-        (directory / "result.json").write_text(json.dumps(facts(run, hostile), indent=1))
+        task.directory(out).mkdir(parents=True)
+        if task.name in (failed or {}):
+            (task.directory(out) / "failure.txt").write_text((failed or {})[task.name])
+        else:
+            write_run(out, task, run_rows(task, orders, draw), hostile=hostile)
     return out
 
 
-def recipe(seeds: Sequence[int], orders: int, hostile: str) -> dict[str, Any]:
-    return {
-        "name": "digits-quick",
-        "model": "bundled:digits",
-        "data": f"digit-pairs{hostile}",
-        "seeds": list(seeds),
-        "arms": [{"method": "baseline"}, {"method": "layershuffle"}],
-        "fit": {"steps": 1500, "batch_size": 64, "lr": 0.001, "warmup": 50},
-        "evaluate": {"modes": "sequential,arbitrary", "num_orders": orders, "max_images": None},
-    }
+def write_run(out: Path, task: RunSpec, rows: list[ScoreRow], **fields: Any) -> None:
+    """Write what a finished run leaves."""
+    write_rows(task.directory(out) / "results.csv", rows, padded=False)
+    (task.directory(out) / "result.json").write_text(json.dumps(facts(task, **fields), indent=1))
 
 
 def write_merging(out: Path, arm: str, rows: Sequence[MergingRow]) -> None:
-    """Add a finished merging task to the study in `out`."""
-    plan = json.loads((out / "plan.json").read_text())
-    piece = {"name": f"merging-{arm}", "kind": "merging", "arm": arm, "directory": f"merging/{arm}"}
-    plan["pieces"] = [*plan.get("pieces", []), piece]
-    (out / "plan.json").write_text(json.dumps(plan))
+    """Finish a merging task of the study in `out`."""
     directory = out / "merging" / arm
     directory.mkdir(parents=True)
     (directory / "results.csv").write_text(rows_csv(rows))
@@ -146,9 +137,9 @@ def merging_rows(donors: Sequence[float], merges: Sequence[float]) -> list[Mergi
     ]
 
 
-def run_rows(run: dict[str, Any], orders: int, draw: str) -> list[dict[str, Any]]:
-    method = run["method"]
-    noise = random.Random(f"{method}-{run['seed']}")
+def run_rows(task: RunSpec, orders: int, draw: str) -> list[ScoreRow]:
+    method, seed = task.settings.method, task.settings.seed
+    noise = random.Random(f"{method}-{seed}")
     shift = noise.gauss(0, 0.8)
     rows = []
     for (mode, kept), level in zip(CONDITIONS, LEVELS[method], strict=True):
@@ -159,46 +150,40 @@ def run_rows(run: dict[str, Any], orders: int, draw: str) -> list[dict[str, Any]
             top1 = min(99.9, max(0.2, level + shift * level / 80 + noise.gauss(0, spread)))
             correct = round(top1 * IMAGES / 100)
             rows.append(
-                {
-                    "method": run["arm"],
-                    "seed": run["seed"],
-                    "mode": mode,
-                    "kept": kept,
-                    "choose": "" if kept == DEPTH else "random",
-                    "order_seed": k,
-                    "order": ",".join(map(str, order)) if draw == "pass" else "",
-                    "n": IMAGES,
-                    "top1": 100 * correct / IMAGES,
-                    "top5": min(100.0, 100 * correct / IMAGES + 8.5),
-                    "cross_entropy": round(4.6 * (1 - top1 / 105), 4),
-                    "draw": draw,
-                }
+                ScoreRow(
+                    method=task.arm,
+                    seed=seed,
+                    mode=mode,
+                    kept=kept,
+                    choose="" if kept == DEPTH else "random",
+                    order_seed=k,
+                    order=",".join(map(str, order)) if draw == "pass" else "",
+                    n=IMAGES,
+                    top1=100 * correct / IMAGES,
+                    top5=min(100.0, 100 * correct / IMAGES + 8.5),
+                    cross_entropy=round(4.6 * (1 - top1 / 105), 4),
+                    draw=draw,
+                )
             )
     return rows
 
 
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-
-
-def facts(run: dict[str, Any], hostile: str) -> dict[str, Any]:
-    noise = random.Random(f"facts-{run['name']}")
-    arbitrary = run["method"].startswith("layershuffle")
+def facts(task: RunSpec, *, hostile: str = "", steps: int = 1500) -> dict[str, Any]:
+    method = task.settings.method
+    noise = random.Random(f"facts-{task.name}")
+    arbitrary = method.startswith("layershuffle")
     return {
         "schema": 1,
-        "run": run["name"],
-        "arm": run["arm"],
-        "method": run["method"],
-        "seed": run["seed"],
+        "run": task.name,
+        "arm": task.arm,
+        "method": method,
+        "seed": task.settings.seed,
         "settings_hash": f"{noise.getrandbits(64):016x}",
         "finished": "2026-11-21T05:00:00Z",
         "train_seconds": round(noise.uniform(140, 160), 1),
         "eval_seconds": round(noise.uniform(18, 25), 1),
         "images_per_second": round(noise.uniform(600, 700), 1),
-        "steps": 1500,
+        "steps": steps,
         "selected": {
             "step": noise.choice([1400, 1450, 1500]),
             "metric": f"holdout cross-entropy, {'arbitrary' if arbitrary else 'sequential'} orders",
@@ -206,8 +191,8 @@ def facts(run: dict[str, Any], hostile: str) -> dict[str, Any]:
         },
         "paper_protocol": False,
         "settings": {
-            "method": run["method"],
-            "steps": 1500,
+            "method": method,
+            "steps": steps,
             "batch_size": 64,
             "lr": 0.001,
             "precision": "fp32",

@@ -19,7 +19,7 @@ from layershuffle.study.figures import (
     inline_svg,
 )
 from layershuffle.study.paper import NUMBERS
-from layershuffle.study.results import read_study
+from layershuffle.study.store import read_study
 from layershuffle.study.summary import Summary, summarise
 
 
@@ -161,7 +161,7 @@ def test_description_holds_the_numbers(summary: Summary):
 
 
 def test_hostile_arm_names_are_drawn_as_text(tmp_path: Path):
-    names = {"<b>$\\frac$&": "baseline", "_hidden": "layershuffle", "$x$\x00": "layerdrop"}
+    names = {"<b>$\\frac$&": "baseline", "_hidden": "layershuffle", "$x$\x01": "layerdrop"}
     out = write_study(tmp_path, orders=2, arms=names)
     summary = summarise(read_study(out))
     root = ElementTree.fromstring(figure_bytes(draw_figure(summary), "svg"))

@@ -1,32 +1,33 @@
 """From a recipe to tasks: runs, the budget curve, merging, analyses, and what each needs."""
 
-import contextlib
-import functools
 import json
-import sys
-from types import SimpleNamespace
 
 import pytest
-import torch
-from fixture import TINY
+from fixture import TINY, run_rows, write_run
 
 import layershuffle as ls
-from layershuffle.compiling import BlockCompiler
 from layershuffle.errors import UsageError
-from layershuffle.study import probe
-from layershuffle.study.artefacts import ARTEFACTS, tasks_for
-from layershuffle.study.dry_run import block_runs, forecast, orders_of, plan_text, task_seconds
+from layershuffle.study.dry_run import (
+    Subject,
+    Work,
+    block_runs,
+    forecast,
+    forecast_text,
+    orders_of,
+    plan_text,
+    work_of,
+)
 from layershuffle.study.plan import (
     AnalysisSpec,
     MergingSpec,
-    plan_json,
+    read_plan,
     runs_of,
     tasks_of,
     write_plan,
 )
 from layershuffle.study.runner import startable
+from layershuffle.study.selection import ARTEFACTS, tasks_for
 from layershuffle.study.settings import StudySettings
-from layershuffle.study.speed import Speed
 
 RECIPE = {
     "name": "paper",
@@ -122,7 +123,7 @@ def test_only_takes_what_is_needed(study, only, expected):
 
 
 def test_only_refuses_what_is_not_there(study):
-    with pytest.raises(UsageError, match="did you mean table1"):
+    with pytest.raises(UsageError, match="did you mean 'table1'"):
         tasks_for(study, "tabel1")
     with pytest.raises(UsageError, match="plans nothing for cka"):
         tasks_for(study, "cka")
@@ -160,15 +161,24 @@ def test_what_can_start(study, tmp_path):
     assert ready(ended=["merging-baseline", "umap-layershuffle-seed0"]) == []
 
 
-def test_the_plan_as_json(study):
-    stored = plan_json(study)
-    assert stored["runs"][-1]["part"] == "budget"
-    assert stored["pieces"][0] == {
-        "name": "merging-baseline",
-        "kind": "merging",
-        "arm": "baseline",
-        "directory": "merging/baseline",
-    }
+def test_the_plan_holds_the_recipe_alone(study, tmp_path):
+    write_plan(study, tmp_path)
+    stored = json.loads((tmp_path / "plan.json").read_text())
+    assert set(stored) == {"schema", "code_version", "recipe"}
+    assert read_plan(tmp_path) == study
+    (tmp_path / "plan.json").write_text(json.dumps({**stored, "schema": 2}))
+    with pytest.raises(UsageError, match="schema 2, this version reads 1"):
+        read_plan(tmp_path)
+
+
+def test_another_spelling_of_the_same_modes_goes_on(study, tmp_path):
+    directory = tmp_path / "runs" / "baseline-seed0"
+    directory.mkdir(parents=True)
+    (directory / "result.json").write_text("{}")
+    write_plan(StudySettings(**{**RECIPE, "evaluate": {"modes": "kept:2,kept:1"}}), tmp_path)
+    write_plan(StudySettings(**{**RECIPE, "evaluate": {"modes": "kept:1-2"}}), tmp_path)
+    with pytest.raises(UsageError, match="finished already: baseline-seed0"):
+        write_plan(StudySettings(**{**RECIPE, "evaluate": {"modes": "kept:1-3"}}), tmp_path)
 
 
 def test_the_plan_in_words(study):
@@ -178,25 +188,53 @@ def test_the_plan_in_words(study):
     assert "merging-baseline: 7 merges of 3 models" in text
 
 
-def test_time_adds_up(study):
-    """Against a sum by hand: one run, one merging."""
-    speed = Speed(
-        step=0.5, image_block=1e-3, parameter_bytes=4, depth=12, train_images=6400, test_images=1000
-    )
+SUBJECT = Subject(depth=12, parameter_bytes=4, train_images=6400, test_images=1000)
+
+
+def test_work_is_counted(study):
+    """Against counts by hand: runs, a merging, an analysis."""
     run = next(run for run in runs_of(study) if run.name == "baseline-seed0")
     # sequential 12; two arbitrary orders of 12, whose first 6 blocks are the pruned orders.
-    executions = block_runs(run.evaluate, 12)
-    assert executions == 3 * 12
+    assert block_runs(run.evaluate, 12) == 3 * 12
     assert orders_of(run.evaluate) == 5
-    assert task_seconds(run, speed) == pytest.approx(8 + 100 * 0.5 + 36 * 1.0)
+    assert work_of(run, SUBJECT) == Work(steps=100, trained=100 * 64, block_runs=36 * 1000)
     short = next(run for run in runs_of(study) if run.name == "truncated-3-seed0")
-    assert task_seconds(short, speed) == pytest.approx(8 + 100 * 0.5 / 4 + 3 * 1.0)
+    assert work_of(short, SUBJECT) == Work(steps=100, trained=100 * 16, block_runs=3 * 1000)
     for epochs in (1, 20):  # 100 steps each
         fit = {"batch_size": 64, "epochs": epochs}
         by_epochs = runs_of(StudySettings(**{**RECIPE, "fit": fit, "budget": None}))[0]
-        assert task_seconds(by_epochs, speed) == pytest.approx(8 + epochs * 50.0 + 36 * 1.0)
-    merging = next(task for task in tasks_of(study) if isinstance(task, MergingSpec))
-    assert task_seconds(merging, speed) == pytest.approx(8 + (7 + 3 * 4 * 5) * 12 * 1.0)
+        assert work_of(by_epochs, SUBJECT).steps == 100 * epochs
+    merging, umap = (task for task in tasks_of(study) if task.name in (
+        "merging-baseline", "umap-layershuffle-seed0"))  # fmt: skip
+    assert work_of(merging, SUBJECT).block_runs == (7 + 3 * 4 * 5) * 12 * 1000
+    assert work_of(umap, SUBJECT).block_runs == 250 * 12 * umap.options.options.images
+
+
+def test_time_comes_from_finished_runs(tmp_path):
+    """One of two equal runs is done: the other takes as long, and the start of a process."""
+    study = StudySettings(**TINY)
+    done, left = runs_of(study)
+    write_plan(study, tmp_path)
+
+    def predict():
+        return forecast(study, tasks_of(study), out=tmp_path, workers=2)
+
+    before = predict()
+    assert (before.seconds, before.measured, before.work.steps) == (None, 0, 8)
+    assert "Time: not known until a run has finished" in forecast_text(before, tmp_path)
+    done.directory(tmp_path).mkdir(parents=True)
+    write_run(tmp_path, done, run_rows(done, 1, "pass"))
+    path = done.directory(tmp_path) / "result.json"
+    result = json.loads(path.read_text()) | {"train_seconds": 20.0, "eval_seconds": 4.0}
+    path.write_text(json.dumps(result))
+    after = predict()
+    assert after.work.steps == left.settings.steps
+    assert after.seconds == pytest.approx(20 + 4 + 8)
+    assert "Time: about 16 s with 2 side by side (32 s of work), from 1 finished runs" in (
+        forecast_text(after, tmp_path)
+    )
+    model = ls.load(TINY["model"])
+    assert before.bytes_left == after.bytes_left == 2 * sum(p.nbytes for p in model.parameters())
 
 
 def test_finished_scores_of_another_precision_are_refused(study, tmp_path):
@@ -216,43 +254,3 @@ def test_finished_scores_of_another_precision_are_refused(study, tmp_path):
         UsageError, match=r"settings \(evaluate\), finished already: baseline-seed0"
     ):
         write_plan(StudySettings(**changed), tmp_path)
-
-
-@pytest.mark.parametrize(("precision", "norms"), [("bf16", "float32"), ("bf16-pure", "bfloat16")])
-def test_the_probe_computes_as_the_tasks_will(tmp_path, monkeypatch, precision, norms):
-    """Training under autocast or in pure bf16, scores in bf16 with compiled blocks, the analysis in
-    fp32. A training step is timed once, whatever is scored how."""
-    torch._dynamo.reset()
-    eager = functools.partial(BlockCompiler, backend="eager")
-    monkeypatch.setattr(sys.modules["layershuffle.evaluation"], "BlockCompiler", eager)
-    trained, scored = set(), set()
-
-    def training_step(model, *arguments, found=probe._training_step):
-        assert not trained
-        norm = ls.blocks_of(model)[0].norm1
-        seen = norm.register_forward_hook(lambda *call: trained.add(call[-1].dtype))
-        with contextlib.closing(SimpleNamespace(close=seen.remove)):
-            return found(model, *arguments)
-
-    def evaluate(model, *arguments, found=probe.evaluate, **settings):
-        compiled = {block._compiled_call_impl is not None for block in ls.blocks_of(model)}
-        scored.add((next(model.parameters()).dtype, *compiled))
-        return found(model, *arguments, **settings)
-
-    monkeypatch.setattr(probe, "_training_step", training_step)
-    monkeypatch.setattr(probe, "evaluate", evaluate)
-    study = StudySettings(
-        **{
-            **TINY,
-            "fit": {**TINY["fit"], "precision": precision},
-            "evaluate": {**TINY["evaluate"], "precision": "bf16", "compile": True},
-            "analyses": [{"name": "umap", "arm": "baseline"}],
-        }
-    )
-    found = forecast(study, tasks_of(study), out=tmp_path, workers=1)
-    assert trained == {getattr(torch, norms)}
-    assert scored == {(torch.bfloat16, True), (torch.float32, False)}
-    assert "in evaluation in bf16, compiled; " in found.probe
-    assert "in evaluation in fp32 (" in found.probe
-    model = ls.load(TINY["model"])
-    assert found.bytes_left == 2 * sum(p.nbytes for p in model.parameters())

@@ -2,63 +2,59 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 import pytest
-from fixture import facts, merging_rows, write_merging, write_rows, write_study
+from fixture import merging_rows, write_merging, write_run, write_study
 
-from layershuffle.stats import mean
+from layershuffle.results import ScoreRow
+from layershuffle.stats import mean, welch_interval
 from layershuffle.study.budget import budget_points, budget_section
-from layershuffle.study.claims import CLAIMS, claims_section, judge
-from layershuffle.study.merging_report import draw_swarm, merging_section, swarm
+from layershuffle.study.claims import CLAIMS, judge
+from layershuffle.study.merging_report import beeswarm_offsets, merging_section
 from layershuffle.study.open_choices import QUESTIONS, open_choices
-from layershuffle.study.pieces import read_pieces
-from layershuffle.study.report import write_report
-from layershuffle.study.results import StudyError, read_study
+from layershuffle.study.plan import read_plan, runs_of
+from layershuffle.study.report import escape_markdown, write_report
 from layershuffle.study.settings import StudySettings
+from layershuffle.study.store import read_study
 from layershuffle.study.summary import Column, summarise
-from layershuffle.study.table1 import choices_table, table_1
+from layershuffle.study.tables import choices_table, table_1
 
 
-def rows_of(run, scores):
-    """Rows of a run: {(mode, kept, choose, order): top1}."""
-    return [
-        {
-            "method": run["arm"],
-            "seed": run["seed"],
-            "mode": mode,
-            "kept": kept,
-            "choose": choose,
-            "order_seed": index,
-            "order": order,
-            "n": 1000,
-            "top1": top1,
-            "top5": top1,
-            "cross_entropy": 1.0,
-            "draw": "pass",
-        }
+def finish(out, name, scores, *, steps=1500):
+    """Finish a run that is planned: {(mode, kept, choose, order): top1}."""
+    task = next(task for task in runs_of(read_plan(out)) if task.name == name)
+    rows = [
+        ScoreRow(
+            method=task.arm, seed=task.settings.seed, mode=mode, kept=kept, choose=choose,
+            order_seed=index, order=order, n=1000, top1=top1, top5=top1, cross_entropy=1.0,
+            draw="pass",
+        )
         for index, ((mode, kept, choose, order), top1) in enumerate(scores.items())
-    ]
-
-
-def add_run(out, arm, method, *, seed, scores, part="main", steps=1500):
-    plan = json.loads((out / "plan.json").read_text())
-    run = {"name": f"{arm}-s{seed}", "arm": arm, "method": method, "seed": seed, "part": part}
-    plan["runs"].append(run)
-    (out / "plan.json").write_text(json.dumps(plan))
-    directory = out / "runs" / run["name"]
-    directory.mkdir(parents=True)
-    write_rows(directory / "results.csv", rows_of(run, scores))
-    (directory / "result.json").write_text(json.dumps({**facts(run, ""), "steps": steps}))
+    ]  # fmt: skip
+    task.directory(out).mkdir(parents=True)
+    write_run(out, task, rows, steps=steps)
 
 
 FULL = "0,1,2,3,4,5,6,7,8,9,10,11"
+REVERSED = ",".join(FULL.split(",")[::-1])
 
 
 @pytest.fixture
 def out(tmp_path):
-    return write_study(tmp_path / "study", seeds=(0, 1, 2))
+    """Three seeds of four arms; what else is planned is not done."""
+    return write_study(
+        tmp_path / "study",
+        seeds=(0, 1, 2),
+        more_arms=[
+            {"method": "truncated", "name": "truncated-3", "fit": {"kept": 3}, "seeds": [0]},
+            {"method": "truncated", "name": "truncated-6", "fit": {"kept": 6}, "seeds": [0]},
+            {"method": "layershuffle", "name": "other", "seeds": [0]},
+        ],
+        budget={"arms": ["layershuffle"], "steps": [500], "seeds": [0, 1]},
+        merging={"arms": ["layershuffle"]},
+        analyses=[{"name": "umap", "arm": "layershuffle"}],
+    )
 
 
 def test_table_1_gives_differences_to_the_sequential_baseline(out):
@@ -81,18 +77,16 @@ def test_table_1_gives_differences_to_the_sequential_baseline(out):
 
 def test_reduced_depth_models_share_a_row_and_a_line(out):
     for kept, top1 in ((3, 60.0), (6, 80.0)):
-        add_run(
+        finish(
             out,
-            f"truncated-{kept}",
-            "truncated",
-            seed=0,
-            scores={
+            f"truncated-{kept}-seed0",
+            {
                 ("sequential", kept, "", FULL[: 2 * kept - 1]): top1,
                 ("arbitrary", kept, "", ",".join(map(str, reversed(range(kept))))): 1.0,
             },
         )
     summary = summarise(read_study(out))
-    assert summary.arms[-1] == "truncated"
+    assert "truncated" in summary.arms
     curve = summary.curve("truncated", "sequential")
     assert [(cell.kept, cell.top1.mean) for cell in curve] == [(3, 60.0), (6, 80.0)]
     assert summary.depth == 12
@@ -103,7 +97,7 @@ def test_the_choice_of_blocks_is_a_table(out):
         ("arbitrary", 3, choose, f"{i},1,2"): 10.0 * i
         for i, choose in ((3, "random"), (4, "spaced"), (5, "first"), (6, "last"))
     }
-    add_run(out, "other", "layershuffle", seed=0, scores=scores)
+    finish(out, "other-seed0", scores)
     (table,) = choices_table(summarise(read_study(out))).tables
     assert table.head == ("Arm", "Order", "Blocks kept", "3 kept")
     shown = {row[2]: row[3].split()[0] for row in table.rows if row[0] == "other"}
@@ -114,18 +108,8 @@ def test_the_choice_of_blocks_is_a_table(out):
 
 def test_the_budget_curve_joins_the_main_arm_and_stays_out_of_the_main_table(out):
     for seed, top1 in ((0, 40.0), (1, 50.0)):
-        add_run(
-            out,
-            "layershuffle-500-steps",
-            "layershuffle",
-            seed=seed,
-            part="budget",
-            steps=500,
-            scores={
-                ("sequential", 12, "", FULL): 60.0,
-                ("arbitrary", 12, "", ",".join(FULL.split(",")[::-1])): top1,
-            },
-        )
+        scores = {("sequential", 12, "", FULL): 60.0, ("arbitrary", 12, "", REVERSED): top1}
+        finish(out, f"layershuffle-500-steps-seed{seed}", scores, steps=500)
     study = read_study(out)
     summary = summarise(study)
     assert "layershuffle-500-steps" not in summary.arms
@@ -136,7 +120,8 @@ def test_the_budget_curve_joins_the_main_arm_and_stays_out_of_the_main_table(out
     assert points[1500, "arbitrary"].mean == pytest.approx(own)
     section = budget_section(summary)
     assert "45.0" in section.sentences[0]
-    assert section.pictures[0].svg.startswith(b"<?xml")
+    (axes,) = section.pictures[0].figure.axes
+    assert len(axes.containers) == 2  # a line per mode
     assert [row[:2] for row in section.tables[0].rows] == [
         ("LayerShuffle", "sequential"),
         ("LayerShuffle", "arbitrary"),
@@ -145,8 +130,7 @@ def test_the_budget_curve_joins_the_main_arm_and_stays_out_of_the_main_table(out
 
 def test_table_2(out):
     write_merging(out, "layershuffle", merging_rows([70.0, 74.0], [66.0, 68.0, 70.0]))
-    pieces = read_pieces(out, read_study(out))
-    section = merging_section(pieces)
+    section = merging_section(read_study(out))
     table = section.tables[0]
     head = {name: place for place, name in enumerate(table.head)}
     rows = {row[0]: row for row in table.rows}
@@ -164,64 +148,110 @@ def test_table_2(out):
     )
 
 
-def test_no_point_of_the_swarm_is_lost(out):
+def test_no_dot_of_figure_5_is_lost(out):
     merges = [60.0 + 0.01 * i for i in range(100)]
     write_merging(out, "layershuffle", merging_rows([70.0, 74.0], merges))
-    svg = draw_swarm(read_pieces(out, read_study(out))).decode()
-    # Two donors, a hundred merges, a soup, two ensembles: each dot is one <use>.
-    assert len(re.findall(r"<use [^>]*clip-path|<use [^>]*style=\"fill", svg)) >= 105
-    shifts = swarm(merges, step=1.0)
-    for i, one in enumerate(merges):
+    (picture,) = merging_section(read_study(out)).pictures
+    (axes,) = picture.figure.axes
+    dots = [len(collection.get_offsets()) for collection in axes.collections]
+    assert dots == [2, 100, 1, 1, 1]  # donors, merges, a soup, two ensembles
+    shifts = beeswarm_offsets(merges, height=1.0)
+    for i, top1 in enumerate(merges):
         for j in range(i):
-            assert abs(one - merges[j]) >= 1.0 or abs(shifts[i] - shifts[j]) >= 1, "dots overlap"
+            assert abs(top1 - merges[j]) >= 1.0 or abs(shifts[i] - shifts[j]) >= 1, "dots overlap"
 
 
 def verdicts(out):
-    study = read_study(out)
-    claims = judge(summarise(study), read_pieces(out, study))
-    return {claim.says: claim for claim in claims}
+    judgements = judge(summarise(read_study(out)))
+    return {claim.says: (verdict, evidence) for claim, verdict, evidence in judgements}
+
+
+def verdict_on(words, judgements):
+    (judgement,) = [pair for says, pair in judgements.items() if words in says]
+    return judgement
 
 
 def test_claims_are_judged_by_numbers(out):
     before = verdicts(out)
     assert len(before) == len(CLAIMS)
-    first = before["With arbitrary order the ordinary model fails, LayerShuffle works"]
-    assert first.verdict == "holds"
-    assert re.match(r"baseline 90\.3 -> 3\.\d, LayerShuffle 74\.\d in arbitrary", first.evidence)
-    lose = next(claim for claim in before.values() if "lose nothing" in claim.says)
-    assert (lose.verdict, lose.evidence) == ("not measured", "-")
+    verdict, evidence = verdict_on("LayerShuffle works", before)
+    assert verdict == "holds"
+    assert re.match(r"baseline 90\.3 -> 3\.\d, LayerShuffle 74\.\d in arbitrary", evidence)
+    assert verdict_on("lose nothing", before) == ("not measured", "-")
     write_merging(out, "layershuffle", merging_rows([70.0, 74.0], [66.0, 68.0, 70.0]))
     after = verdicts(out)
     # Two single models: the interval is so wide that nothing speaks against "no loss".
-    assert after[lose.says].verdict == "holds"
-    assert after[lose.says].evidence.startswith("single 72.00, merged 68.00: -4.00 points (")
-    ensemble = next(c for c in after.values() if c.says.startswith("An ensemble"))
-    assert (ensemble.verdict, ensemble.evidence) == ("holds", "ensemble 80.00, +8.00 points")
-    vary = next(c for c in after.values() if "vary more" in c.says)
-    assert vary.verdict == "does not hold"
-    assert vary.evidence == "single models 2.83, merged 2.00, both over single orders"
+    verdict, evidence = verdict_on("lose nothing", after)
+    assert verdict == "holds"
+    assert evidence.startswith("single 72.00, merged 68.00: -4.00 points (")
+    assert verdict_on("An ensemble", after) == ("holds", "ensemble 80.00, +8.00 points")
+    assert verdict_on("vary more", after) == (
+        "does not hold",
+        "single models 2.83, merged 2.00, both over single orders",
+    )
+
+
+def test_claims_that_were_not_measured_are_named_in_one_line(out):
+    judgements = verdicts(out)
+    measured = [says for says, (verdict, _) in judgements.items() if verdict != "not measured"]
+    assert 0 < len(measured) < len(CLAIMS)
+    write_report(out)
+    page = (out / "claims.md").read_text()
+    for number, says in enumerate(measured, start=1):
+        assert f"## {number}. {escape_markdown(says)}\n" in page
+    assert page.count("\n## ") == len(measured)
+    assert f"{len(CLAIMS) - len(measured)} not measured" in page
+    (line,) = [line for line in page.splitlines() if line.startswith("Not measured in this study")]
+    for says in judgements.keys() - set(measured):
+        assert escape_markdown(says) in line
+    assert line in (out / "report.md").read_text()
 
 
 def test_the_identity_draw_is_looked_for(out):
     scores = {("arbitrary", 3, "", "0,1,2"): 60.0}
     scores |= {("arbitrary", 3, "", order): 6.0 for order in ("1,0,2", "2,1,0")}
-    add_run(out, "truncated-3", "truncated", seed=0, scores=scores)
-    claim = next(c for c in verdicts(out).values() if "identity" in c.says)
-    assert claim.verdict == "holds"
-    assert claim.evidence.startswith("identity 60.0 (1 draws), others 6.0 (2 draws)")
+    finish(out, "truncated-3-seed0", scores)
+    verdict, evidence = verdict_on("identity", verdicts(out))
+    assert verdict == "holds"
+    assert evidence.startswith("identity 60.0 (1 draws), others 6.0 (2 draws)")
 
 
 def test_a_difference_has_its_interval(out):
-    claim = next(c for c in verdicts(out).values() if "price" in c.says)
-    study = summarise(read_study(out))
+    _, evidence = verdict_on("price", verdicts(out))
+    summary = summarise(read_study(out))
 
     def means(arm, mode):
-        rows = study.cell(arm, Column(mode, 12)).rows
+        rows = summary.cell(arm, Column(mode, 12)).rows
         return [mean([row.top1 for row in rows if row.seed == seed]) for seed in (0, 1, 2)]
 
-    by = mean(means("baseline", "sequential")) - mean(means("layershuffle", "arbitrary"))
-    assert claim.evidence.startswith(f"{by:+.2f} points (")
-    assert claims_section(study, ()).tables[0].rows
+    base, ours = means("baseline", "sequential"), means("layershuffle", "arbitrary")
+    low, high = welch_interval(base, ours)
+    points = mean(base) - mean(ours)
+    assert evidence.startswith(f"{points:+.2f} points ({low:+.2f} to {high:+.2f})")
+
+
+@pytest.mark.parametrize(
+    ("gap", "verdict"),
+    [(1.9, "holds"), (-1.9, "holds"), (4.9, "holds partly"), (-5.1, "does not hold")],
+)
+def test_a_claim_between_bounds(tmp_path, gap, verdict):
+    """Refined at 9 blocks against LayerDrop pruned to 9: within 2 points, partly within 5."""
+    out = write_study(
+        tmp_path,
+        arms={"baseline": "baseline"},
+        orders=2,
+        more_arms=[
+            {"method": "layerdrop"},
+            {"method": "truncated", "name": "truncated-9", "fit": {"kept": 9}},
+        ],
+    )
+    nine = FULL[: 2 * 9 - 1]
+    finish(out, "layerdrop-seed0", {("sequential", 9, "random", nine): 70.0})
+    finish(out, "truncated-9-seed0", {("sequential", 9, "", nine): 70.0 + gap})
+    assert verdict_on("refined at 9 blocks", verdicts(out)) == (
+        verdict,
+        f"{gap:+.2f} points (one model, no interval)",
+    )
 
 
 def test_every_silence_of_the_paper_is_answered():
@@ -236,7 +266,7 @@ def test_every_silence_of_the_paper_is_answered():
         evaluate={"draw": "batch", "num_orders": 7},
         merging={"arms": ["truncated"], "options": {"ends": ["average", "base"]}},
     )
-    assert [question.number for question in QUESTIONS] == [f"A{n}" for n in range(1, 20)]
+    assert [question[0] for question in QUESTIONS] == [f"A{n}" for n in range(1, 20)]
     rows = {row[0]: row for row in open_choices(study).tables[0].rows}
     assert rows["A1"][3:] == ("draw pass, num_orders 20", "draw batch, num_orders 7")
     assert rows["A3"][4] == "encoding.table shared, encoding.table_init normal"
@@ -248,15 +278,10 @@ def test_every_silence_of_the_paper_is_answered():
 
 def test_the_report_holds_all_of_it_and_says_what_is_missing(out):
     write_merging(out, "layershuffle", merging_rows([70.0, 74.0], [66.0, 68.0, 70.0]))
-    plan = json.loads((out / "plan.json").read_text())
-    plan["pieces"].append(
-        {"name": "umap-x", "kind": "umap", "arm": "layershuffle", "directory": "analysis/umap-x"}
-    )
-    (out / "plan.json").write_text(json.dumps(plan))
     report = write_report(out)
     assert not report.complete
     page, text = report.html.read_text(), (out / "report.md").read_text()
-    assert "13 of 14 tasks are finished; 0 failed, 1 not done yet." in text
+    assert "13 of 19 tasks are finished; 0 failed, 6 not done yet." in text
     for words in (
         "Table 1",
         "Table 2 and Figure 5",
@@ -269,14 +294,5 @@ def test_the_report_holds_all_of_it_and_says_what_is_missing(out):
     assert "](figure5.svg)" in text
     assert (out / "figure5.svg").is_file()
     claims = (out / "claims.md").read_text()
-    assert claims.count("\n## ") == len(CLAIMS)
     assert "**Holds.** ensemble 80.00, +8.00 points." in claims
-    assert "umap-x" in page
-
-
-def test_a_cut_off_piece_is_refused(out):
-    write_merging(out, "layershuffle", merging_rows([70.0], [66.0]))
-    path = out / "merging" / "layershuffle" / "results.csv"
-    path.write_text("kind,index\nmerge")
-    with pytest.raises(StudyError, match="finished tasks are not repeated"):
-        read_pieces(out, read_study(out))
+    assert "umap-layershuffle-seed0" in page

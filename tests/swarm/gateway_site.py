@@ -3,12 +3,14 @@
 import asyncio
 import io
 import ssl
+import struct
 import subprocess
-from collections.abc import AsyncIterator, Mapping
+import zlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import numpy as np
@@ -18,15 +20,15 @@ from PIL import Image
 from common import DEPTH, FAMILIES, SIZE
 from layershuffle.stack import blocks_of
 from layershuffle.swarm.limits import Limits
-from layershuffle.swarm.messages import Answer
+from layershuffle.swarm.messages import Answer, pack, unpack
 from layershuffle.swarm.remote_model import RemoteModel
 from layershuffle.swarm.router import Router
-from layershuffle.swarm.server import run as serving
 from layershuffle.swarm.server.app import create_app
 from layershuffle.swarm.server.limits import GatewayLimits
+from layershuffle.swarm.server.run import Listener, Server
 from layershuffle.swarm.state import HostView, Swarm
-from layershuffle.swarm.wire import pack, unpack
 
+T = TypeVar("T")
 VIT = FAMILIES["timm-vit"]
 HOSTS = {"a": {0, 2}, "b": {1}, "c": {3}}
 LIMITS = Limits(reserve_ms=10, deadline_ms=9000, suspect_ms=50, hop_floor_ms=5000, hop_cap_ms=5000)
@@ -34,11 +36,14 @@ LIMITS = Limits(reserve_ms=10, deadline_ms=9000, suspect_ms=50, hop_floor_ms=500
 
 @dataclass
 class Blocks:
-    """A transport that runs the blocks of a model itself; `faults` by host: what a visit raises."""
+    """A transport that runs the blocks of a model itself.
 
-    model: torch.nn.Module
+    `faults` by host: what a visit raises. With a `gate`, visits wait until it is set.
+    """
+
+    model: torch.nn.Module | None
     faults: dict[str, Exception] = field(default_factory=dict)
-    delay: float = 0.0
+    gate: asyncio.Event | None = None
     visits: int = 0
     cancelled: int = 0
 
@@ -46,11 +51,12 @@ class Blocks:
         self.visits += 1
         if visit.host in self.faults:
             raise self.faults[visit.host]
-        try:
-            await asyncio.sleep(self.delay)
-        except asyncio.CancelledError:
-            self.cancelled += 1
-            raise
+        if self.gate is not None:
+            try:
+                await self.gate.wait()
+            except asyncio.CancelledError:
+                self.cancelled += 1
+                raise
         state = torch.from_numpy(unpack(packet).copy())
         with torch.inference_mode():
             for block in visit.blocks:
@@ -63,7 +69,7 @@ class Site:
     """Everything that is running."""
 
     app: Any
-    front: RemoteModel
+    remote_model: RemoteModel
     router: Router
     blocks: Blocks
     client: httpx.AsyncClient
@@ -80,7 +86,7 @@ class Site:
 
 async def classify(client: httpx.AsyncClient, *files: bytes, **fields: Any) -> httpx.Response:
     """POST the files as a form."""
-    parts = [("image", (f"{i}.png", one)) for i, one in enumerate(files)]
+    parts = [("image", (f"{number}.png", file)) for number, file in enumerate(files)]
     data = {name: str(value) for name, value in fields.items()}
     return await client.post("/v1/classify", files=parts, data=data)
 
@@ -94,17 +100,17 @@ async def site(
     **options: Any,
 ) -> AsyncIterator[Site]:
     """A gateway on this event loop; `options` go to `create_app`."""
-    blocks = Blocks(VIT.wrapped())
-    router = Router(blocks, depth=DEPTH, limits=swarm)
-    router.swarm = Swarm(HostView(name, frozenset(held)) for name, held in hosts.items())
-    front = RemoteModel(VIT.wrapped(), router)
-    app = create_app(front, **options)
-    transport = httpx.ASGITransport(app=app, raise_app_exceptions=raises)
-    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+    transport = Blocks(VIT.wrapped())
+    router = Router(transport, depth=DEPTH, limits=swarm)
+    router.swarm = Swarm(HostView(name, frozenset(blocks)) for name, blocks in hosts.items())
+    remote_model = RemoteModel(VIT.wrapped(), router)
+    app = create_app(remote_model, **options)
+    wire = httpx.ASGITransport(app=app, raise_app_exceptions=raises)
+    async with httpx.AsyncClient(transport=wire, base_url="http://gateway") as client:
         try:
-            yield Site(app, front, router, blocks, client)
+            yield Site(app, remote_model, router, transport, client)
         finally:
-            front.close()
+            remote_model.close()
 
 
 @asynccontextmanager
@@ -112,14 +118,24 @@ async def listening(
     app: Any, limits: GatewayLimits, *, tls: ssl.SSLContext | None = None
 ) -> AsyncIterator[tuple[Any, int]]:
     """(server, port) of `app` on a socket of this machine."""
-    with serving._listening("127.0.0.1", 0, limits) as listener:
-        server = serving._Server(serving.server_config(app), limits=limits, tls=tls)
+    with Listener("127.0.0.1", port=0, limits=limits) as listener:
+        server = Server(app, limits=limits, tls=tls)
         running = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             yield server, listener.getsockname()[1]
         finally:
             server.should_exit = True
             await running
+
+
+def run(test: Callable[[Site], Awaitable[T]], *args: Any, **options: Any) -> T:
+    """`test(site)` on a fresh gateway."""
+
+    async def go() -> T:
+        async with site(*args, **options) as place:
+            return await test(place)
+
+    return asyncio.run(go())
 
 
 def certify(place: Path) -> None:
@@ -135,6 +151,21 @@ def certify(place: Path) -> None:
         words = ("req", "-x509", *elliptic, *more, "-keyout", place / key, "-out", place / name)
         subprocess.run(["openssl", *map(str, words)], capture_output=True, check=True, timeout=20)
     (place / "key.pem").chmod(0o600)
+
+
+def png_chunk(kind: bytes, data: bytes) -> bytes:
+    """A chunk of a PNG."""
+    checksum = struct.pack(">I", zlib.crc32(kind + data))
+    return struct.pack(">I", len(data)) + kind + data + checksum
+
+
+def png_claiming(
+    width: int, height: int, *, kind: int = 2, pixels: bytes = zlib.compress(bytes(1000))
+) -> bytes:
+    """A PNG of a few bytes that claims to be so large; `pixels` are compressed."""
+    header = png_chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, kind, 0, 0, 0))
+    end = png_chunk(b"IDAT", pixels) + png_chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + header + end
 
 
 def picture(seed: int = 0, *, size: tuple[int, int] = (SIZE, SIZE)) -> Image.Image:

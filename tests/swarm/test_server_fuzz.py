@@ -1,17 +1,16 @@
 """2,000 hostile requests: none gets a 500, none goes unanswered, and good ones still work."""
 
 import asyncio
-import base64
 import json
+import logging
 import random
-import struct
 import time
 import zlib
 from collections import Counter
 
 import pytest
 import torch
-from gateway_site import VIT, file_of, picture, site
+from gateway_site import VIT, file_of, picture, png_claiming, site
 
 from common import CLASSES
 from layershuffle.models import image_view
@@ -36,39 +35,10 @@ WORDS = [
     "'; drop table", "<script>", "${jndi:x}", "0,1,2,3", "3,2,1,0", "0,0", "0,,1", ",", "٣",
     "0," * 3000, "a" * 10_000, "1" * 20, "-0", "+1", "1.5", "4294967296", "18446744073709551616",
 ]  # fmt: skip
-VALUES = [
-    None, True, False, 0, -1, 1, 2, 5, 10**30, -(10**30), 0.5, -1e-300, 1e300, [], {}, [[]], [0],
-    [0, 1, 2, 3], [3, 2], [0, 0], [-1], [None], ["0"], [0.5], [10**30], list(range(2000)), "0,1",
-    [[0, 1]], {"0": 1}, 1000, 100.0, 60_000,
-]  # fmt: skip
-FIELDS = [
-    "image",
-    "images",
-    "deadline_ms",
-    "min_blocks",
-    "order",
-    "top_k",
-    "model",
-    "",
-    "__class__",
-]
-
-
-def claiming(width, height, *, kind=2, data=b""):
-    """A PNG header with any size, and a chunk of well compressed zeros."""
-
-    def chunk(name, content):
-        body = name + content
-        return struct.pack(">I", len(content)) + body + struct.pack(">I", zlib.crc32(body))
-
-    header = struct.pack(">IIBBBBB", width, height, 8, kind, 0, 0, 0)
-    return (
-        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + data
-        + chunk(b"IDAT", BOMB) + chunk(b"IEND", b"")
-    )  # fmt: skip
-
-
-BOMB = zlib.compress(b"\0" * 10_000_000, 9)  # 10 kB
+FIELDS = ["image", "images", "deadline_ms", "min_blocks", "order", "top_k", "model", "", "class"]
+CHARSETS = b"utf-16 undefined idna punycode zlib unicode_escape \0 \xff".split(b" ")
+OTHER_KINDS = [b"", b"text/html", b"multipart/form-data", b"a" * 9000, b"\xff", b";;=;"]
+BOMB = zlib.compress(bytes(10_000_000), 9)  # 10 kB
 
 
 def broken_image(rng):
@@ -81,7 +51,7 @@ def broken_image(rng):
         return bytes(file[: rng.randrange(len(file))])
     if choice == 2:
         sizes = [0, 1, 2, 100, 65_535, 2**31 - 1, 2**31, 2**32 - 1]
-        return claiming(rng.choice(sizes), rng.choice(sizes), kind=rng.randrange(8))
+        return png_claiming(*rng.choices(sizes, k=2), kind=rng.randrange(8), pixels=BOMB)
     if choice == 3:
         return rng.randbytes(rng.randrange(300))
     if choice == 4:
@@ -93,32 +63,6 @@ def broken_image(rng):
         else:
             file[place : place + rng.randrange(8)] = rng.randbytes(rng.randrange(8))
     return bytes(file)
-
-
-def odd_json(rng):
-    """A JSON body, often broken, never quite right."""
-    choice = rng.randrange(7)
-    if choice == 0:
-        return rng.choice([b"[", b'{"order":', b'[{"a":']) * rng.choice([1, 50, 20_000])
-    if choice == 1:
-        return rng.randbytes(rng.randrange(200))
-    if choice == 2:
-        return rng.choice([b"", b"null", b"[]", b'""', b"\xff\xfe{}", b'{"image": "\\ud800"}'])
-    if choice == 3:  # very many small things
-        item = rng.choice(["0", "{}", '""', '"AAAA"'])
-        return f'{{"{rng.choice(FIELDS[:6])}": [{",".join([item] * 9000)}]}}'.encode()
-    texts = [base64.b64encode(broken_image(rng)).decode(), rng.choice(WORDS), "@", "A" * 5]
-    asked = {rng.choice(FIELDS): rng.choice(VALUES + WORDS) for _ in range(rng.randrange(4))}
-    if rng.random() < 0.8:
-        asked["images" if rng.random() < 0.5 else "image"] = rng.choice(
-            [texts[0], texts, texts[:1]]
-        )
-    body = json.dumps(asked, ensure_ascii=rng.random() < 0.5).encode()
-    if choice == 4:
-        body = body.replace(b'"', rng.choice([b"'", b'"', b"\\"]), rng.randrange(5))
-    if choice == 5:
-        body = body[: rng.randrange(len(body) + 1)]
-    return body
 
 
 def odd_form(rng):
@@ -146,9 +90,10 @@ def odd_form(rng):
         body = body[: rng.randrange(len(body) + 1)]
     if rng.random() < 0.1:
         body = body.replace(b"\r\n", b"\n")
-    told = rng.choice([boundary, boundary, boundary, b"y"])
-    quoted = b'"' + told + b'"' if rng.random() < 0.3 else told
-    return b"multipart/form-data; boundary=" + quoted, body
+    named = rng.choice([boundary, boundary, boundary, b"y"])
+    quoted = b'"' + named + b'"' if rng.random() < 0.3 else named
+    charset = b"; charset=" + rng.choice(CHARSETS) if rng.random() < 0.2 else b""
+    return b"multipart/form-data; boundary=" + quoted + charset, body
 
 
 def odd_headers(rng):
@@ -170,21 +115,16 @@ def odd_headers(rng):
 
 def hostile(rng):
     """(method, path, headers, chunks of the body) of one request."""
-    kind, body = b"application/json", b""
+    kind, body = b"multipart/form-data; boundary=x", b""
     choice = rng.randrange(10)
-    if choice < 4:
-        body = odd_json(rng)
-    elif choice < 8:
+    if choice < 8:
         kind, body = odd_form(rng)
     elif choice == 8:
         body = b" " * rng.choice([200_000, 200_001, 400_000])
     else:
-        kind = rng.choice(
-            [b"", b"text/html", b"multipart/form-data", b"a" * 9000, b"\xff", b";;=;"]
-        )
-        body = GOOD
+        kind, body = rng.choice(OTHER_KINDS), GOOD
     if rng.random() < 0.05:
-        kind = rng.choice([b"application/json; charset=utf-16", b"APPLICATION/JSON", b"text/json"])
+        kind = rng.choice([kind.upper(), b"application/json", b"multipart/mixed; boundary=x"])
     headers = [(b"content-type", kind), *odd_headers(rng)]
     if rng.random() < 0.95:
         headers.append((b"x-api-key", KEY.encode()))
@@ -231,8 +171,8 @@ async def sent(app, request, *, leaves=False):
     return answer[0]["status"], body
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning:PIL")  # about damaged files; only told, never met
-def test_two_thousand_hostile_requests():
+@pytest.mark.filterwarnings("ignore::UserWarning:PIL")  # about damaged files
+def test_two_thousand_hostile_requests(caplog):
     rng = random.Random(0)
     statuses = Counter()
     good = ("POST", "/v1/classify", [
@@ -258,15 +198,16 @@ def test_two_thousand_hostile_requests():
 
     begun = time.monotonic()
     answers = asyncio.run(go())
-    assert time.monotonic() - begun < 60
+    assert time.monotonic() - begun < 600  # no request hangs, however busy the machine is
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
     for status, body in answers:
         assert status == 200
         answer = json.loads(body)
         assert not answer["degraded"]
         with torch.inference_mode(), running(MODEL, answer["blocks"]):
             wanted = MODEL(BATCH)[0].double().softmax(-1)
-        found = {g["index"]: g["probability"] for g in answer["images"][0]["top"]}
-        assert [found[index] for index in range(CLASSES)] == wanted.tolist()
+        got = {guess["index"]: guess["probability"] for guess in answer["images"][0]["top"]}
+        assert [got[index] for index in range(CLASSES)] == wanted.tolist()
     assert sum(statuses.values()) == REQUESTS
     # The requests reach every kind of refusal, and some are good enough to be answered.
     assert {200, 400, 401, 404, 405, 413, 415, 422, 499} <= set(statuses), statuses

@@ -15,11 +15,11 @@ from common import FAMILIES
 from layershuffle.errors import SettingsError, UsageError
 from layershuffle.swarm import policy
 from layershuffle.swarm.bundle import make_bundle
+from layershuffle.swarm.chaos import KINDS, ChaosBackend, Fault, FaultInjector, crashes
 from layershuffle.swarm.coordinator import Coordinator
 from layershuffle.swarm.drill import Reply, run_drill
-from layershuffle.swarm.faults import KINDS, Fault, crashes
 from layershuffle.swarm.limits import Limits
-from layershuffle.swarm.local import LocalHosts, LocalTransport
+from layershuffle.swarm.local import LocalHosts
 from layershuffle.swarm.plan import HostPlan, SwarmPlan, even_plan
 from layershuffle.swarm.planning import HostsFile, HostSpec, ModelFacts, plan
 from layershuffle.swarm.planning.hosts import hosts_of
@@ -176,10 +176,11 @@ def real_ends(routing):
     """How requests end on a real swarm in this process, by the drill that real swarms have."""
 
     async def main():
-        places = LocalHosts(list(PICO.hosts), limits=PICO.limits)
+        backend = ChaosBackend(LocalHosts(list(PICO.hosts), limits=PICO.limits))
         bundle = make_bundle(FAMILIES["timm-vit"].wrapped())
-        router = Router(LocalTransport(places), depth=4, limits=PICO.limits, routing=routing)
-        coordinator = Coordinator(PICO, router=router, places=places, bundles={"pico": bundle})
+        router = Router(backend.transport, depth=4, limits=PICO.limits, routing=routing)
+        coordinator = Coordinator(PICO, router=router, backend=backend, bundles={"pico": bundle})
+        engine = FaultInjector(coordinator, backend=backend)
         watch = asyncio.create_task(coordinator.run())
 
         async def ask(_):
@@ -192,7 +193,7 @@ def real_ends(routing):
         try:
             assert not await coordinator.ready(within=30)
             return await run_drill(
-                ask, PICO_REQUESTS, faults=PICO_FAULTS, engine=coordinator, concurrency=CLIENTS
+                ask, PICO_REQUESTS, faults=PICO_FAULTS, engine=engine, concurrency=CLIENTS
             )
         finally:
             watch.cancel()

@@ -116,11 +116,9 @@ def served(tmp_path, work, model=None):
         LOOP.set(asyncio.get_running_loop())
         model = model or FAMILIES["timm-vit"].wrapped()
         cargo = Cargo(model, {"pico": make_bundle(model)}, None)
-        places = LocalHosts(list(PLAN.hosts), limits=PLAN.limits)
+        hosts = LocalHosts(list(PLAN.hosts), limits=PLAN.limits)
         state = state_directory(str(tmp_path / "s"))
-        async with running_service(
-            PLAN, cargo, places=places, transport=places.transport, within=20
-        ) as service:
+        async with running_service(PLAN, cargo, backend=hosts, within=60) as service:
             assert service.missing == ()
             async with operator_door(service, state):
                 operator = Operator(state)

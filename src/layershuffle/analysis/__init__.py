@@ -53,6 +53,7 @@ class Analysis:
 
     def load(self) -> _Module:
         """The module."""
+        # Imported when asked for: `analyze --list` must not wait for torch and UMAP.
         return cast(_Module, import_module(f"layershuffle.analysis.{self.module}"))
 
 
@@ -89,7 +90,7 @@ ANALYSES = {
     ),
     "position": Analysis(
         title="Guessing the position",
-        question="Can the position be told from a block's output, and from its input?",
+        question="Can the position be read from a block's output, and from its input?",
         module="position",
     ),
 }
@@ -127,6 +128,7 @@ def run_analysis(
         model_spec, data_spec, settings=settings, progress=progress or (lambda _: None)
     )
     module = analysis.load()
+    # Everything is made before anything is written: an older answer stays if this one fails.
     measured = module.measure(subject)
     texts = {f"{stem}.csv": table_text(table) for stem, table in measured.tables.items()}
     # Drawn from what is written, so that a redrawn figure is the same file.

@@ -96,6 +96,7 @@ class AttentionWatch(TorchFunctionMode):
 def _weights(given: dict[str, Any]) -> Tensor:
     """Attention weights from the arguments of `scaled_dot_product_attention`."""
     query, key, mask = given["query"], given["key"], given.get("attn_mask")
+    # Causal masks belong to text; heads that share keys would need them repeated first.
     if given.get("is_causal") or given.get("enable_gqa"):
         raise DoesNotApply("The model's attention is causal or grouped, not that of an image model")
     scale = given.get("scale")
@@ -118,6 +119,7 @@ def patch_distances(grid: tuple[int, int]) -> Tensor:
 def distances(weights: Tensor, grid: tuple[int, int]) -> Tensor:
     """Mean attention distance `[batch, heads, patches]` in patches; the patches come last."""
     patches = grid[0] * grid[1]
+    # Prefix tokens have no place in the image; the rest of a row is divided by its own sum.
     between = weights[..., -patches:, -patches:]
     apart = patch_distances(grid).to(weights)
     # A patch that looks at prefix tokens alone has no distance; 0 / 0 must not become NaN.
@@ -139,6 +141,7 @@ def measure(subject: Subject) -> Measured:
     for batch in subject.batches():
         images, orders = images + len(batch.images), orders + len(batch.orders)
         for order in batch.orders:
+            # Weights are batch x heads x tokens^2 per block: only one forward's are ever alive.
             watch.seen.clear()
             with watch:
                 subject.run(batch.images, order, watch)
@@ -218,6 +221,7 @@ def figures(tables: Tables) -> dict[str, Figure]:
     lines = new_figure(9.2, 3.6)
     for axes, (title, unit, values) in zip(lines.subplots(1, 2), maps, strict=True):
         positions = range(len(values))
+        # The band is the range over blocks, which a mean alone would hide.
         axes.fill_between(positions, values.min(0), values.max(0), color=RULE, lw=0)
         axes.plot(positions, values.mean(0), color=INK, marker="o", markersize=4)
         style_axes(axes, f"{title}: mean over blocks, and their range")

@@ -41,7 +41,7 @@ _TOLERANCE = 1e-3  # of the centred logit, relative to the largest of the batch
 
 
 class _FrozenScale(TorchFunctionMode):
-    """Computes norms with their scale held fixed: that of this call, or that of an earlier pass."""
+    """Computes norms with a fixed scale: that of this call, or that of an earlier pass."""
 
     def __init__(self, scales: Iterable[Tensor] = ()) -> None:
         super().__init__()
@@ -70,6 +70,7 @@ class _FrozenScale(TorchFunctionMode):
     ) -> Tensor:
         dims = tuple(range(-len(normalized_shape), 0))
         out = input - input.mean(dims, keepdim=True) if centred else input
+        # The default of F.rms_norm, which takes None.
         floor = torch.finfo(input.dtype).eps if eps is None else eps
         scale = torch.rsqrt(out.square().mean(dims, keepdim=True) + floor).detach()
         self.scales.append(scale)
@@ -176,6 +177,7 @@ def measure(subject: Subject) -> Measured:
     for batch in subject.batches():
         images, orders = images + len(batch.images), orders + len(batch.orders)
         for order in batch.orders:
+            # The labels choose the logit that is split: each image has its own right class.
             split = split_logits(subject, batch.images, labels=batch.labels, order=order)
             for position, (block, part) in enumerate(zip(order, split.blocks, strict=True)):
                 means.add(block, position, total=float(part.double().sum()), count=len(part))

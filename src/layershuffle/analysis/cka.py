@@ -71,6 +71,7 @@ def measure(subject: Subject) -> Measured:
 def _features(subject: Subject) -> tuple[Tensor, Tensor]:
     """Outputs under two Latin squares of orders, the same for all images."""
     depth, seed = subject.depth, subject.settings.seed
+    # Two squares of their own relabelling, so that their orders are independent.
     orders = balanced_orders(depth, first=0, count=2 * depth, seed=seed)
     chunks: tuple[list[Tensor], list[Tensor]] = ([], [])
     for batch in subject.batches():
@@ -87,6 +88,7 @@ def _features(subject: Subject) -> tuple[Tensor, Tensor]:
 
 def _facts(table: DataFrame, floor: float) -> Facts:
     mean = _mean_matrix(table)
+    # Distance 0 is the baseline of all others: the same position, under two orders.
     apart = abs(np.subtract.outer(np.arange(len(mean)), np.arange(len(mean))))
     by_distance = [float(mean[apart == d].mean()) for d in range(len(mean))]
     blocks = [float(_matrix(table, b)[apart > 0].mean()) for b in range(len(mean))]

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from layershuffle.analysis.results import Tables
 
+# How host libraries call the module that attends; other children keep their own names.
 _NAMES = {"attn": "attention", "self_attn": "attention", "self_attention": "attention"}
 
 
@@ -85,6 +86,8 @@ class BranchWatch:
         (_, _, start), *calls = self._seen
         norms = [k for k, (_, child, _) in enumerate(calls) if "Norm" in type(child).__name__]
         points = [calls[k][2] for k in norms]
+        # The first norm must be given the block's own input: what ran before it would otherwise
+        # belong to no branch.
         if len(points) < 2 or norms[0] != 0 or points[0] is not start:
             raise _not_in_branches(block)
         ends = [*points[1:], out[0] if isinstance(out, tuple) else out]
@@ -101,7 +104,7 @@ class BranchWatch:
 def _not_in_branches(block: nn.Module) -> DoesNotApply:
     return DoesNotApply(
         f"{type(block).__name__} is not made of branches in a row that begin with a norm each "
-        "(x + attention(norm(x)), then x + mlp(norm(x))), so what they add cannot be told apart"
+        "(x + attention(norm(x)), then x + mlp(norm(x))), so what they add cannot be separated"
     )
 
 

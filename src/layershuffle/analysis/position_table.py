@@ -70,6 +70,7 @@ def home_effect(values: Floats) -> HomeEffect:
 
     depth = len(values)
     at_home = np.eye(depth, dtype=bool)
+    # What a model with an effect per block and one per position (no interaction) leaves over.
     rest = values - values.mean(0, keepdims=True) - values.mean(1, keepdims=True) + values.mean()
     block, position = np.indices(values.shape)
     # Spearman's correlation is not defined where nothing is left to rank but rounding errors.
@@ -115,6 +116,7 @@ def draw_maps(
     figure = new_figure(5.0 * columns, 4.3 * lines)
     panels = figure.subplots(lines, columns, squeeze=False).ravel()
     for axes, (title, meaning, values) in zip(panels, maps, strict=False):
+        # Numbers are legible in few and large cells only.
         written = len(values) <= _WRITTEN and len(maps) <= _WRITTEN_MAPS
         _draw_map(axes, values, meaning=meaning, limits=limits, written=written)
         style_axes(axes, title)
@@ -160,6 +162,7 @@ def _draw_map(
 
 def _write_numbers(axes: Axes, values: Floats, middle: float) -> None:
     largest = float(np.abs(values).max())
+    # Three digits at most, whatever the size of the values.
     form = ".0f" if largest >= 100 else ".1f" if largest >= 10 else ".2f"
     for (row, column), value in np.ndenumerate(values):
         style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 5.5}

@@ -87,6 +87,7 @@ def read_summary(out: Path) -> dict[str, Any] | None:
     path = out / SUMMARY
     if not path.is_file():
         return None
+    # A file of that name that is not ours is no analysis: nothing of it may be replaced.
     try:
         summary = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:

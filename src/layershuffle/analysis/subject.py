@@ -78,6 +78,7 @@ class Subject:
         part = self._split(split)
         # A stream does not know its size: it is read until there are as many images as asked for.
         count = math.ceil((part.size or settings.images) / settings.batch_size)
+        # Every batch takes the next rows of the square: all of them together must fill the table.
         orders = settings.orders or max(
             math.ceil(share * self.depth), math.ceil(self.depth / count)
         )
@@ -125,6 +126,7 @@ def open_subject(
 ) -> Subject:
     """The model, on a GPU if there is one, and its test images."""
     model = load(model_spec)
+    # fp32 on either device: the questions are about small differences between states.
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     data = _open(data_spec, model, settings, train=False)
     return Subject(model=model, spec=model_spec, data=data, settings=settings, progress=progress)

@@ -101,6 +101,7 @@ def collect(subject: Subject) -> tuple[dict[Token, Array], NDArray[np.int64]]:
     start = 0
     for batch in subject.batches():
         count = len(batch.images)
+        # By the number of the image, not of the batch: the same for every batch size.
         orders = [Shuffled().draw(depth, seed=seed, step=start + k) for k in range(count)]
         watch = FeatureWatch(tokens)
         subject.run(batch.images, orders, watch)
@@ -135,7 +136,9 @@ def describe(vectors: Array, positions: Array, *, neighbours: int) -> dict[str, 
     from sklearn.metrics import silhouette_score
 
     near = _neighbours(vectors, neighbours)
+    # Positions one apart count as near: consecutive outputs of one stream differ by one update.
     close = abs(positions[:, None] - positions[None, :]) <= 1
+    # scikit-learn refuses a single cluster, and clusters of one point each.
     silhouette = float("nan")
     if 2 <= len(np.unique(positions)) < len(positions):
         silhouette = float(silhouette_score(vectors, positions))

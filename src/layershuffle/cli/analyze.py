@@ -27,6 +27,7 @@ class AnalyzeCommand(Command):
     """Images: digit-pairs, folder:DIR, hf:NAME_OR_DIR, cifar100:DIR, wds:SHARDS."""
     out: Path | None = None
     """Directory for tables, figures and the summary; with all, one directory in it per question."""
+    # --list alone is a whole command, which is why tyro does not require the arguments above.
     list: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print the questions and stop; nothing else is needed."""
     settings: Inline[AnalysisSettings]
@@ -47,6 +48,7 @@ class AnalyzeCommand(Command):
 
         from layershuffle.analysis.subject import DoesNotApply
 
+        # A mixer has no attention to look at: what does not apply is named, and is no failure.
         refused = []
         for name in ANALYSES:
             try:

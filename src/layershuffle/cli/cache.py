@@ -48,6 +48,7 @@ class CacheCommand(Command):
             names = shortened(report.skipped, limit=5)
             print(f"note: {len(report.skipped)} unreadable images were left out: {names}")
         if self.verify:
+            # Reading back is bound by decoding too, so it takes as many processes as writing did.
             processes = loader_processes() if settings.workers is None else settings.workers
             count = verify_cache(out, processes=processes, progress=Counter("images checked"))
             print(f"All {count:,} images are what was written")

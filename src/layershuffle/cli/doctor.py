@@ -39,11 +39,13 @@ def _findings() -> Iterator[tuple[str, bool, str]]:
     for package, version in versions().items():
         if package != "python":
             yield package, version != "not installed", version
+    # What this process may use: a container has fewer cores than the machine.
     yield "processor", True, f"{processor()}, {len(os.sched_getaffinity(0))} cores"
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     yield "memory", True, f"{memory:.1f} GiB"
     yield from _accelerator()
     yield "hub cache", True, _hub_cache()
+    # Runs go below the working directory, caches and the swarm's token below the home.
     for name, path in (("working directory", Path.cwd()), ("home", Path.home())):
         free = shutil.disk_usage(path).free / 2**30
         writable = os.access(path, os.W_OK)

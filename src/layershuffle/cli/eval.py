@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +15,7 @@ from layershuffle.text import table
 
 if TYPE_CHECKING:
     from layershuffle.evaluation import Evaluation, Score
+    from layershuffle.merging.ensembles import EnsembleScore
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +49,7 @@ class EvalCommand(Command):
 def _report(evaluation: Evaluation, settings: EvalSettings, *, model: str) -> dict[str, Any]:
     from layershuffle.machine import hardware, versions
 
-    groups: dict[str, list[Score]] = {}
+    groups: dict[str, list[Score]] = {}  # in the order in which the modes were named
     for score in evaluation.scores:
         groups.setdefault(score.label, []).append(score)
     return {
@@ -65,30 +67,40 @@ def _report(evaluation: Evaluation, settings: EvalSettings, *, model: str) -> di
     }
 
 
-def _mode_report(name: str, scores: list[Score]) -> dict[str, Any]:
-    from layershuffle.stats import estimate
-
-    images = scores[0].images
+def _mode_report(name: str, scores: Sequence[Score]) -> dict[str, Any]:
     return {
         "mode": name,
         "kept": scores[0].kept,
         "orders": len(scores),
-        "images": images,
-        "top1": asdict(estimate({0: [s.top1 for s in scores]}, images=images)),
-        "top5": asdict(estimate({0: [s.top5 for s in scores]}, images=images)),
-        "cross_entropy": asdict(
-            estimate({0: [s.cross_entropy for s in scores]}, images=images, percent=False)
-        ),
+        "images": scores[0].images,
+        **estimates(scores),
         "scores": [
             {
-                "order": None if s.order is None else str(s.order),
-                "batch_orders": [str(order) for order in s.batch_orders],
-                "top1": s.top1,
-                "top5": s.top5,
-                "cross_entropy": s.cross_entropy,
+                # With an order per batch there is no single one; such passes list batch_orders.
+                "order": None if score.order is None else str(score.order),
+                "batch_orders": [str(order) for order in score.batch_orders],
+                "top1": score.top1,
+                "top5": score.top5,
+                "cross_entropy": score.cross_entropy,
             }
-            for s in scores
+            for score in scores
         ],
+    }
+
+
+def estimates(scores: Sequence[Score | EnsembleScore]) -> dict[str, Any]:
+    """Mean, spread and interval of each metric over the scores of one model, as JSON values."""
+    from layershuffle.stats import estimate
+
+    return {
+        metric: asdict(
+            estimate(
+                {0: [getattr(score, metric) for score in scores]},
+                images=scores[0].images,
+                percent=metric != "cross_entropy",
+            )
+        )
+        for metric in ("top1", "top5", "cross_entropy")
     }
 
 

@@ -7,18 +7,16 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
 from layershuffle.cli.command import Command, Inline
+from layershuffle.cli.eval import estimates
 from layershuffle.errors import UsageError
 from layershuffle.merging.rows import MergingRow, by_model, group_rows, rows_csv
 from layershuffle.merging.settings import EnsembleSettings, MergingSettings
 from layershuffle.text import table
-
-if TYPE_CHECKING:
-    from layershuffle.merging.ensembles import EnsembleScore
 
 _TABLE_WIDTH = 120  # ten columns
 
@@ -32,6 +30,7 @@ class MergeCommand(Command):
     them beside their donors, soups and ensembles.
     """
 
+    # tyro cannot ask for one form or the other: what a form needs is checked in `run`.
     models: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="MODEL...")] = ()
     """The recipe, a YAML file; or with --random the donors: directories of fits or model specs."""
     out: Path | None = None
@@ -140,6 +139,7 @@ def _merging_text(report: dict[str, Any]) -> str:
     rows = []
     for group in report["groups"]:
         top1 = group["top1"]
+        # Of a single model only its orders can differ, as the legend below the table says.
         spread = top1["sd_models"] if top1["models"] > 1 else top1["sd_orders"]
         rows.append(
             (
@@ -195,7 +195,7 @@ class EnsembleCommand(Command):
             "data": self.data,
             "settings": self.settings.model_dump(mode="json"),
             "images": scores[0].images,
-            **_ensemble_summary(scores),
+            **estimates(scores),
             "scores": [
                 {
                     "orders": [str(order) for order in score.member_orders],
@@ -209,21 +209,6 @@ class EnsembleCommand(Command):
         }
         print(json.dumps(report, indent=2) if self.json else _ensemble_text(report))
         return 0
-
-
-def _ensemble_summary(scores: Sequence[EnsembleScore]) -> dict[str, Any]:
-    from layershuffle.stats import estimate
-
-    return {
-        name: asdict(
-            estimate(
-                {0: [getattr(score, name) for score in scores]},
-                images=scores[0].images,
-                percent=name != "cross_entropy",
-            )
-        )
-        for name in ("top1", "top5", "cross_entropy")
-    }
 
 
 def _ensemble_text(report: dict[str, Any]) -> str:

@@ -73,6 +73,7 @@ class Counter:
         if not live and now < self._next_line:
             return
         self._next_line = now + _COUNTER_LINE_SECONDS
+        # "\r\033[K" goes back to the start of the line and erases it.
         line = f"{done:,}/{total:,} {self._what}"
         if speed := self._pace.speed(done):
             line += f", {speed:,.0f} {self._unit}/s, {self._pace.left(done, total)} left"

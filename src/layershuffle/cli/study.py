@@ -12,9 +12,9 @@ from layershuffle.cli.command import Command
 from layershuffle.errors import LayerShuffleError, SettingsError, UsageError
 from layershuffle.recipes import read_recipe
 from layershuffle.settings import check_known
-from layershuffle.study.artefacts import tasks_for
 from layershuffle.study.dry_run import forecast, forecast_text, plan_text
 from layershuffle.study.plan import read_plan
+from layershuffle.study.selection import tasks_for
 from layershuffle.study.settings import StudySettings
 
 if TYPE_CHECKING:
@@ -41,7 +41,8 @@ class ReproduceCommand(Command):
     """Run on a Ray cluster: its address, or auto for the one of this machine. --out must be on a
     disk that all its machines share."""
     dry_run: bool = False
-    """Print the tasks with the time and disk that they will take, from a short measured probe."""
+    """Print the tasks with the work and disk that they will take, and the time once a run is
+    finished."""
 
     def run(self) -> int:
         """Run the study; raises `LayerShuffleError` if a run failed (the others are reported)."""
@@ -61,6 +62,7 @@ class ReproduceCommand(Command):
         from layershuffle.cli.progress import study_watcher
         from layershuffle.study.runner import local_pool, run_study
 
+        # Ray is an extra: without --ray it need not be installed.
         make_pool: MakePool = local_pool
         if self.ray is not None:
             from layershuffle.study.ray_pool import ray_pool

@@ -74,6 +74,7 @@ def evaluate_ensembles(
         for orders in dict.fromkeys(orders for _, orders in variants)
         for index in range(modes[0].draws(num_orders))
     ]
+    # A sum per (combination, pass): both combinations read the same logits.
     tallies = {
         (combine, run): Tally() for run in passes for combine, orders in variants
         if orders == run.orders
@@ -115,7 +116,7 @@ class _Pass:
         return tuple(
             self.mode.policy().draw(
                 depth, seed=self.seed, step=step, micro_batch=micro,
-                # The stream's rank, which otherwise tells processes apart, tells members apart.
+                # The rank of the stream, otherwise that of a process, distinguishes members.
                 rank=member if self.orders == "independent" else 0,
             )
             for member, depth in enumerate(self.depths)
@@ -130,6 +131,7 @@ def _all_logits(
     A member runs the orders of all passes at once, shared beginnings a single time. The first
     member's orders are the same whether the others share them or not, so it always shares.
     """
+    # Placeholders of the right length: every entry is replaced below.
     outputs = [[images] * len(donors) for _ in orders]
     for member, donor in enumerate(donors):
         trie = build_trie([members[member] for members in orders])
@@ -146,7 +148,7 @@ def _all_logits(
 def combined(logits: Tensor, combine: Combine) -> Tensor:
     """Logits `[batch, classes]` of the ensemble, from its members' `[members, batch, classes]`.
 
-    The logarithm of mean probabilities stands for logits: it has those probabilities.
+    For probabilities it is the logarithm of their mean, whose softmax is that mean.
     """
     if combine == "logits":
         return logits.mean(dim=0)
@@ -172,6 +174,7 @@ def _score(run: _Pass, tally: Tally) -> EnsembleScore:
 
 @contextmanager
 def _in_eval(models: Sequence[nn.Module]) -> Iterator[None]:
+    # Each back to its own state: some callers have members in training mode, some have not.
     before = [model.training for model in models]
     for model in models:
         model.eval()

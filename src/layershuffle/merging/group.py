@@ -63,6 +63,7 @@ class MergeGroup:
         frame = self._frame(plan.stem, plan.head)
         blocks = [blocks_of(self._hosts[d])[i] for i, d in enumerate(plan.donors)]
         host = _with_blocks(frame, stack_of(frame), blocks)
+        # The record stays with the host, so that `save` writes it without being given it.
         remember(host, replace(origin_of(host), record=self.record(plan)))
         first = self.donors[0]
         return self._positioned(host, first, plan) if isinstance(first, PositionedModel) else host
@@ -129,7 +130,7 @@ class MergeGroup:
     def _positioned(self, host: nn.Module, first: PositionedModel, plan: MergePlan) -> nn.Module:
         donors = [cast(PositionedModel, donor) for donor in self.donors]
         model = twin_of(first)
-        model._modules["host"] = host
+        model.host = host
         if first.encoding is not None:
             encodings = [cast(PositionEncoding, donor.encoding) for donor in donors]
             model.encoding = _spliced(first.encoding, encodings, plan)
@@ -143,6 +144,7 @@ class MergeGroup:
         """A table of each block's own goes with the blocks, a shared one with the stem."""
         tables = [encoding.table for encoding in encodings]
         if tables[0].dim() == 3:
+            # The one tensor that is copied: a row per block cannot be a view of several tables.
             rows = [tables[donor][block] for block, donor in enumerate(plan.donors)]
             return nn.Parameter(torch.stack(rows).detach(), tables[0].requires_grad)
         if isinstance(plan.stem, int):
@@ -163,7 +165,7 @@ class MergeGroup:
         return encoding.table
 
 
-# `layershuffle.Family`, the first public name of the class, goes on working.
+# `layershuffle.Family` was the first public name of the class and stays one.
 Family = MergeGroup
 
 
@@ -182,6 +184,7 @@ def ends_of(host: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     inside = set(stack.modules())
     stem: dict[str, Tensor] = {}
     head: dict[str, Tensor] = {}
+    # What is registered before the blocks is called before them in all hosts that are supported.
     place = stem
     for path, module in host.named_modules():
         if module is stack:
@@ -217,6 +220,7 @@ def twin_of(module: AnyModule) -> AnyModule:
 
 def _with_blocks(module: nn.Module, stack: BlockStack, blocks: Sequence[nn.Module]) -> nn.Module:
     """`module` with `blocks` in its stack: new are the modules that hold it, nothing else."""
+    # New objects down to the stack: replacing blocks in a donor's own stack would change the donor.
     twin = twin_of(module)
     if module is stack:
         twin._modules.update(zip(list(module._modules), blocks, strict=True))

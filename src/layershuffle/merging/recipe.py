@@ -142,6 +142,7 @@ def file_digests(spec: str) -> dict[str, str]:
     from layershuffle.models.spec import parse_spec
 
     parsed = parse_spec(spec)
+    # Directories are renamed and trained again; the digests go on saying which weights were merged.
     if parsed.scheme == "bundled":
         place = Path(str(resources.files("layershuffle").joinpath("assets", parsed.place)))
     elif parsed.scheme == "dir":

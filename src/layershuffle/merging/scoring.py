@@ -44,9 +44,10 @@ from layershuffle.policies import OrderMode
 
 Progress = Callable[[int, int], None]
 """Called with passes over the images: those done, and all."""
-_IN_MEMORY_BYTES = 1 << 30
+_IN_MEMORY_BYTES = 1 << 30  # decoded images that stay in memory where no GPU holds them
 _SMALL_BYTES = 1 << 24  # not worth loader processes
-# Groups of models whose orders are drawn apart (`orders_seed`).
+# Kinds of models whose orders are drawn apart (`orders_seed`): a merge and a donor of one number
+# would otherwise run in the same order, and held-out scores in those of the reported ones.
 _DONORS, _MERGES, _SOUPS, _HOLDOUT, _ENSEMBLES = range(5)
 _COMBINE: tuple[Combine, ...] = ("logits", "probabilities")
 _ORDERS: tuple[EnsembleOrders, ...] = ("same", "independent")
@@ -66,8 +67,8 @@ def score_merging(
     """Score donors, merges, soups and ensembles on the test split of `data`, all in one order mode.
 
     `donors` and `base` are model specs; `base` is needed for ends from there, by default the one
-    that the donors name. `names` stand for the specs in the rows. The greedy soup is put together
-    on the held-out split. `note` is called with every sentence that a reader should know. Raises
+    that the donors name. `names` replace the specs in the rows. The greedy soup is chosen on the
+    held-out split. `note` is called with every sentence that a reader should know. Raises
     `UsageError` for donors that do not fit together or impossible settings, `DataError` if the
     classes of the data are not as many as the models'.
     """
@@ -82,6 +83,8 @@ def score_merging(
         for end in settings.ends
     }  # fmt: skip
     opened = _open(group, data, settings=settings, holdout=settings.soups)
+    if settings.soups and "holdout" not in opened.splits:
+        raise DataError("The data have no held-out part", place=data, hint="add --no-soups")
     scorer = MergeScorer(
         group=group,
         settings=settings,
@@ -90,15 +93,14 @@ def score_merging(
         compiler=compiler_for(settings.compile),
         progress=progress,
     )
+    # A base of another shape cannot give ends: refused here, not after hours of scoring.
     for end in settings.ends:
-        group.merge(plans[end][0])  # ends that cannot be had are refused before hours of scoring
+        group.merge(plans[end][0])
     scorer.score_donors()
     for end in settings.ends:
         scorer.score_merges(end, plans[end])
     notes = list(opened.notes)
     if settings.soups:
-        if "holdout" not in opened.splits:
-            raise DataError("The data have no held-out part", place=data, hint="add --no-soups")
         scorer.score_soups(_batches(opened, "holdout", settings.batch_size))
         if any(trained_with(host_of(donor)).get("paper_protocol") for donor in group.donors):
             notes.append(
@@ -307,6 +309,7 @@ def load_group(
 
     Raises `UsageError` for donors that cannot be merged, are named twice, or name no base.
     """
+    # A model twice would count double in every average, without a word in the rows.
     repeated = [spec for spec in donors if donors.count(spec) > 1]
     if repeated:
         raise UsageError(f"{repeated[0]} is named twice", hint="name each model once")

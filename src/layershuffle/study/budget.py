@@ -5,17 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from layershuffle.plotting import INK, RULE, figure_bytes, new_figure, style_axes
+from layershuffle.plotting import INK, RULE, new_figure, style_axes
+from layershuffle.results import MODES, ScoreRow
 from layershuffle.stats import Estimate, estimate
-from layershuffle.study.facts import Table
 from layershuffle.study.figures import STYLES, error_bars
-from layershuffle.study.results import Run, Study
-from layershuffle.study.sections import Picture, Section
+from layershuffle.study.plan import RunSpec
 from layershuffle.study.summary import Summary, label
-from layershuffle.study.tables import interval_text
+from layershuffle.study.tables import Picture, Section, Table, interval_text
+from layershuffle.study.tasks import Study
 
-_MODES = ("sequential", "arbitrary")
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,119 +32,104 @@ class Point:
 
 def budget_points(study: Study) -> tuple[Point, ...]:
     """Every (arm, length, mode) of the curve; the arms of the main part join at their length."""
-    curve = [run for run in study.runs if run.plan.part == "budget"]
-    arms = dict.fromkeys(_base_arm(run) for run in curve)
-    groups: dict[tuple[str, int], list[Run]] = {}
+    arms = list(dict.fromkeys(_base_arm(r.task) for r in study.runs if r.task.part == "budget"))
+    groups: dict[tuple[int, int, str], dict[int, list[ScoreRow]]] = {}
     for run in study.runs:
-        arm = _base_arm(run)
-        if arm in arms and run.facts is not None:
-            groups.setdefault((arm, run.facts.steps), []).append(run)
-    return tuple(
-        Point(arm=arm, steps=steps, mode=mode, top1=top1)
-        for arm, steps in sorted(groups, key=lambda key: (list(arms).index(key[0]), key[1]))
-        for mode in _MODES
-        if (top1 := _top1(groups[arm, steps], mode)) is not None
-    )
+        arm = _base_arm(run.task)
+        for row in run.result.rows if run.result and arm in arms else ():
+            # Pruned scores have no place on the curve.
+            if run.result and row.choose == "":  # the full stack
+                key = (arms.index(arm), run.result.steps, row.mode)
+                groups.setdefault(key, {}).setdefault(row.seed, []).append(row)
+    points = [
+        Point(
+            arm=arms[index],
+            steps=steps,
+            mode=mode,
+            top1=estimate(
+                {seed: [row.top1 for row in rows] for seed, rows in by_seed.items()},
+                images=min(row.n for rows in by_seed.values() for row in rows),
+            ),
+        )
+        for (index, steps, mode), by_seed in groups.items()
+    ]
+    return tuple(sorted(points, key=lambda p: (arms.index(p.arm), p.steps, MODES.index(p.mode))))
 
 
-def _base_arm(run: Run) -> str:
-    if run.plan.part != "budget":
-        return run.plan.arm
-    return re.sub(r"-\d+-steps$", "", run.plan.arm)
-
-
-def _top1(runs: Sequence[Run], mode: str) -> Estimate | None:
-    """Over the runs, of the full stack in that mode."""
-    rows = {
-        run.plan.seed: [row for row in run.rows if row.mode == mode and row.choose == ""]
-        for run in runs
-    }
-    scores = {seed: [row.top1 for row in found] for seed, found in rows.items() if found}
-    if not scores:
-        return None
-    return estimate(scores, images=min(row.n for found in rows.values() for row in found))
+def _base_arm(run: RunSpec) -> str:
+    return re.sub(r"-\d+-steps$", "", run.arm) if run.part == "budget" else run.arm
 
 
 def budget_section(summary: Summary) -> Section | None:
     """The section, or `None` for a study without a curve or nothing of it done."""
     points = budget_points(summary.study)
-    if len({point.steps for point in points}) < 2:
+    lengths = sorted({point.steps for point in points})
+    if len(lengths) < 2:
         return None
+    curves: dict[tuple[str, str], dict[int, Estimate]] = {}
+    for arm in dict.fromkeys(point.arm for point in points):
+        for mode in MODES:
+            curve = {p.steps: p.top1 for p in points if (p.arm, p.mode) == (arm, mode)}
+            if curve:
+                curves[arm, mode] = curve
+    sentences = []
+    rows = []
+    for (arm, mode), curve in curves.items():
+        first, last = min(curve), max(curve)
+        sentences.append(
+            f"{label(arm)} in {mode} order goes from {curve[first].mean:.1f} % after {first:,} "
+            f"steps to {curve[last].mean:.1f} % after {last:,}."
+        )
+        scores = (curve.get(steps) for steps in lengths)
+        texts = (
+            "-" if s is None else f"{s.mean:.1f} ({interval_text(s)}; {s.models})" for s in scores
+        )
+        rows.append((label(arm), mode, *texts))
     return Section(
         title="Budget: how much of the gap is training",
-        sentences=(_words(points),),
+        sentences=(" ".join(sentences),),
         pictures=(
             Picture(
-                file="budget.svg",
+                file="budget",
                 caption="Top-1 accuracy against optimiser steps (logarithmic), 95 % intervals over "
                 "models.",
-                svg=_draw(points),
+                figure=_draw(curves, lengths),
             ),
         ),
-        tables=(_table(points),),
+        tables=(
+            Table(
+                head=("Arm", "Order", *(f"{steps:,} steps" for steps in lengths)),
+                rows=tuple(rows),
+                numbers=True,
+                note="Top-1 in percent, 95 % interval, number of models.",
+            ),
+        ),
     )
 
 
-def _curves(points: Sequence[Point]) -> dict[tuple[str, str], list[Point]]:
-    """The points of every (arm, mode), by length."""
-    return {
-        (arm, mode): [point for point in points if (point.arm, point.mode) == (arm, mode)]
-        for arm in dict.fromkeys(point.arm for point in points)
-        for mode in _MODES
-    }
-
-
-def _words(points: Sequence[Point]) -> str:
-    return " ".join(
-        f"{label(arm)} in {mode} order goes from {curve[0].top1.mean:.1f} % after "
-        f"{curve[0].steps:,} steps to {curve[-1].top1.mean:.1f} % after {curve[-1].steps:,}."
-        for (arm, mode), curve in _curves(points).items()
-        if curve
-    )
-
-
-def _table(points: Sequence[Point]) -> Table:
-    lengths = sorted({point.steps for point in points})
-    rows = []
-    for (arm, mode), curve in _curves(points).items():
-        found = {point.steps: point.top1 for point in curve}
-        rows.append((label(arm), mode, *(_cell(found.get(steps)) for steps in lengths)))
-    return Table(
-        title="",
-        head=("Arm", "Order", *(f"{steps:,} steps" for steps in lengths)),
-        rows=tuple(rows),
-        numbers=True,
-        note="Top-1 in percent, 95 % interval, number of models.",
-    )
-
-
-def _cell(one: Estimate | None) -> str:
-    return "-" if one is None else f"{one.mean:.1f} ({interval_text(one)}; {one.models})"
-
-
-def _draw(points: Sequence[Point]) -> bytes:
+def _draw(curves: dict[tuple[str, str], dict[int, Estimate]], lengths: Sequence[int]) -> Figure:
     figure = new_figure(6.4, 4.2)
     axes = figure.subplots()
     style_axes(axes)
     axes.set(xlabel="optimiser steps", ylabel="top-1 accuracy (%)")
     axes.grid(axis="y", color=RULE, linewidth=0.8)
-    arms = list(dict.fromkeys(point.arm for point in points))
-    for (arm, mode), curve in _curves(points).items():
+    arms = list(dict.fromkeys(arm for arm, _ in curves))
+    for (arm, mode), curve in curves.items():
         colour, marker, _ = STYLES[arms.index(arm) % len(STYLES)]
         axes.errorbar(
-            [point.steps for point in curve],
-            [point.top1.mean for point in curve],
-            yerr=error_bars([point.top1 for point in curve]),
+            list(curve),
+            [score.mean for score in curve.values()],
+            yerr=error_bars(list(curve.values())),
             color=colour,
             marker=marker,
             linestyle="-" if mode == "sequential" else "--",
             capsize=2.5,
             label=f"{label(arm)}, {mode}",
         )
-    lengths = sorted({point.steps for point in points})
+    # Lengths differ by factors; on a linear axis the short ones would lie on each other.
     axes.set_xscale("log")
     axes.set_xticks(lengths, [f"{steps:,}" for steps in lengths], minor=False)
     axes.minorticks_off()
     axes.set_ylim(-2, 102)
     axes.legend(frameon=False, labelcolor=INK, fontsize=8)
-    return figure_bytes(figure, "svg")
+    return figure

@@ -1,4 +1,4 @@
-"""What `--dry-run` prints: the tasks, and what they will take in time and disk."""
+"""What `--dry-run` prints: the tasks, and what they will take in work, time and disk."""
 
 from __future__ import annotations
 
@@ -9,36 +9,56 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from layershuffle.machine import processor
-from layershuffle.merging.settings import MergingSettings
 from layershuffle.modes import parse_modes
 from layershuffle.settings import DEFAULT_EPOCHS, EvalSettings, FitSettings
-from layershuffle.study.facts import duration
 from layershuffle.study.plan import AnalysisSpec, MergingSpec, RunSpec, Task, is_finished
 from layershuffle.study.pool import gpu_count
 from layershuffle.study.settings import StudySettings
-from layershuffle.study.speed import Speed
+from layershuffle.study.tables import duration
+from layershuffle.study.tasks import RunResult, read_outcome
 
 _START_SECONDS = 8.0  # a process imports torch and transformers and reads its data
-_PIECE_PASSES = 250  # block runs per block and image that an analysis takes, in round numbers
+_ANALYSIS_PASSES = 250  # block runs per block and image that an analysis takes, in round numbers
 # Weights and Adam's two moments; a new checkpoint is whole before the old one goes.
 _CHECKPOINT_COPIES = 2 * 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Forecast:
-    """Seconds of work in all, workers, bytes at the end and at most, and the words to say it."""
+class Subject:
+    """What the work depends on: model and data. `train_images` is `None` for a stream."""
 
-    seconds: float
+    depth: int
+    parameter_bytes: int
+    train_images: int | None
+    test_images: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Work that can be counted before it is done.
+
+    `steps`: optimiser steps; `trained`: images in all steps, each counted by the share of the
+    blocks that it runs through; `block_runs`: runs of one block on one image in scoring.
+    """
+
+    steps: float = 0.0
+    trained: float = 0.0
+    block_runs: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """What the tasks that are left will take.
+
+    `seconds` of work in all, from the times of `measured` finished runs: `None` if there is none.
+    """
+
+    work: Work
+    seconds: float | None
+    measured: int
     workers: int
     bytes_left: int
     bytes_peak: int
-    probe: str
-
-    @property
-    def wall(self) -> float:
-        """Seconds until the study is done."""
-        return self.seconds / self.workers
 
 
 def plan_text(study: StudySettings, tasks: Sequence[Task]) -> str:
@@ -49,7 +69,18 @@ def plan_text(study: StudySettings, tasks: Sequence[Task]) -> str:
         f"{study.data} from {study.model}"
     ]
     for arm in dict.fromkeys(run.arm for run in runs):
-        lines.append(_arm_text(study, [run for run in runs if run.arm == arm]))
+        of_arm = [run for run in runs if run.arm == arm]
+        fitted, scored = of_arm[0].settings, of_arm[0].evaluate
+        model = "" if fitted.model == study.model else f" from {fitted.model}"
+        length = f"{fitted.steps} steps"
+        if fitted.steps is None:
+            length = f"{fitted.epochs or DEFAULT_EPOCHS:g} epochs"
+        lines.append(
+            f"  {arm}: {fitted.method}{model}, seeds "
+            f"{', '.join(str(run.settings.seed) for run in of_arm)}; {length} of "
+            f"{fitted.batch_size} images at {fitted.lr:g}; scored under {orders_of(scored)} "
+            f"orders, one per {scored.draw}, on {scored.max_images or 'all'} test images"
+        )
     for task in tasks:
         if isinstance(task, MergingSpec):
             merges = task.options.options.merges
@@ -59,83 +90,102 @@ def plan_text(study: StudySettings, tasks: Sequence[Task]) -> str:
     return "\n".join(lines)
 
 
-def _arm_text(study: StudySettings, runs: Sequence[RunSpec]) -> str:
-    fitted, scored = runs[0].settings, runs[0].evaluate
-    model = "" if fitted.model == study.model else f" from {fitted.model}"
-    return (
-        f"  {runs[0].arm}: {fitted.method}{model}, seeds "
-        f"{', '.join(str(run.settings.seed) for run in runs)}; {_length(fitted)} of "
-        f"{fitted.batch_size} images at {fitted.lr:g}; scored under {orders_of(scored)} orders, "
-        f"one per {scored.draw}, on {scored.max_images or 'all'} test images"
-    )
-
-
 def forecast(
     study: StudySettings, tasks: Sequence[Task], *, out: Path, workers: int | None
 ) -> Forecast:
-    """Measure a short probe per model, batch and precision; add up what is not done in `out`."""
-    from layershuffle.study.probe import measure
+    """Count the work that is not done in `out`; its time comes from the runs that are.
 
-    gpus = gpu_count()
-    count = workers or study.workers or gpus or len(os.sched_getaffinity(0))
-    speeds: dict[tuple[str, str, int, str, bool], Speed] = {}
+    Nothing is trained: a probe of a few batches would say little of compiled blocks, of the data's
+    decoding, or of other work on the machine, all of which a finished run has met.
+    """
+    subjects: dict[tuple[str, str], Subject] = {}
     runs = {task.name: task for task in tasks if isinstance(task, RunSpec)}
 
-    def speed(task: Task) -> Speed:
+    def subject(task: Task) -> Subject:
         run = task if isinstance(task, RunSpec) else runs[task.needs[0]]
-        fitted, scored = run.settings, _scoring_of(task, run)
-        key = (fitted.model, fitted.data, fitted.batch_size, scored.precision, scored.compile)
-        if key not in speeds:
-            known = [one.step for other, one in speeds.items() if other[:3] == key[:3]]
-            step = known[0] if known else None
-            speeds[key] = measure(fitted, scored, threads=None if gpus else 1, step=step)
-        return speeds[key]
+        key = (run.settings.model, run.settings.data)
+        if key not in subjects:
+            subjects[key] = open_subject(run.settings)
+        return subjects[key]
 
     left = [task for task in tasks if not is_finished(task, out)]
-    seconds = sum(task_seconds(task, speed(task)) for task in left)
-    sizes = [speed(run).parameter_bytes for run in runs.values()]
-    said = "; ".join(
-        f"{one.step:.3g} s per step of {batch} images with {model}, {1e6 * one.image_block:.3g} us "
-        f"per image and block in evaluation in {precision}{', compiled' if compiled else ''}"
-        for (model, _, batch, precision, compiled), one in speeds.items()
-    )
+    counted = [work_of(task, subject(task)) for task in left]
+    trained = executed = train_seconds = eval_seconds = 0.0
+    results = [
+        (run, result)
+        for run in runs.values()
+        if (result := read_outcome(run, RunResult, out=out).result) is not None
+    ]
+    for run, result in results:
+        done = work_of(run, subject(run))
+        trained, executed = trained + done.trained, executed + done.block_runs
+        train_seconds += result.train_seconds
+        eval_seconds += result.eval_seconds
+    # Two rates, pooled over the runs: training by images and blocks, scoring by block runs.
+    seconds = None
+    if trained and executed:
+        seconds = sum(
+            _START_SECONDS
+            + task.trained * train_seconds / trained
+            + task.block_runs * eval_seconds / executed
+            for task in counted
+        )
+    count = workers or study.workers or gpu_count() or len(os.sched_getaffinity(0))
+    sizes = [subject(run).parameter_bytes for run in runs.values()]
     return Forecast(
+        work=Work(
+            steps=sum(task.steps for task in counted),
+            trained=sum(task.trained for task in counted),
+            block_runs=sum(task.block_runs for task in counted),
+        ),
         seconds=seconds,
+        measured=len(results),
         workers=count,
         bytes_left=sum(sizes),
         bytes_peak=sum(sizes) + count * _CHECKPOINT_COPIES * max(sizes, default=0),
-        probe=f"{said} ({processor()}, noise images, one process alone, compiling not counted)",
     )
 
 
-def _scoring_of(task: Task, run: RunSpec) -> EvalSettings | MergingSettings:
-    if isinstance(task, MergingSpec):
-        return task.options.options
-    if isinstance(task, AnalysisSpec):  # it looks into the blocks in fp32
-        return run.evaluate.model_copy(update={"precision": "fp32", "compile": False})
-    return run.evaluate
+def open_subject(fitted: FitSettings) -> Subject:
+    """Load the model and open the data of a run for their sizes; raises what that raises."""
+    from layershuffle.data import DataOptions, open_data
+    from layershuffle.models import image_view, load, num_classes_of
+    from layershuffle.stack import depth_of
+
+    model = load(fitted.model, seed=fitted.seed)
+    data = open_data(fitted.data, image_view(model), options=DataOptions(resize=fitted.resize))
+    if num_classes_of(model) != len(data.classes):  # as training gives it a new head
+        model = load(fitted.model, num_classes=len(data.classes), seed=fitted.seed)
+    return Subject(
+        depth=depth_of(model),
+        parameter_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
+        train_images=data.splits["train"].size,
+        test_images=data.splits["test"].size or 0,
+    )
 
 
-def task_seconds(task: Task, speed: Speed) -> float:
-    """Seconds of one task in one process, from the probe."""
-    block = speed.image_block * speed.test_images
+def work_of(task: Task, subject: Subject) -> Work:
+    """The work of one task."""
     if isinstance(task, RunSpec):
-        share = (task.settings.kept or speed.depth) / speed.depth
-        steps = _steps(task.settings, speed.train_images)
-        executions = block_runs(task.evaluate, task.settings.kept or speed.depth)
-        return _START_SECONDS + steps * speed.step * share + executions * block
+        fitted, depth = task.settings, task.settings.kept or subject.depth
+        steps = float(fitted.steps or 0)
+        if fitted.steps is None and subject.train_images is not None:
+            # The last batch of an epoch may be smaller; it is a step all the same.
+            batches = math.ceil(subject.train_images / fitted.batch_size)
+            steps = (fitted.epochs or DEFAULT_EPOCHS) * batches
+        images = min(subject.test_images, task.evaluate.max_images or subject.test_images)
+        return Work(
+            steps=steps,
+            trained=steps * fitted.batch_size * depth / subject.depth,
+            block_runs=block_runs(task.evaluate, depth) * images,
+        )
     if isinstance(task, MergingSpec):
         options = task.options.options
+        images = min(subject.test_images, options.max_images or subject.test_images)
         passes = options.merges * len(options.ends) + len(task.needs) * 4 * options.num_orders
-        return _START_SECONDS + passes * speed.depth * block
+        return Work(block_runs=passes * subject.depth * images)
     images = task.options.options.images
-    return _START_SECONDS + _PIECE_PASSES * speed.depth * speed.image_block * images
-
-
-def _steps(settings: FitSettings, images: int | None) -> float:
-    if settings.steps is not None or images is None:
-        return settings.steps or 0
-    return (settings.epochs or DEFAULT_EPOCHS) * math.ceil(images / settings.batch_size)
+    return Work(block_runs=_ANALYSIS_PASSES * subject.depth * images)
 
 
 def orders_of(settings: EvalSettings) -> int:
@@ -155,17 +205,24 @@ def block_runs(settings: EvalSettings, depth: int) -> int:
     return block_executions(build_trie(orders))
 
 
-def forecast_text(one: Forecast, out: Path) -> str:
+def forecast_text(forecast: Forecast, out: Path) -> str:
     """The forecast in words."""
     place = next(path for path in (out, *out.absolute().parents) if path.exists())
     free = shutil.disk_usage(place).free
+    time = "Time: not known until a run has finished; then this command tells it"
+    if forecast.seconds is not None:
+        time = (
+            f"Time: about {duration(forecast.seconds / forecast.workers)} with "
+            f"{forecast.workers} side by side ({duration(forecast.seconds)} of work), from "
+            f"{forecast.measured} finished runs"
+        )
     return "\n".join(
         [
-            f"Time: about {duration(one.wall)} with {one.workers} side by side "
-            f"({duration(one.seconds)} of work)",
-            f"  probe: {one.probe}",
-            f"Disk: {_size(one.bytes_left)} of models at the end, {_size(one.bytes_peak)} at most; "
-            f"{_size(free)} free",
+            f"Work: {forecast.work.steps:,.0f} training steps, and "
+            f"{forecast.work.block_runs:.3g} runs of a block on an image in scoring",
+            time,
+            f"Disk: {_size(forecast.bytes_left)} of models at the end, "
+            f"{_size(forecast.bytes_peak)} at most; {_size(free)} free",
         ]
     )
 
@@ -176,9 +233,3 @@ def _size(count: float) -> str:
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.3g} TB"
-
-
-def _length(settings: FitSettings) -> str:
-    if settings.steps is not None:
-        return f"{settings.steps} steps"
-    return f"{settings.epochs or DEFAULT_EPOCHS:g} epochs"

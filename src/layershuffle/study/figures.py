@@ -48,15 +48,15 @@ def draw_figure(summary: Summary, modes: Sequence[str] = tuple(PANELS)) -> Figur
 
     The paper's points stand beside it, hollow; "~" marks those that its text only describes.
     """
-    one = len(modes) == 1
-    figure = new_figure(*((4.6, 4.5) if one else (9.2, 4.4)))
+    alone = len(modes) == 1
+    figure = new_figure(*((4.6, 4.5) if alone else (9.2, 4.4)))
     panels = figure.subplots(1, len(modes), sharey=True, squeeze=False)[0]
     for axes, mode in zip(panels, modes, strict=True):
         _draw_panel(axes, summary, mode)
     panels[0].set_ylabel("top-1 accuracy (%)", color=INK)
     handles, names = _legend_entries(panels, summary)
     legend = figure.legend(
-        handles, names, loc="outside lower center", ncols=2 if one else 5, frameon=False
+        handles, names, loc="outside lower center", ncols=2 if alone else 5, frameon=False
     )
     for text in legend.get_texts():
         text.set(color=INK, parse_math=False)
@@ -156,11 +156,11 @@ def _draw_paper(axes: Axes, number: PaperNumber, x: float, *, style: tuple[str, 
         axes.annotate("~", place, (4, -3), textcoords="offset points", color=style[0])
 
 
-def error_bars(ones: Sequence[Estimate]) -> tuple[list[float], list[float]]:
+def error_bars(scores: Sequence[Estimate]) -> tuple[list[float], list[float]]:
     """How far the intervals reach below and above the means: 0 where there is none."""
     return (
-        [0.0 if one.low is None else one.mean - one.low for one in ones],
-        [0.0 if one.high is None else one.high - one.mean for one in ones],
+        [0.0 if score.low is None else score.mean - score.low for score in scores],
+        [0.0 if score.high is None else score.high - score.mean for score in scores],
     )
 
 

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import TYPE_CHECKING
 
 from layershuffle.merging.rows import MergingRow, by_model, group_rows
-from layershuffle.plotting import INK, RULE, figure_bytes, new_figure, style_axes
+from layershuffle.plotting import INK, RULE, new_figure, style_axes
 from layershuffle.stats import Estimate, estimate, mean
-from layershuffle.study.facts import Table
 from layershuffle.study.figures import STYLES
 from layershuffle.study.paper import MERGES
-from layershuffle.study.pieces import Piece
-from layershuffle.study.sections import Picture, Section
 from layershuffle.study.summary import label
-from layershuffle.study.tables import interval_text
+from layershuffle.study.tables import NONE, Picture, Section, Table, interval_text, number_text
+from layershuffle.study.tasks import Study
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Group = tuple[str, tuple[str, str, str], list[MergingRow]]
+"""Arm, (kind, name, ends), rows: what is one row of Table 2 and one column of Figure 5."""
 
 _KINDS = {"donor": "single models", "merge": "merges", "soup": "soup", "ensemble": "ensemble"}
 _HEAD = (
@@ -27,35 +28,41 @@ _HEAD = (
 )  # fmt: skip
 _DOT_POINTS = 2.2  # diameter of a dot
 _HEIGHT, _RANGE = 4.6, 104.0  # of the axes, in inches and in percentage points
-_ROW = _RANGE * _DOT_POINTS / 72 / _HEIGHT  # percentage points that a dot is high
+_DOT_HEIGHT = _RANGE * _DOT_POINTS / 72 / _HEIGHT  # of a dot, in percentage points
 _ACROSS = 0.9  # of the distance between two columns that dots may fill
 
 
-def merging_section(pieces: Iterable[Piece]) -> Section | None:
+def merging_section(study: Study) -> Section | None:
     """The section, or `None` while no merging is done."""
-    done = [piece for piece in pieces if piece.kind == "merging" and piece.rows]
-    if not done:
+    groups: list[Group] = []
+    sentences = []
+    for merging in study.mergings:
+        if merging.result is None or not merging.result.rows:
+            continue
+        arm, rows = merging.task.arm, merging.result.rows
+        groups += [(arm, key, list(group)) for key, group in group_rows(rows).items()]
+        sentences.append(_sentence(arm, rows))
+    if not groups:
         return None
+    sentences.append(
+        "The models of an arm differ in their seed alone. A single model's score is its mean over "
+        "the drawn orders, so its spread is over models; a merge has one order, so the spread of "
+        "merges is over merges and orders together, as in the paper. The greedy soup is chosen on "
+        "held-out data."
+    )
     return Section(
         title="Table 2 and Figure 5: merges, soups and ensembles",
-        sentences=(*map(_sentence, done), _HOW),
+        sentences=tuple(sentences),
         pictures=(
             Picture(
-                file="figure5.svg",
+                file="figure5",
                 caption="Every merge is one dot, none is left out; beside them the models that the "
                 "blocks came from, the soups and the ensembles. Lines: means.",
-                svg=draw_swarm(done),
+                figure=draw_merges(groups),
             ),
         ),
-        tables=(Table(title="", head=_HEAD, rows=tuple(_rows(done)), numbers=True),),
+        tables=(Table(head=_HEAD, rows=tuple(map(_row, groups)), numbers=True),),
     )
-
-
-_HOW = (
-    "The models of an arm differ in their seed alone. A single model's score is its mean over the "
-    "drawn orders, so its spread is over models; a merge has one order, so the spread of merges is "
-    "over merges and orders together, as in the paper. The greedy soup is chosen on held-out data."
-)
 
 
 def score_of(rows: Sequence[MergingRow], metric: str = "top1") -> Estimate:
@@ -63,59 +70,49 @@ def score_of(rows: Sequence[MergingRow], metric: str = "top1") -> Estimate:
     return estimate(by_model(rows, metric), images=rows[0].n)
 
 
-def _rows(pieces: Sequence[Piece]) -> list[tuple[str, ...]]:
-    return [
-        _row(piece, key, rows) for piece in pieces for key, rows in group_rows(piece.rows).items()
-    ]
-
-
-def _row(piece: Piece, key: tuple[str, str, str], rows: Sequence[MergingRow]) -> tuple[str, ...]:
-    kind, name, ends = key
-    one, five = score_of(rows), score_of(rows, "top5")
-    paper = next((p for p in MERGES if (p.kind, p.arm) == (kind, piece.arm) and rows[0].main), None)
-    words = f"{label(piece.arm)}: {_KINDS[kind]}{f', {name}' if name else ''}"
-    sd = one.sd_models if one.models > 1 else one.sd_orders
-    sd5 = five.sd_models if five.models > 1 else five.sd_orders
+def _row(group: Group) -> tuple[str, ...]:
+    arm, (kind, name, ends), rows = group
+    top1, top5 = score_of(rows), score_of(rows, "top5")
+    paper = next((p for p in MERGES if (p.kind, p.arm) == (kind, arm) and rows[0].main), None)
+    numbers = (NONE, NONE, NONE)
+    if paper is not None:
+        numbers = (
+            _with_sd(paper.top1, paper.top1_sd),
+            _with_sd(paper.top5, paper.top5_sd),
+            f"{top1.mean - paper.top1:+.2f}",
+        )
+    # A soup or an ensemble is one model: only its orders spread.
+    spreads = (s.sd_models if s.models > 1 else s.sd_orders for s in (top1, top5))
+    sd1, sd5 = map(number_text, spreads)
     return (
-        words, rows[0].mode, ends or "-", str(one.models), f"{one.mean:.2f}", _number(sd),
-        f"{one.least:.2f}", f"{one.most:.2f}", interval_text(one), f"{five.mean:.2f}",
-        _number(sd5),
-        "-" if paper is None else _with_sd(paper.top1, paper.top1_sd),
-        "-" if paper is None else _with_sd(paper.top5, paper.top5_sd),
-        "-" if paper is None else f"{one.mean - paper.top1:+.2f}",
+        f"{label(arm)}: {_KINDS[kind]}{f', {name}' if name else ''}", rows[0].mode, ends or NONE,
+        str(top1.models), f"{top1.mean:.2f}", sd1, f"{top1.least:.2f}", f"{top1.most:.2f}",
+        interval_text(top1), f"{top5.mean:.2f}", sd5, *numbers,
     )  # fmt: skip
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
 
 
 def _with_sd(value: float, sd: float | None) -> str:
     return f"{value:.2f}" if sd is None else f"{value:.2f} +-{sd:.2f}"
 
 
-def _sentence(piece: Piece) -> str:
-    groups = group_rows(piece.rows)
-    single = score_of(next(rows for key, rows in groups.items() if key[0] == "donor"))
-    merges = [(key[2], score_of(rows)) for key, rows in groups.items() if key[0] == "merge"]
-    said = "; ".join(
-        f"{one.mean:.1f} % (stem and head: {ends}), {one.mean - single.mean:+.1f} points"
-        for ends, one in merges
+def _sentence(arm: str, rows: Sequence[MergingRow]) -> str:
+    groups = group_rows(rows)
+    single = score_of(next(group for key, group in groups.items() if key[0] == "donor"))
+    merges = [(key[2], score_of(group)) for key, group in groups.items() if key[0] == "merge"]
+    scores = "; ".join(
+        f"{score.mean:.1f} % (stem and head: {ends}), {score.mean - single.mean:+.1f} points"
+        for ends, score in merges
     )
     return (
-        f"{label(piece.arm)} in {piece.rows[0].mode} order: single models {single.mean:.1f} %, "
-        f"merges {said}."
+        f"{label(arm)} in {rows[0].mode} order: single models {single.mean:.1f} %, merges {scores}."
     )
 
 
-def draw_swarm(pieces: Sequence[Piece]) -> bytes:
-    """Figure 5 as an SVG: a column of dots per group of models, every model one dot."""
-    columns = [
-        (piece, key, [mean(scores) for scores in by_model(rows).values()])
-        for piece in pieces
-        for key, rows in group_rows(piece.rows).items()
-    ]
-    widest = max(_widest(values) for _, _, values in columns)
+def draw_merges(groups: Sequence[Group]) -> Figure:
+    """Figure 5: a column of dots per group of models, every model one dot."""
+    columns = [[mean(scores) for scores in by_model(rows).values()] for _, _, rows in groups]
+    offsets = [beeswarm_offsets(values, height=_DOT_HEIGHT) for values in columns]
+    widest = max(1 + 2 * max(map(abs, shifts)) for shifts in offsets)  # dots side by side
     inches = max(0.8, widest * _DOT_POINTS / 72 / _ACROSS)  # of a column
     figure = new_figure(1.0 + inches * len(columns), _HEIGHT + 1.4)
     axes = figure.subplots()
@@ -123,46 +120,33 @@ def draw_swarm(pieces: Sequence[Piece]) -> bytes:
     axes.set(ylabel="top-1 accuracy (%)", ylim=(-2, 102), xlim=(-0.6, len(columns) - 0.4))
     axes.grid(axis="y", color=RULE, linewidth=0.8)
     axes.set_axisbelow(True)
-    arms = [piece.arm for piece in pieces]
-    for place, (piece, _, values) in enumerate(columns):
-        colour = STYLES[arms.index(piece.arm)][0]
-        _draw_column(axes, place, values, colour=colour, step=_DOT_POINTS / 72 / inches)
-    names = [_column_name(piece, key) for piece, key, _ in columns]
+    arms = list(dict.fromkeys(arm for arm, _, _ in groups))
+    names = []
+    step = _DOT_POINTS / 72 / inches
+    for place, (arm, (kind, name, ends), _) in enumerate(groups):
+        values = columns[place]
+        across = [place + step * shift for shift in offsets[place]]
+        colour = STYLES[arms.index(arm) % len(STYLES)][0]
+        axes.scatter(across, values, s=_DOT_POINTS**2, color=colour, linewidths=0)
+        axes.plot([place - 0.4, place + 0.4], [mean(values)] * 2, color=INK, linewidth=1.1)
+        names.append(" ".join(word for word in (label(arm), _KINDS[kind], name, ends) if word))
     axes.set_xticks(range(len(columns)), names, rotation=40, ha="right", fontsize=8)
-    return figure_bytes(figure, "svg")
+    return figure
 
 
-def _column_name(piece: Piece, key: tuple[str, str, str]) -> str:
-    kind, name, ends = key
-    return " ".join(word for word in (label(piece.arm), _KINDS[kind], name, ends) if word)
-
-
-def _draw_column(
-    axes: Axes, place: int, values: Sequence[float], *, colour: str, step: float
-) -> None:
-    across = [place + step * shift for shift in swarm(values, step=_ROW)]
-    axes.scatter(across, values, s=_DOT_POINTS**2, color=colour, linewidths=0)
-    axes.plot([place - 0.4, place + 0.4], [mean(values)] * 2, color=INK, linewidth=1.1)
-
-
-def _widest(values: Sequence[float]) -> float:
-    """Dots side by side at most."""
-    return 1 + 2 * max(map(abs, swarm(values, step=_ROW)), default=0.0)
-
-
-def swarm(values: Sequence[float], *, step: float) -> list[float]:
+def beeswarm_offsets(values: Sequence[float], *, height: float) -> list[float]:
     """How many dots to the side each value stands so that none covers another.
 
-    Values nearer than `step` to each other take different places: 0, 1, -1, 2, -2, ...
+    Values nearer than `height` to each other take different places: 0, 1, -1, 2, -2, ...
     """
-    shifts = [0.0] * len(values)
+    offsets = [0.0] * len(values)
     placed: list[tuple[float, int]] = []
     for index in sorted(range(len(values)), key=lambda i: values[i]):
-        near = {place for value, place in placed if abs(value - values[index]) < step}
-        place = next(place for place in _outwards() if place not in near)
+        taken = {place for value, place in placed if abs(value - values[index]) < height}
+        place = next(place for place in _outwards() if place not in taken)
         placed.append((values[index], place))
-        shifts[index] = float(place)
-    return shifts
+        offsets[index] = float(place)
+    return offsets
 
 
 def _outwards() -> Iterator[int]:

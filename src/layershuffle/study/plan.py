@@ -1,27 +1,32 @@
 """What a study will do, as plain data: tasks, their settings, what each needs.
 
 A plan is a pure function of the study's settings. `--dry-run` prints it, the runner executes it,
-`plan.json` keeps it. A task is a run (one training and its scores), a merging (all merges of an
-arm's models) or an analysis (one question asked of one model); it is done if and only if its
-directory holds `result.json`.
+`plan.json` keeps the recipe that it follows from. A task is a run (one training and its scores), a
+merging (all merges of an arm's models) or an analysis (one question asked of one model); it is done
+if and only if its directory holds `result.json`.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from layershuffle._version import __version__
 from layershuffle.errors import UsageError
 from layershuffle.files import write_text
-from layershuffle.settings import EvalSettings, FitSettings, digest
+from layershuffle.modes import parse_modes
+from layershuffle.settings import EvalSettings, FitSettings
 from layershuffle.study.settings import Analysis, Arm, Merging, StudySettings
+from layershuffle.text import one_line
 
 PLAN_FILE = "plan.json"
 RESULT_FILE = "result.json"
+FAILURE_FILE = "failure.txt"
+KEPT_FILE = "runs.json"
+"""Stands in for the directories of the runs where only the results of a study are kept."""
 _SCHEMA = 1
 
 Part = Literal["main", "budget"]
@@ -127,6 +132,7 @@ def _budget_runs(study: StudySettings) -> tuple[RunSpec, ...]:
 
 def _with_steps(arm: Arm, steps: int) -> Arm:
     """The arm at another length, evaluated four times on the way as the checkpoint is picked."""
+    # An arm that is given in epochs would contradict the number of steps.
     fit = {**arm.fit, "steps": steps, "epochs": None, "eval_every": max(1, steps // 4)}
     fields = {**arm.model_dump(), "name": f"{arm.label}-{steps}-steps", "fit": fit}
     return Arm(**{**fields, "evaluate": {**arm.evaluate, "modes": "sequential,arbitrary"}})
@@ -149,14 +155,14 @@ def _mergings(study: StudySettings, runs: Sequence[RunSpec]) -> list[MergingSpec
 def _analyses(study: StudySettings) -> list[AnalysisSpec]:
     return [
         AnalysisSpec(
-            name=f"{one.name}-{run_name(one.arm, seed)}",
-            arm=one.arm,
+            name=f"{options.name}-{run_name(options.arm, seed)}",
+            arm=options.arm,
             seed=seed,
-            needs=(run_name(one.arm, seed),),
-            options=one,
+            needs=(run_name(options.arm, seed),),
+            options=options,
         )
-        for one in study.analyses
-        for seed in one.seeds or study.seeds_of(study.arm(one.arm))[:1]
+        for options in study.analyses
+        for seed in options.seeds or study.seeds_of(study.arm(options.arm))[:1]
     ]
 
 
@@ -168,6 +174,7 @@ def is_finished(task: Task, out: Path) -> bool:
     path = task.directory(out) / RESULT_FILE
     if not path.is_file():
         return False
+    # More seeds mean more donors: such a merging is done again.
     if isinstance(task, MergingSpec):
         donors: list[str] = json.loads(path.read_text(encoding="utf-8")).get("donors", [])
         return donors == list(task.needs)
@@ -179,14 +186,27 @@ def write_plan(study: StudySettings, out: Path) -> None:
 
     A study may grow: more arms, seeds, lengths, analyses. What is finished must stay as it is.
     """
+    # All of its runs would count as unfinished and be trained again beside the kept results.
+    if (out / KEPT_FILE).exists():
+        raise UsageError(
+            "This directory holds the kept results of a study, without its models",
+            place=out,
+            hint="give another --out",
+        )
     path = out / PLAN_FILE
     if path.is_file():
-        _check_kept(read_plan(out), study, out)
-    write_text(path, json.dumps(plan_json(study), indent=2))
+        _check_unchanged(read_plan(out), study, out)
+    plan = {
+        "schema": _SCHEMA,
+        "code_version": __version__,
+        "recipe": study.model_dump(mode="json"),
+    }
+    write_text(path, json.dumps(plan, indent=2))
 
 
-def _check_kept(old: StudySettings, new: StudySettings, out: Path) -> None:
+def _check_unchanged(old: StudySettings, new: StudySettings, out: Path) -> None:
     planned = {task.name: task for task in tasks_of(new)}
+    # What is not done yet may change: no result of it exists.
     done = [task for task in tasks_of(old) if is_finished(task, out)]
     changed = [task.name for task in done if not _same(task, planned.get(task.name))]
     if old.name != new.name or changed:
@@ -205,49 +225,31 @@ def _same(done: Task, planned: Task | None) -> bool:
         return set(done.needs) <= set(planned.needs) and done.options.options == (
             planned.options.options
         )
+    if isinstance(done, RunSpec) and isinstance(planned, RunSpec):
+        modes = done.evaluate.modes, planned.evaluate.modes
+        if parse_modes(modes[0]) == parse_modes(modes[1]):  # "kept:1-2" and "kept:2,kept:1"
+            evaluate = done.evaluate.model_copy(update={"modes": modes[1]})
+            return replace(done, evaluate=evaluate) == planned
     return done == planned
 
 
-def plan_json(study: StudySettings) -> dict[str, Any]:
-    """The plan in JSON types."""
-    return {
-        "schema": _SCHEMA,
-        "name": study.name,
-        "code_version": __version__,
-        "settings_hash": digest(study),
-        "recipe": study.model_dump(mode="json"),
-        "runs": [
-            {
-                "name": run.name,
-                "arm": run.arm,
-                "method": run.settings.method,
-                "seed": run.settings.seed,
-                "part": run.part,
-            }
-            for run in runs_of(study)
-        ],
-        "pieces": [
-            {
-                "name": task.name,
-                "kind": "merging" if isinstance(task, MergingSpec) else task.options.name,
-                "arm": task.arm,
-                "directory": task.directory(Path()).as_posix(),
-            }
-            for task in tasks_of(study)
-            if not isinstance(task, RunSpec)
-        ],
-    }
-
-
 def read_plan(out: Path) -> StudySettings:
-    """The study that `out` holds. Raises `UsageError` if there is none or it cannot be read."""
+    """The study that `out` holds. Raises `UsageError` if there is none or it cannot be read.
+
+    Older versions also stored the tasks, which follow from the recipe; they are not read.
+    """
     path = out / PLAN_FILE
+    hint = "layershuffle reproduce RECIPE --out DIR makes one"
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
-        return StudySettings(**stored["recipe"])
+        schema = stored["schema"]
+        if schema == _SCHEMA:
+            return StudySettings(**stored["recipe"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(
-            f"There is no readable study here ({type(error).__name__}: {error})",
-            place=path,
-            hint="layershuffle reproduce RECIPE --out DIR makes one",
-        ) from error
+        cause = f"There is no readable study here ({type(error).__name__}: {one_line(error)})"
+        raise UsageError(cause, place=path, hint=hint) from error
+    raise UsageError(
+        f"The plan has schema {schema!r}, this version reads {_SCHEMA}",
+        place=path,
+        hint="use the version of layershuffle that wrote it",
+    )

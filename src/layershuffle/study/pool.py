@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Protocol
 
 from layershuffle.files import explained
-from layershuffle.study.plan import Task
-from layershuffle.study.worker import FAILURE_FILE, PROGRESS_FILE
+from layershuffle.study.plan import FAILURE_FILE, Task
+from layershuffle.study.worker import PROGRESS_FILE
 
 LOG_FILE = "log.txt"
 STOP_SECONDS = 60.0  # a stopped run saves a checkpoint after its step; longer than any step here
@@ -86,6 +86,7 @@ class LocalPool:
         """SIGTERM to all, wait for their checkpoints, SIGKILL to those that do not end."""
         for process in self.processes.values():
             process.send_signal(signal.SIGTERM)
+        # One deadline for all: they save their checkpoints at the same time.
         deadline = time.monotonic() + STOP_SECONDS
         for process in self.processes.values():
             try:
@@ -126,7 +127,8 @@ def gpu_count() -> int:
 
 def _visible_gpus() -> list[str]:
     """The GPUs that CUDA_VISIBLE_DEVICES names."""
-    return [one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one.strip()]
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return [name for name in names if name.strip()]
 
 
 def _environment(threads: int | None, gpu: int | None) -> dict[str, str]:

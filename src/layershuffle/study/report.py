@@ -2,6 +2,7 @@
 
     OUT/results.csv    every score of every finished run
     OUT/table.md       the main table beside the paper's numbers, ready for a README
+    OUT/claims.md      the paper's claims that were measured, one by one
     OUT/report.md      the whole report in Markdown
     OUT/report.html    the same as one self-contained page (no script, nothing fetched)
     OUT/figure1.svg/.png    accuracy against blocks kept
@@ -11,39 +12,52 @@ The same results give the same bytes: nothing is dated, nothing depends on the m
 
 from __future__ import annotations
 
+import re
+import shlex
 from base64 import b64encode
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-from urllib.parse import quote
+from typing import TYPE_CHECKING, Any, Literal
 
 from layershuffle.files import write_bytes, write_text
 from layershuffle.plotting import figure_bytes
-from layershuffle.study.claims_page import claims_markdown
-from layershuffle.study.content import gaps, headline, key_facts, sections, status
-from layershuffle.study.facts import Table
-from layershuffle.study.figures import (
-    PANELS,
-    STYLES,
-    describe_panel,
-    draw_figure,
-    inline_svg,
-)
-from layershuffle.study.pieces import Piece, read_pieces
-from layershuffle.study.results import read_study, results_csv
-from layershuffle.study.sections import Section
-from layershuffle.study.summary import Column, Summary, label, printable, summarise
+from layershuffle.results import write_rows
+from layershuffle.study.budget import budget_section
+from layershuffle.study.claims import judge
+from layershuffle.study.figures import PANELS, STYLES, describe_panel, draw_figure, inline_svg
+from layershuffle.study.merging_report import merging_section
+from layershuffle.study.open_choices import open_choices
+from layershuffle.study.paper import SETTING
+from layershuffle.study.plan import RunSpec
+from layershuffle.study.store import read_study
+from layershuffle.study.summary import Cell, Column, Summary, label, printable, summarise
 from layershuffle.study.tables import (
-    escape_markdown,
+    NOT_DONE,
+    Picture,
+    Section,
+    Table,
+    choices_table,
+    describe_data,
     interval_text,
-    study_words,
-    table_markdown,
+    main_table,
+    runs_table,
+    scores_table,
+    settings_tables,
+    table_1,
     table_notes,
     table_text,
+    unique,
 )
+from layershuffle.study.tasks import AnalysisResult, RunResult, Study
 
-__all__ = ["Report", "report_html", "report_markdown", "table_text", "write_report"]
+if TYPE_CHECKING:
+    import jinja2
+    from matplotlib.figure import Figure
+
+FIT_DIRECTORY = "fit"
+"""What a run trains into, below its directory; `layershuffle eval` takes it."""
+KEPT_DPI = 110  # a repository holds these figures: 150 would double their size
+_ARMS_IN_HEADLINE = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,184 +69,355 @@ class Report:
     html: Path
     complete: bool
 
-    pieces: tuple[Piece, ...] = ()
-
     @property
     def text(self) -> str:
         """The main table with its legend and what is missing, at most 100 columns wide."""
-        return table_text(self.summary, gaps(self.summary.study, self.pieces))
+        return table_text(self.summary, gaps(self.summary.study))
 
 
 def write_report(out: Path) -> Report:
     """Read the study in `out` and write its report there.
 
-    Raises `StudyError` for a study that cannot be read, `LayerShuffleError` if `out` cannot be
-    written. Without any finished run there is no figure.
+    Raises `UsageError`, `StudyError` or `DataError` for a study that cannot be read,
+    `LayerShuffleError` if `out` cannot be written. Without any finished run there is no figure.
     """
     study = read_study(out)
-    summary, pieces = summarise(study), read_pieces(out, study)
-    parts = [_with_pictures(section, out) for section in sections(summary, pieces)]
-    texts = {
-        "results.csv": results_csv(study.rows),
-        "table.md": table_markdown(summary),
-        "report.md": report_markdown(summary, pieces, parts=parts),
-        "report.html": report_html(summary, pieces, parts=parts),
-        "claims.md": claims_markdown(summary, pieces),
-    }
+    summary = summarise(study)
+    pictures: dict[str, bytes] = {}
+    drawn: list[str] = []
+
+    def draw(figure: Figure, name: str, *, kind: Literal["png", "svg"]) -> str:
+        """The file that holds the figure, drawn now."""
+        file = f"{name}.{kind}"
+        drawn.append(file)
+        # Kept figures have a palette: drawn again, they would differ in every byte.
+        if study.kept and (out / file).exists():
+            pictures[file] = (out / file).read_bytes()
+        else:
+            pictures[file] = figure_bytes(figure, kind, dpi=KEPT_DPI if study.kept else 150)
+        return file
+
+    kind: Literal["png", "svg"] = "png" if study.kept else "svg"
+    if summary.cells:
+        figure = draw_figure(summary)
+        draw(figure, "figure1", kind=kind)
+        if not study.kept:
+            draw(figure, "figure1", kind="png")  # for pages that cannot show SVG
+    parts = []
+    for section in sections(summary):
+        files = []
+        for picture in section.pictures:
+            if picture.figure is not None:
+                files.append(draw(picture.figure, picture.file, kind=kind))
+            else:
+                pictures[picture.file] = (out / picture.file).read_bytes()
+                files.append(picture.file)
+        named = (replace(p, file=f) for p, f in zip(section.pictures, files, strict=True))
+        parts.append(replace(section, pictures=tuple(named)))
+    texts = render(summary, parts, pictures=pictures)
+    write_rows(out / "results.csv", study.rows, padded=False)
     for name, text in texts.items():
         write_text(out / name, text)
-    pictures = _pictures(summary) | _new_pictures(parts)
-    for name, content in pictures.items():
-        write_bytes(out / name, content)
+    for name in drawn:
+        write_bytes(out / name, pictures[name])
     return Report(
         summary=summary,
-        pieces=pieces,
-        files=tuple(out / name for name in (*texts, *pictures)),
+        files=tuple(out / name for name in ("results.csv", *texts, *drawn)),
         html=out / "report.html",
-        complete={task.state for task in study.runs} | {piece.state for piece in pieces}
-        <= {"done"},
+        complete={outcome.state for outcome in study.outcomes} <= {"done"},
     )
 
 
-def _with_pictures(section: Section, out: Path) -> Section:
-    """The section with the content of figures that are on disk already."""
-    loaded = (
-        picture if picture.svg else replace(picture, svg=(out / picture.file).read_bytes())
-        for picture in section.pictures
-    )
-    return replace(section, pictures=tuple(loaded))
+def render(summary: Summary, parts: list[Section], *, pictures: dict[str, bytes]) -> dict[str, str]:
+    """The pages of the report by file name; everything from the results is escaped.
 
-
-def _new_pictures(parts: Sequence[Section]) -> dict[str, bytes]:
-    return {
-        picture.file: picture.svg
-        for section in parts
-        for picture in section.pictures
-        if picture.svg is not None and "/" not in picture.file
-    }
-
-
-def report_html(
-    summary: Summary, pieces: Sequence[Piece] = (), *, parts: Sequence[Section] | None = None
-) -> str:
-    """The report as one HTML page; everything from the results is escaped."""
+    `pictures`: the content of the figures that the page embeds, by file.
+    """
     import jinja2
     from markupsafe import Markup
 
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("layershuffle.study", "templates"),
-        autoescape=True,
-        finalize=_shown,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    judgements = [(c, verdict, text) for c, verdict, text in judge(summary)]
+    values: dict[str, Any] = {
+        "name": printable(summary.study.settings.name),
+        "ours": describe_data(summary.study),
+        "paper_setting": SETTING,
+        "headline": headline(summary),
+        "facts": key_facts(summary),
+        "status": status(summary.study),
+        "gaps": gaps(summary.study),
+        "table": main_table(summary),
+        "notes": table_notes(summary) if summary.cells else [],
+        "figure": next((name for name in pictures if name.startswith("figure1.")), None),
+        "descriptions": [describe_panel(summary, mode) for mode in PANELS],
+        "sections": parts,
+        "judgements": [j for j in judgements if j[1] != "not measured"],
+        "unmeasured": unmeasured(summary),
+        "verdicts": {
+            verdict: sum(j[1] == verdict for j in judgements)
+            for verdict in ("holds", "holds partly", "does not hold", "not measured")
+        },
+    }
     panels = PANELS if summary.cells else {}
-    return environment.get_template("report.html.j2").render(
-        name=printable(summary.study.name),
-        ours=study_words(summary.study),
-        headline=headline(summary),
-        facts=key_facts(summary),
-        status=status(summary.study, pieces),
-        gaps=gaps(summary.study, pieces),
-        table=_main_table(summary),
-        notes=table_notes(summary) if summary.cells else [],
-        panels=[(title, Markup(inline_svg(summary, mode))) for mode, title in panels.items()],
-        colours=[colour for colour, _, _ in STYLES],
-        sections=sections(summary, pieces) if parts is None else parts,
-        data_uri=_data_uri,
+    html_values = {
+        "panels": [(title, Markup(inline_svg(summary, mode))) for mode, title in panels.items()],
+        "colours": [colour for colour, _, _ in STYLES],
+        "data_uri": lambda file: _data_uri(file, pictures[file]),
+    }
+
+    def environment(*, escape: bool) -> jinja2.Environment:
+        environment = jinja2.Environment(
+            loader=jinja2.PackageLoader("layershuffle.study", "templates"),
+            autoescape=escape,
+            # Control characters could drive the reader's terminal.
+            finalize=lambda value: printable(value) if escape and type(value) is str else value,
+            undefined=jinja2.StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
+            keep_trailing_newline=True,
+        )
+        environment.filters |= {"md": escape_markdown, "interval": interval_text}
+        environment.filters["code"] = lambda text: printable(text).replace("```", "'''")
+        return environment
+
+    # Markdown escapes by a filter of its own; HTML entities would show in a code block.
+    markdown, html = environment(escape=False), environment(escape=True)
+    pages = {
+        f"{page}.md": markdown.get_template(f"{page}.md.j2").render(values).rstrip() + "\n"
+        for page in ("table", "report", "claims")
+    }
+    page = html.get_template("report.html.j2").render(values | html_values)
+    return pages | {"report.html": page}
+
+
+def escape_markdown(text: str) -> str:
+    """`text` as literal text inside a Markdown table or paragraph."""
+    safe = printable(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return re.sub(r"([\\`*_\[\]|$~!#])", r"\\\1", safe)
+
+
+def _data_uri(file: str, content: bytes) -> str:
+    kind = "png" if file.endswith(".png") else "svg+xml"
+    return f"data:image/{kind};base64,{b64encode(content).decode('ascii')}"
+
+
+# --- what the report says ------------------------------------------------------------------------
+
+
+def headline(summary: Summary) -> str:
+    """The one sentence to remember, from the numbers: arbitrary order, baseline against ours."""
+    # The paper's own comparison, where the study has both sides of it.
+    paper_arms = [arm for arm in summary.arms if arm in ("baseline", "layershuffle")]
+    column = Column("arbitrary", summary.depth)
+    arms = paper_arms or summary.arms[:_ARMS_IN_HEADLINE]
+    shown = _percentages(summary, column, arms=arms)
+    return f"Blocks in arbitrary order: {shown}" if shown else "No score in arbitrary order yet"
+
+
+def key_facts(summary: Summary) -> list[str]:
+    """Up to two more sentences drawn from the numbers."""
+    facts = []
+    sequential = _percentages(summary, Column("sequential", summary.depth), arms=summary.arms)
+    if sequential:
+        facts.append(f"In sequential order: {sequential}.")
+    pruned = [c for c in summary.columns if c.mode == "arbitrary" and c.kept < summary.depth]
+    if pruned:
+        column = min(pruned, key=lambda c: abs(c.kept - summary.depth / 2))
+        cells = [cell for arm in summary.arms if (cell := summary.cell(arm, column))]
+        best = max(cells, key=lambda cell: cell.top1.mean)
+        facts.append(
+            f"With {column.kept} of {summary.depth} blocks in arbitrary order, {label(best.arm)} "
+            f"is best: {best.top1.mean:.1f} %."
+        )
+    return facts
+
+
+def _percentages(summary: Summary, column: Column, *, arms: tuple[str, ...] | list[str]) -> str:
+    cells: list[Cell] = [cell for arm in arms if (cell := summary.cell(arm, column))]
+    return ", ".join(f"{label(cell.arm)} {cell.top1.mean:.1f} %" for cell in cells)
+
+
+def status(study: Study) -> str:
+    """How much of the study is there, in one line."""
+    states = [outcome.state for outcome in study.outcomes]
+    noun = "tasks" if study.mergings or study.analyses else "runs"
+    if set(states) <= {"done"}:
+        return f"All {len(states)} {noun} are finished."
+    return (
+        f"{states.count('done')} of {len(states)} {noun} are finished; {states.count('failed')} "
+        f"failed, {states.count('missing')} not done yet."
     )
 
 
-def report_markdown(
-    summary: Summary, pieces: Sequence[Piece] = (), *, parts: Sequence[Section] | None = None
-) -> str:
-    """The report as Markdown; everything from the results is escaped."""
-    lines = [f"# {escape_markdown(headline(summary))}", ""]
-    lines += [f"Study {escape_markdown(summary.study.name)}: {status(summary.study, pieces)}", ""]
-    lines += [f"{escape_markdown(fact)}\n" for fact in key_facts(summary)]
-    for run, what in gaps(summary.study, pieces):
-        lines.append(f"- {escape_markdown(run)} {escape_markdown(what)}")
-    lines += ["", "## Top-1 accuracy beside the paper", "", table_markdown(summary)]
-    if summary.cells:
-        lines += [f"{escape_markdown(note)}\n" for note in table_notes(summary)]
-        lines += ["## Accuracy against blocks kept", "", "![Figure 1](figure1.svg)", ""]
-        lines += [f"{escape_markdown(describe_panel(summary, mode))}\n" for mode in PANELS]
-    for section in sections(summary, pieces) if parts is None else parts:
-        lines += _markdown_section(section)
-    return "\n".join(lines).rstrip() + "\n"
+def gaps(study: Study) -> list[tuple[str, str]]:
+    """(task, what happened) of every task that is not finished, those that failed first."""
+    failed = [o for o in study.outcomes if o.state == "failed"]
+    missing = [(o.task.name, NOT_DONE) for o in study.outcomes if o.state == "missing"]
+    return [(o.task.name, f"failed: {o.failure}") for o in failed] + missing
 
 
-def _shown(value: Any) -> Any:
-    """Plain text without control characters; markup and numbers as they are."""
-    return printable(value) if type(value) is str else value
+def unmeasured(summary: Summary) -> str:
+    """One line that names the claims that this study cannot judge; empty if there is none."""
+    names = [f'"{c.says}"' for c, verdict, _ in judge(summary) if verdict == "not measured"]
+    return f"Not measured in this study: {'; '.join(names)}." if names else ""
 
 
-def _pictures(summary: Summary) -> dict[str, bytes]:
-    if not summary.cells:
-        return {}
-    figure = draw_figure(summary)
-    return {
-        "figure1.svg": figure_bytes(figure, "svg"),
-        "figure1.png": figure_bytes(figure, "png"),
-    }
+def sections(summary: Summary) -> list[Section]:
+    """Everything below the main table and its figure."""
+    study = summary.study
+    seeds = sorted({run.task.settings.seed for run in study.runs})
+    noun = "Seed" if len(seeds) == 1 else "Seeds"
+    shared, differing = settings_tables(
+        # The seed differs in every run, and its name says it.
+        study,
+        lambda result: {k: v for k, v in result.settings.items() if k != "seed"},
+        title="Settings of the runs",
+    )
+    data = settings_tables(study, lambda result: result.data.model_dump(exclude={"notes"}))
+    notes = unique(f"Note: {note}" for result in study.results for note in result.data.notes)
+    ignored = f"Ignored, because the plan does not name them: {', '.join(study.unplanned)}."
+    results = (
+        table_1(summary),
+        choices_table(summary),
+        budget_section(summary),
+        merging_section(study),
+        *_analysis_sections(study),
+        _claims_section(summary),
+        open_choices(study.settings),
+        Section(
+            title="All scores",
+            sentences=("results.csv holds one row per run and order, with the order itself.",),
+            tables=(scores_table(summary),),
+        ),
+        Section(title="How the checkpoint was picked", sentences=_selection(study)),
+        Section(
+            title="Runs",
+            sentences=(
+                f"{noun} of the runs: {', '.join(map(str, seeds))}.",
+                *([ignored] if study.unplanned else []),
+            ),
+            tables=(runs_table(study),),
+        ),
+        Section(
+            title="Settings",
+            sentences=("plan.json holds the whole recipe, with all defaults.",),
+            tables=(differing, replace(shared, folded=True)),
+        ),
+        Section(title="Data", sentences=notes, tables=data),
+        Section(
+            title="Hardware and versions",
+            tables=(
+                *settings_tables(study, lambda result: result.hardware, title="Hardware"),
+                *settings_tables(study, lambda result: result.versions, title="Versions"),
+            ),
+        ),
+        _replay(study),
+    )
+    return [section for section in results if section is not None]
 
 
-def _main_table(summary: Summary) -> dict[str, Any]:
-    """The main table for the template: column groups, then cells with both sides' numbers."""
-    groups: list[dict[str, Any]] = []
-    for column in summary.columns:
-        full = column.kept == summary.depth
-        title = f"all {summary.depth} blocks" if full else f"{column.mode} order, blocks kept"
-        if not groups or groups[-1]["title"] != title:
-            groups.append({"title": title, "names": []})
-        groups[-1]["names"].append(column.mode if full else str(column.kept))
-    rows = [
-        (label(arm), [_html_cell(summary, arm, column) for column in summary.columns])
-        for arm in summary.arms
+def _analysis_sections(study: Study) -> list[Section]:
+    """One section per analysis name, with a paragraph and the figures of every model asked."""
+    groups: dict[str, list[tuple[str, str, AnalysisResult]]] = {}
+    for outcome in study.analyses:
+        task = outcome.task
+        if outcome.result is not None:
+            # One question of several models is one section.
+            group = groups.setdefault(task.options.name, [])
+            group.append((task.name, task.arm, outcome.result))
+    return [
+        Section(
+            title=f"Figure 4: {group[0][2].title}" if name == "umap" else group[0][2].title,
+            sentences=tuple(
+                f"{label(arm)} ({task}): {result.paragraph}"
+                for task, arm, result in group
+                if result.paragraph
+            ),
+            pictures=tuple(
+                Picture(file=file, caption=f"{task}: {Path(file).stem.removeprefix(f'{task}-')}")
+                for task, _, result in group
+                for file in result.pictures
+            ),
+        )
+        for name, group in groups.items()
     ]
-    return {"groups": groups, "rows": rows}
 
 
-def _html_cell(summary: Summary, arm: str, column: Column) -> dict[str, Any] | None:
-    cell = summary.cell(arm, column)
-    if cell is None:
+def _claims_section(summary: Summary) -> Section | None:
+    """The claims that were measured; `None` while there is nothing to judge by."""
+    rows = tuple(
+        (claim.says, claim.where, verdict, text, claim.criterion)
+        for claim, verdict, text in judge(summary)
+        if verdict != "not measured"
+    )
+    if not rows:
         return None
-    number = summary.paper(arm, column)
-    one = cell.top1
-    return {
-        "exact": repr(one.mean),
-        "mean": f"{one.mean:.1f}",
-        "sd_orders": None if one.sd_orders is None else f"{one.sd_orders:.1f}",
-        "sd_models": None if one.sd_models is None else f"{one.sd_models:.1f}",
-        "interval": interval_text(one),
-        "paper": None if number is None else str(number).partition(" +-")[0],
-        "paper_sd": None if number is None or number.sd is None else f"{number.sd:.2f}",
-        "source": "" if number is None else number.source,
-    }
+    sentences = (
+        "Top-1 in percent of means over models; intervals of differences are 95 % (Welch). "
+        "The data are not the paper's, so a claim that does not hold here may hold there.",
+        unmeasured(summary),
+    )
+    head = ("The paper says", "Where", "Here", "Numbers", "Criterion")
+    return Section(
+        title="Claim by claim",
+        sentences=tuple(filter(None, sentences)),
+        tables=(Table(head=head, rows=rows),),
+    )
 
 
-def _markdown_section(section: Section) -> list[str]:
-    lines = [f"## {section.title}", ""]
-    lines += [f"{escape_markdown(sentence)}\n" for sentence in section.sentences]
-    if section.command:
-        lines += ["```sh", printable(section.command).replace("```", "'''"), "```", ""]
-    for picture in section.pictures:
-        lines += [f"![{escape_markdown(picture.caption)}]({quote(picture.file)})", ""]
-    for table in section.tables:
-        lines += _markdown_table(table)
-    return lines
+def _selection(study: Study) -> tuple[str, ...]:
+    """How the checkpoints were picked, and whether the reported images had a part in it."""
+    if not study.results:
+        return ("No run has picked one yet.",)
+    arms: dict[str, list[str]] = {}
+    for result in study.results:
+        arms.setdefault(result.selected.metric, []).append(label(result.arm))
+    sentences = [
+        f"{', '.join(unique(names))}: the checkpoint with the best {metric}."
+        for metric, names in arms.items()
+    ]
+    # Runs of both protocols may stand side by side; then both sentences do.
+    if any(result.paper_protocol for result in study.results):
+        sentences.append(
+            "Paper protocol: the checkpoint was picked on the same images that the scores are "
+            "reported on, as the paper did. Such scores are too good by an unknown amount."
+        )
+    if not all(result.paper_protocol for result in study.results):
+        sentences.append(
+            "The paper's protocol (picking on the reported split) was not used: a held-out part "
+            "of the training data picked, and the reported images were seen by nothing else."
+        )
+    return tuple(sentences)
 
 
-def _data_uri(svg: bytes) -> str:
-    return f"data:image/svg+xml;base64,{b64encode(svg).decode('ascii')}"
+def _replay(study: Study) -> Section:
+    """A command that computes one of the scores again."""
+    title = "Replay a number"
+    rows = [
+        (run.task, run.result, row)
+        for run in study.runs
+        if run.result is not None
+        for row in run.result.rows
+        if row.order
+    ]
+    if not rows:
+        return Section(title=title, sentences=("No finished run has an order to replay yet.",))
 
+    def worth(entry: tuple[RunSpec, RunResult, Any]) -> tuple[bool, bool, bool]:
+        # A full arbitrary order, of a shuffled method if there is one.
+        task, _, row = entry
+        shuffled = task.settings.method.startswith("layershuffle")
+        return row.mode == "arbitrary", row.choose == "", shuffled
 
-def _markdown_table(table: Table) -> list[str]:
-    if not table.rows:
-        return []
-    lines = [f"### {escape_markdown(table.title)}", ""] if table.title else []
-    lines += [f"| {' | '.join(map(escape_markdown, table.head))} |"]
-    lines += [f"|{'---|' * len(table.head)}"]
-    lines += [f"| {' | '.join(map(escape_markdown, row))} |" for row in table.rows]
-    return [*lines, "", *([table.note, ""] if table.note else [])]
+    task, result, row = max(rows, key=worth)
+    most = study.settings.evaluate.max_images
+    command = ["layershuffle", "eval", f"runs/{task.name}/{FIT_DIRECTORY}"]
+    command += ["--data", result.data.spec] + (["--max-images", str(most)] if most else [])
+    command += ["--order", row.order]
+    sentence = (
+        "Every line of results.csv with an order can be computed again from the run's model. "
+        "From the study's directory (a relative path to data counts from where the study was "
+        f"started), the command below gives {label(row.method)}, seed {row.seed}, in {row.mode} "
+        f"order with {row.kept} blocks: top-1 {row.top1:.2f} %, cross-entropy "
+        f"{row.cross_entropy:.4f}, on {row.n:,} images."
+    )
+    return Section(title=title, sentences=(sentence,), command=shlex.join(command))

@@ -20,11 +20,11 @@ from typing import Any
 from layershuffle.errors import Interrupted
 from layershuffle.files import locked, write_text
 from layershuffle.settings import DEFAULT_EPOCHS
-from layershuffle.study.artefacts import tasks_for
-from layershuffle.study.plan import RunSpec, Task, is_finished, write_plan
+from layershuffle.study.plan import FAILURE_FILE, RunSpec, Task, is_finished, write_plan
 from layershuffle.study.pool import LOG_FILE, LocalPool, Pool, gpu_count
+from layershuffle.study.selection import tasks_for
 from layershuffle.study.settings import StudySettings
-from layershuffle.study.worker import FAILURE_FILE, PROGRESS_FILE
+from layershuffle.study.worker import PROGRESS_FILE
 
 _POLL_SECONDS = 0.5
 _PIECE_WEIGHT = 200.0  # a merging or an analysis takes about as long as so many training steps
@@ -69,7 +69,7 @@ def run_study(
 ) -> list[str]:
     """Run what is not finished; returns the names of the tasks that failed or were held back.
 
-    `only` names tables and figures, as in "table1,fig5" (`artefacts`). Raises `UsageError` if `out`
+    `only` names tables and figures, as in "table1,fig5" (`selection`). Raises `UsageError` if `out`
     holds another study, `Interrupted` after SIGTERM or Ctrl-C with every running run's checkpoint
     saved.
     """
@@ -81,11 +81,13 @@ def run_study(
         started = time.monotonic()
         try:
             while not stopping():
+                # What ended is never started again here: a task that fails would loop.
                 ready = startable(tasks, out, running=pool.running, ended=codes)
                 for task in ready[: max(0, (workers or limit) - len(pool.running))]:
                     pool.start(task)
                 if not pool.running:
                     break
+                # Files are polled: that works for processes here and on a cluster alike.
                 time.sleep(_POLL_SECONDS)
                 ended = pool.reap()
                 codes.update(ended)
@@ -148,8 +150,8 @@ def _state(task: Task, out: Path, running: Collection[str], codes: Collection[st
         return TaskState(task.name, "running", detail, fraction, weight)
     if task.name in codes:
         return TaskState(task.name, "failed", failure(task, out), weight=weight)
-    held = [need for need in task.needs if need in codes]
-    detail = f"held back, {held[0]} failed" if held else ""
+    failed = [need for need in task.needs if need in codes]
+    detail = f"held back, {failed[0]} failed" if failed else ""
     return TaskState(task.name, "waiting", detail, weight=weight)
 
 

@@ -91,6 +91,7 @@ class StudySettings(Settings):
         for seeds in (self.seeds, *(arm.seeds for arm in self.arms)):
             if seeds is not None and len(set(seeds)) < len(seeds):
                 raise ValueError(f"a seed is named twice: {list(seeds)}")
+        # All settings are built now: a mistake in the last arm would else show after hours.
         for arm in self.arms:
             self.evaluate_settings(arm)
             for seed in self.seeds_of(arm):
@@ -105,9 +106,9 @@ class StudySettings(Settings):
             "budget.arms": list(self.budget.arms if self.budget else ()),
             "merging.arms": list(self.merging.arms if self.merging else ()),
             "analyses": [
-                (one.name, one.arm, seed)
-                for one in self.analyses
-                for seed in one.seeds or self.seeds_of(self.arm(one.arm))[:1]
+                (analysis.name, analysis.arm, seed)
+                for analysis in self.analyses
+                for seed in analysis.seeds or self.seeds_of(self.arm(analysis.arm))[:1]
             ],
         }
         for where, values in lists.items():
@@ -120,12 +121,14 @@ class StudySettings(Settings):
             self.arm(arm)
         for arm in self.merging.arms if self.merging else ():
             self.arm(arm)
-        for one in self.analyses:
-            find_analysis(one.name)
-            known = self.seeds_of(self.arm(one.arm))
-            unknown = sorted(set(one.seeds or ()) - set(known))
+        for analysis in self.analyses:
+            find_analysis(analysis.name)
+            seeds = self.seeds_of(self.arm(analysis.arm))
+            unknown = sorted(set(analysis.seeds or ()) - set(seeds))
             if unknown:
-                raise ValueError(f"{one.name} asks for seed {unknown[0]}, {one.arm} has {known}")
+                raise ValueError(
+                    f"{analysis.name} asks for seed {unknown[0]}, {analysis.arm} has {seeds}"
+                )
 
     def arm(self, label: str) -> Arm:
         """The arm of that label; raises `UsageError` for others."""

@@ -8,10 +8,14 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from layershuffle.merging.rows import MergingRow, by_model
+from layershuffle.results import CHOICES, DRAWS, MODES, ScoreRow
 from layershuffle.stats import Estimate, estimate, mean
 from layershuffle.study.paper import PaperNumber, paper_number
-from layershuffle.study.results import CHOICES, DRAWS, MODES, PlannedRun, Row, Study
+from layershuffle.study.plan import RunSpec
+from layershuffle.study.tasks import Study
 
 _MOST_LEVELS = 3
 _QUARTERS = (3, 2, 1)
@@ -34,7 +38,7 @@ class Cell:
     top1: Estimate
     top5: Estimate
     cross_entropy: Estimate
-    rows: tuple[Row, ...]
+    rows: tuple[ScoreRow, ...]
 
     @property
     def model_means(self) -> list[float]:
@@ -72,11 +76,40 @@ class Summary:
             if (cell.arm, cell.mode, cell.kept) == (arm, column.mode, column.kept)
             and cell.choose in ("", self.choose)
         ]
+        # One order per pass gives a spread over orders; one per batch averages it away.
         return min(fitting, key=lambda cell: DRAWS.index(cell.draw), default=None)
 
     def paper(self, arm: str, column: Column) -> PaperNumber | None:
         """The paper's number for that cell, if it has one."""
         return paper_number(arm, column.mode, kept=column.kept, depth=self.depth)
+
+    def means(self, arm: str, mode: str, *, kept: int | None = None) -> list[float]:
+        """The models' mean top-1 of an arm, by seed; `kept=None`: with all blocks."""
+        cell = self.cell(arm, Column(mode, kept or self.depth))
+        return [] if cell is None else cell.model_means
+
+    def merging_rows(self, arm: str) -> list[MergingRow]:
+        """The main variants of the arm's merging; none while it is not done."""
+        results = [m.result for m in self.study.mergings if m.task.arm == arm and m.result]
+        return [row for result in results for row in result.rows if row.main]
+
+    def merging(self, arm: str, kind: str) -> list[float]:
+        """The mean top-1 of every donor, merge or ensemble of an arm."""
+        rows = [row for row in self.merging_rows(arm) if row.kind == kind]
+        return [mean(scores) for scores in by_model(rows).values()]
+
+    def fact(self, analysis: str, arm: str, *, path: tuple[str, ...]) -> float | None:
+        """A number of an analysis by its path in the facts, averaged over the models asked."""
+        numbers = []
+        for outcome in self.study.analyses:
+            task, result = outcome.task, outcome.result
+            if (task.options.name, task.arm) == (analysis, arm) and result is not None:
+                value: Any = result.facts
+                for key in path:
+                    value = value.get(key) if isinstance(value, dict) else None
+                if isinstance(value, int | float):
+                    numbers.append(float(value))
+        return mean(numbers) if numbers else None
 
     def curve(self, arm: str, mode: str) -> tuple[Cell, ...]:
         """The cells of one line of the figure, by number of blocks kept, ascending."""
@@ -97,6 +130,7 @@ class Summary:
 
     def _levels(self) -> list[int]:
         levels = sorted({cell.kept for cell in self.cells if cell.kept < self.depth}, reverse=True)
+        # More columns would not fit a page; the figure shows every level.
         if len(levels) <= _MOST_LEVELS:
             return levels
         targets = [self.depth * quarter / 4 for quarter in _QUARTERS]
@@ -110,15 +144,17 @@ def summarise(study: Study, part: str = "main") -> Summary:
     The reduced-depth models share one row: each stands in the column of its own depth, as in the
     paper's Figure 1b.
     """
-    runs = [run for run in study.runs if run.plan.part == part]
-    arms = tuple(dict.fromkeys(shown_arm(run.plan) for run in runs))
-    groups: dict[tuple[int, int, int, int, int], list[Row]] = {}
+    runs = [run for run in study.runs if run.task.part == part]
+    arms = tuple(dict.fromkeys(shown_arm(run.task) for run in runs))
+    groups: dict[tuple[int, int, int, int, int], list[ScoreRow]] = {}
+    rows: list[ScoreRow] = []
     for run in runs:
-        for row in run.rows:
-            place = (arms.index(shown_arm(run.plan)), MODES.index(row.mode), -row.kept)
+        for row in run.result.rows if run.result else ():
+            # Most blocks first, as in the tables.
+            place = (arms.index(shown_arm(run.task)), MODES.index(row.mode), -row.kept)
             key = (*place, CHOICES.index(row.choose), DRAWS.index(row.draw))
             groups.setdefault(key, []).append(row)
-    rows = [row for run in runs for row in run.rows]
+            rows.append(row)
     choices = {row.choose for row in rows} - {""}
     return Summary(
         study=study,
@@ -129,9 +165,9 @@ def summarise(study: Study, part: str = "main") -> Summary:
     )
 
 
-def shown_arm(run: PlannedRun) -> str:
+def shown_arm(run: RunSpec) -> str:
     """The row of the tables that a run belongs to: "truncated-3" and "-6" share "truncated"."""
-    return re.sub(r"-\d+$", "", run.arm) if run.method == "truncated" else run.arm
+    return re.sub(r"-\d+$", "", run.arm) if run.settings.method == "truncated" else run.arm
 
 
 def label(arm: str) -> str:
@@ -148,13 +184,15 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
 
 
-def _depth_shown(row: Row) -> int:
+def _depth_shown(row: ScoreRow) -> int:
     """Blocks the model has at least, as far as this row shows."""
+    # A run of a pruned model shows the depth by its highest block id alone.
     return max([row.kept, *(int(block) + 1 for block in row.order.split(",") if block)])
 
 
-def _cell(rows: Sequence[Row], *, arm: str) -> Cell:
+def _cell(rows: Sequence[ScoreRow], *, arm: str) -> Cell:
     first = rows[0]
+    # The fewest images give the widest interval.
     images = min(row.n for row in rows)
     seeds = sorted({row.seed for row in rows})
 

@@ -1,240 +1,440 @@
-"""The main table as plain text for a terminal and as Markdown; the words that go with it.
+"""The report's tables as plain data, the sections that hold them, and the main table in text.
 
-Arms down, conditions across; under each arm its spreads, its interval and the paper's number.
+Pure: from `Summary` and `Study` to strings. The templates put the same sections into HTML and
+Markdown.
 """
 
 from __future__ import annotations
 
-import re
+import json
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-from layershuffle.stats import Estimate
-from layershuffle.study.paper import REFERENCE, SETTING, PaperNumber
-from layershuffle.study.results import Study
-from layershuffle.study.summary import Column, Summary, label, printable
+from layershuffle.results import MODES
+from layershuffle.stats import Estimate, mean, welch_interval
+from layershuffle.study.figures import draw_figure
+from layershuffle.study.paper import REFERENCE, SETTING
+from layershuffle.study.summary import Cell, Column, Summary, label, printable, shown_arm
+from layershuffle.study.tasks import RunResult, Study
+from layershuffle.text import shortened, table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 WIDTH = 100
-_LABEL_WIDTH = 24
-_NOTHING = "-"
 NOT_DONE = "not done yet"
+NONE = "-"
+_COLUMNS_ACROSS = 5  # of the terminal's table: more would not fit `WIDTH`
+_NAMES_SHOWN = 8  # arms that are named where their settings differ
+_CHOICES = {
+    "": "all",
+    "random": "drawn at random",
+    "spaced": "evenly spaced",
+    "first": "the first ones",
+    "last": "the last ones",
+}
 
 
-def table_text(summary: Summary, gaps: Sequence[tuple[str, str]] = ()) -> str:
-    """The main table with its legend: ASCII, no line above 100 columns.
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """A table of texts.
 
-    `gaps`: (task, what happened) of every task that is not done.
+    `folded` ones start closed in HTML, and Markdown names them alone; `numbers`: figures, to be
+    aligned as such.
     """
-    if not summary.cells:
-        return "\n".join(["No run has finished yet.", *_wrapped(missing_words(gaps))])
-    name = printable(summary.study.name)
-    lines = [_clip(f"{name}: top-1 accuracy in percent", WIDTH), ""]
-    for block in _blocks(summary):
-        lines += [*block, ""]
-    words = [*table_notes(summary), *missing_words(gaps)]
-    return "\n".join([*lines, *_wrapped(words)])
+
+    title: str = ""
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+    folded: bool = False
+    numbers: bool = False
 
 
-def table_markdown(summary: Summary) -> str:
-    """The main table in Markdown: a row per arm, the paper's numbers in italics below it."""
-    if not summary.cells:
-        return "No run has finished yet.\n"
-    head = ["", *(column_name(column, summary.depth) for column in summary.columns)]
-    lines = [f"| {' | '.join(head)} |", f"|:--{'|--:' * len(summary.columns)}|"]
-    for arm in summary.arms:
-        cells = [_mark_down(summary, arm, column) for column in summary.columns]
-        lines.append(f"| {escape_markdown(label(arm))} | {' | '.join(cells)} |")
-        numbers = [summary.paper(arm, column) for column in summary.columns]
-        if any(numbers):
-            shown = [
-                f"*{number}*".replace("+-", "&plusmn;") if number else "" for number in numbers
-            ]
-            lines.append(f"| *the paper* | {' | '.join(shown)} |")
-    return "\n".join(lines) + "\n"
+@dataclass(frozen=True, kw_only=True)
+class Picture:
+    """A figure: its file below the study's directory, and a caption.
+
+    `figure` is drawn into that file; it is `None` for a file that is there already.
+    """
+
+    file: str
+    caption: str
+    figure: Figure | None = None
 
 
-def column_name(column: Column, depth: int) -> str:
-    """ "arbitrary" for the full stack, "arbitrary, 9 kept" for fewer blocks."""
-    return column.mode if column.kept == depth else f"{column.mode}, {column.kept} kept"
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A heading with sentences, a command to type, pictures and tables."""
+
+    title: str
+    sentences: tuple[str, ...] = ()
+    command: str = ""
+    pictures: tuple[Picture, ...] = ()
+    tables: tuple[Table, ...] = ()
+
+
+# --- words ---------------------------------------------------------------------------------------
+
+
+def interval_text(score: Estimate) -> str:
+    """ "73.4-75.6", or "-" where there is no interval."""
+    return NONE if score.low is None or score.high is None else f"{score.low:.1f}-{score.high:.1f}"
+
+
+def number_text(value: float | None) -> str:
+    """Two decimals, or "-"."""
+    return NONE if value is None else f"{value:.2f}"
+
+
+def choice_text(choose: str) -> str:
+    """A way to choose the kept blocks as a phrase."""
+    return _CHOICES[choose]
+
+
+def duration(seconds: float) -> str:
+    """ "2 min 30 s": the two largest units."""
+    # Rounded first: 59.6 s are a minute, not 60 s.
+    whole = round(seconds)
+    minutes, rest = divmod(whole, 60)
+    if whole < 60:
+        return f"{whole} s"
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def describe_data(study: Study) -> str:
+    """Our own data and model in a few words, from the finished runs or else the recipe."""
+    # What was trained on, which the recipe may have changed since.
+    specs = sorted({result.data.spec for result in study.results})
+    data = " and ".join(specs) or study.settings.data
+    shown = data.replace("digit-pairs", "digit pairs", 1)
+    return printable(f"{shown} with {study.settings.model}")
 
 
 def table_notes(summary: Summary) -> list[str]:
-    """Sentences under the table: what its spreads, intervals and paper numbers are."""
-    notes = [interval_words(summary)]
+    """Sentences under the main table: what its spreads, intervals and paper numbers are."""
+    shown = [summary.cell(arm, column) for arm in summary.arms for column in summary.columns]
+    cells = [cell for cell in shown if cell is not None]
+    intervals = []
+    # The interval covers the widest source of spread there is data for, so cells can differ.
+    for kind, text in (
+        ("models", "t over the means of {} models"),
+        ("orders", "t over {} draws of one model"),
+        ("images", "Wilson over {} images (one model, one order)"),
+    ):
+        counts = sorted({getattr(cell.top1, kind) for cell in cells if cell.top1.kind == kind})
+        if counts:
+            spans = f"{counts[0]:,}" if len(counts) == 1 else f"{counts[0]:,} to {counts[-1]:,}"
+            intervals.append(text.format(spans))
+    per_batch = any(cell.draw == "batch" for cell in cells)
+    drawn = "a new order for every batch" if per_batch else "one order per pass over the test data"
+    notes = [f"Orders: {drawn}. 95 % intervals: {'; '.join(intervals)}."]
     if summary.choose:
-        notes.append(f"Which blocks are kept: {choice_words(summary.choose)}.")
-    notes.append(paper_words(summary.study))
+        notes.append(f"Which blocks are kept: {choice_text(summary.choose)}.")
+    notes.append(
+        f"The paper's numbers ({REFERENCE}) are {SETTING}; ours are "
+        f"{describe_data(summary.study)}: the pattern compares, the level does not. "
+        '"~" marks what its text only describes.'
+    )
     return notes
 
 
-def paper_words(study: Study) -> str:
-    """Why the paper's level and ours are not to be compared."""
-    ours = study_words(study)
-    return (
-        f"The paper's numbers ({REFERENCE}) are {SETTING}; ours are {ours}: the pattern compares, "
-        'the level does not. "~" marks what its text only describes.'
-    )
+# --- the main table ------------------------------------------------------------------------------
 
 
-def study_words(study: Study) -> str:
-    """Our own data and model in a few words, from the finished runs or else the recipe."""
-    specs = sorted({str(run.facts.data["spec"]) for run in study.runs if run.facts})
-    data = " and ".join(specs) or str(study.recipe.get("data", "the data of the recipe"))
-    model = study.recipe.get("model")
-    shown = data.replace("digit-pairs", "digit pairs", 1)
-    return printable(f"{shown} with {model}" if isinstance(model, str) else shown)
+def table_text(summary: Summary, gaps: Sequence[tuple[str, str]] = ()) -> str:
+    """The main table for a terminal with its legend, no line above 100 columns.
 
-
-def choice_words(choose: str) -> str:
-    """A way to choose the kept blocks as a phrase."""
-    return {
-        "": "all",
-        "random": "drawn at random",
-        "spaced": "evenly spaced",
-        "first": "the first ones",
-        "last": "the last ones",
-    }[choose]
-
-
-def interval_words(summary: Summary) -> str:
-    """What the 95 % intervals of the main table are over."""
-    shown = [summary.cell(arm, column) for arm in summary.arms for column in summary.columns]
-    cells = [cell for cell in shown if cell is not None]
-    words = []
-    for kind in ("models", "orders", "images"):
-        ones = [cell.top1 for cell in cells if cell.top1.kind == kind]
-        if ones:
-            words.append(_kind_words(kind, ones))
-    per_batch = any(cell.draw == "batch" for cell in cells)
-    drawn = "a new order for every batch" if per_batch else "one order per pass over the test data"
-    return f"Orders: {drawn}. 95 % intervals: {'; '.join(words)}."
-
-
-def _kind_words(kind: str, ones: Sequence[Estimate]) -> str:
-    if kind == "models":
-        return f"t over the means of {_span(one.models for one in ones)} models"
-    if kind == "orders":
-        return f"t over {_span(one.orders for one in ones)} draws of one model"
-    return f"Wilson over {_span(one.images for one in ones)} images (one model, one order)"
-
-
-def _span(counts: Iterable[int]) -> str:
-    found = sorted(set(counts))
-    return f"{found[0]:,}" if len(found) == 1 else f"{found[0]:,} to {found[-1]:,}"
-
-
-def missing_words(gaps: Sequence[tuple[str, str]]) -> list[str]:
-    """One sentence per task that failed, one for all that are not done; empty when all is there."""
-    words = [
-        f"FAILED {name}: {printable(what.removeprefix('failed: '))}"
-        for name, what in gaps
+    `gaps`: (task, what happened) of every task that is not done.
+    """
+    lines = ["No run has finished yet."]
+    notes: list[str] = []
+    if summary.cells:
+        name = printable(summary.study.settings.name)
+        lines = [*textwrap.wrap(f"{name}: top-1 accuracy in percent", WIDTH), ""]
+        notes = table_notes(summary)
+        for first in range(0, len(summary.columns), _COLUMNS_ACROSS):
+            columns = summary.columns[first : first + _COLUMNS_ACROSS]
+            names = (_column_name(column, summary.depth, separator="\n") for column in columns)
+            rows = [row for arm in summary.arms for row in _arm_rows(summary, arm, columns)]
+            lines += [table(["", *names], rows, width=WIDTH), ""]
+    notes += [
+        f"FAILED {task}: {printable(what.removeprefix('failed: '))}"
+        for task, what in gaps
         if what != NOT_DONE
     ]
-    missing = [name for name, what in gaps if what == NOT_DONE]
+    missing = [task for task, what in gaps if what == NOT_DONE]
     if missing:
-        words.append(f"Not done yet: {', '.join(missing)}. Run the same command again to go on.")
-    return words
+        notes.append(f"Not done yet: {', '.join(missing)}. Run the same command again to go on.")
+    return "\n".join([*lines, *(line for note in notes for line in textwrap.wrap(note, WIDTH))])
 
 
-def escape_markdown(text: str) -> str:
-    """`text` as literal text inside a Markdown table or paragraph."""
-    safe = printable(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    return re.sub(r"([\\`*_\[\]|$~!#])", r"\\\1", safe)
-
-
-def interval_text(one: Estimate) -> str:
-    """ "73.4-75.6", or "-" where there is no interval."""
-    return _NOTHING if one.low is None or one.high is None else f"{one.low:.1f}-{one.high:.1f}"
-
-
-def _mark_down(summary: Summary, arm: str, column: Column) -> str:
-    cell = summary.cell(arm, column)
-    if cell is None:
-        return _NOTHING
-    spread = "" if cell.top1.sd_orders is None else f" &plusmn;{cell.top1.sd_orders:.1f}"
-    return f"**{cell.top1.mean:.1f}**{spread} ({interval_text(cell.top1)})"
-
-
-_LINES: tuple[tuple[str, Callable[[Estimate], str]], ...] = (
-    ("sd over orders", lambda one: _NOTHING if one.sd_orders is None else f"{one.sd_orders:.1f}"),
-    ("sd over models", lambda one: _NOTHING if one.sd_models is None else f"{one.sd_models:.1f}"),
-    ("95 % interval", interval_text),
-)
-
-
-def _blocks(summary: Summary) -> list[list[str]]:
-    """The table cut into as few blocks of whole columns as fit the width."""
-    blocks: list[list[str]] = []
-    columns = list(summary.columns)
-    while columns:
-        take = len(columns)
-        while take > 1 and max(map(len, _block(summary, columns[:take]))) > WIDTH:
-            take -= 1
-        blocks.append(_block(summary, columns[:take]))
-        columns = columns[take:]
-    return blocks
-
-
-def _block(summary: Summary, columns: Sequence[Column]) -> list[str]:
-    grid = [("", *(_short_name(column, summary.depth) for column in columns))]
-    for arm in summary.arms:
-        grid += _arm_rows(summary, arm, columns)
-    widths = [max(map(len, texts)) for texts in zip(*grid, strict=True)]
-    lines = [_group_line(columns, widths, summary.depth), *(_line(row, widths) for row in grid)]
-    rule = "-" * max(map(len, lines))
-    starts = {label_of_arm(arm) for arm in summary.arms}
-    out = lines[:2]
-    for row, line in zip(grid[1:], lines[2:], strict=True):
-        out += [rule, line] if row[0] in starts else [line]
-    return out
+def _column_name(column: Column, depth: int, *, separator: str = ", ") -> str:
+    """ "arbitrary" for the full stack, "arbitrary, 9 kept" for fewer blocks."""
+    return column.mode if column.kept == depth else f"{column.mode}{separator}{column.kept} kept"
 
 
 def _arm_rows(summary: Summary, arm: str, columns: Sequence[Column]) -> list[tuple[str, ...]]:
+    """The arm's means, under them what there is of its spreads, intervals and paper numbers."""
     cells = [summary.cell(arm, column) for column in columns]
 
-    def row(name: str, shown: Callable[[Estimate], str]) -> tuple[str, ...]:
-        return (name, *(_NOTHING if cell is None else shown(cell.top1) for cell in cells))
+    def row(name: str, show: Callable[[Estimate], str]) -> tuple[str, ...]:
+        return (name, *(NONE if cell is None else show(cell.top1) for cell in cells))
 
-    rows = [row(label_of_arm(arm), lambda one: f"{one.mean:.1f}")]
-    spreads = [row(f"  {name}", shown) for name, shown in _LINES]
-    rows += [spread for spread in spreads if set(spread[1:]) != {_NOTHING}]
+    def one_decimal(value: float | None) -> str:
+        return NONE if value is None else f"{value:.1f}"
+
     numbers = [summary.paper(arm, column) for column in columns]
-    if any(numbers):
-        rows.append(("  the paper", *(_short_number(number) for number in numbers)))
-    return rows
+    below = [
+        row("  sd over orders", lambda score: one_decimal(score.sd_orders)),
+        row("  sd over models", lambda score: one_decimal(score.sd_models)),
+        row("  95 % interval", interval_text),
+        ("  the paper", *(str(number).split(" +-")[0] if number else NONE for number in numbers)),
+    ]
+    means = row(label(arm), lambda score: f"{score.mean:.1f}")
+    # A line without any number would only make the table longer.
+    return [means, *(cells for cells in below if set(cells[1:]) != {NONE})]
 
 
-def label_of_arm(arm: str) -> str:
-    """The arm's label, cut to the width of the terminal table's first column."""
-    return _clip(label(arm), _LABEL_WIDTH)
+def main_table(summary: Summary) -> dict[str, Any]:
+    """The main table for the templates: columns in groups, and per arm (cell, paper's number)."""
+    groups: list[dict[str, Any]] = []
+    for column in summary.columns:
+        full = column.kept == summary.depth
+        title = f"all {summary.depth} blocks" if full else f"{column.mode} order, blocks kept"
+        if not groups or groups[-1]["title"] != title:
+            groups.append({"title": title, "names": []})
+        groups[-1]["names"].append(column.mode if full else str(column.kept))
+    rows = [
+        (label(arm), [(summary.cell(arm, c), summary.paper(arm, c)) for c in summary.columns])
+        for arm in summary.arms
+    ]
+    names = [_column_name(column, summary.depth) for column in summary.columns]
+    return {"groups": groups, "names": names, "rows": rows}
 
 
-def _short_name(column: Column, depth: int) -> str:
-    return column.mode if column.kept == depth else f"{column.kept} kept"
+# --- Table 1 and Figures 1b, 1c ------------------------------------------------------------------
 
 
-def _short_number(number: PaperNumber | None) -> str:
-    return "" if number is None else str(number).split(" +-")[0]
+def table_1(summary: Summary) -> Section | None:
+    """Every method in both order modes beside the paper; `None` while no full stack is scored."""
+    cells = [
+        cell
+        for arm in summary.arms
+        for mode in MODES
+        if (cell := summary.cell(arm, Column(mode, summary.depth))) is not None
+    ]
+    if not cells:
+        return None
+    head = (
+        "Method", "Order", "Models", "Orders", "Top-1", "sd models", "sd orders", "95 %", "Top-5",
+        "To sequential baseline", "Paper", "Paper, to sequential baseline", "Ours - paper",
+    )  # fmt: skip
+    paper_base = summary.paper("baseline", Column("sequential", summary.depth))
+    rows = []
+    for cell in cells:
+        top1, number = cell.top1, summary.paper(cell.arm, Column(cell.mode, cell.kept))
+        paper_difference = NONE
+        if number is not None and paper_base is not None:
+            paper_difference = f"{number.value - paper_base.value:+.2f}"
+        rows.append(
+            (
+                label(cell.arm), cell.mode, str(top1.models), str(top1.orders), f"{top1.mean:.2f}",
+                number_text(top1.sd_models), number_text(top1.sd_orders), interval_text(top1),
+                f"{cell.top5.mean:.2f}", _to_baseline(summary, cell),
+                NONE if number is None else str(number), paper_difference,
+                NONE if number is None else f"{top1.mean - number.value:+.2f}",
+            )
+        )  # fmt: skip
+    return Section(
+        title="Table 1: all blocks, sequential and arbitrary order",
+        sentences=(
+            "Top-1 and top-5 in percent. The spread over models (seeds) and the spread over "
+            "orders within a model are different things; the paper prints one +- without saying "
+            "which. Differences to the baseline run in sequential order are what compares across "
+            "data sets.",
+        ),
+        tables=(Table(head=head, rows=tuple(rows), numbers=True),),
+    )
 
 
-def _group_line(columns: Sequence[Column], widths: Sequence[int], depth: int) -> str:
-    groups: dict[str, int] = {}
-    for column, width in zip(columns, widths[1:], strict=True):
-        full = column.kept == depth
-        name = f"all {depth} blocks" if full else f"{column.mode} order"
-        groups[name] = groups.get(name, -1) + 1 + width
-    parts = [f" {name} ".center(width, "-")[:width] for name, width in groups.items()]
-    return " ".join([" " * widths[0], *parts])
+def _to_baseline(summary: Summary, cell: Cell) -> str:
+    """Difference to the sequential baseline refined from the same model, with its interval."""
+    # Arms may start from different models (CIFAR-100 refines two): each has its own baseline.
+    models = {
+        shown_arm(run.task): (run.task.settings.model, run.task.settings.method)
+        for run in summary.study.runs
+        if run.result is not None and run.task.part == "main"
+    }
+    model = models.get(cell.arm, (None, ""))[0]
+    baseline = next((arm for arm, pair in models.items() if pair == (model, "baseline")), "")
+    base = summary.cell(baseline, Column("sequential", summary.depth))
+    if base is None or base is cell:
+        return NONE
+    ours, theirs = cell.model_means, base.model_means
+    text = f"{mean(ours) - mean(theirs):+.2f}"
+    if min(len(ours), len(theirs)) > 1:
+        low, high = welch_interval(ours, theirs)
+        text += f" ({low:+.1f} to {high:+.1f})"
+    return text
 
 
-def _line(row: Sequence[str], widths: Sequence[int]) -> str:
-    cells = [text.rjust(width) for text, width in zip(row[1:], widths[1:], strict=True)]
-    return " ".join([row[0].ljust(widths[0]), *cells]).rstrip()
+def choices_table(summary: Summary) -> Section | None:
+    """Which blocks are kept: random, evenly spaced, first, last (Figures 1b, 1c; A8)."""
+    choices = [choose for choose in _CHOICES if choose in {c.choose for c in summary.cells} - {""}]
+    if len(choices) < 2:
+        return None
+    levels = sorted({cell.kept for cell in summary.cells if cell.choose not in ("", "random")})
+    scores = {(c.arm, c.mode, c.choose, c.kept): c.top1 for c in summary.cells}
+    rows = []
+    for arm in summary.arms:
+        for mode in MODES:
+            for choose in choices:
+                at_level = (scores.get((arm, mode, choose, kept)) for kept in levels)
+                texts = [
+                    NONE if s is None else f"{s.mean:.1f} ({interval_text(s)})" for s in at_level
+                ]
+                if set(texts) != {NONE}:
+                    rows.append((label(arm), mode, choose, *texts))
+    return Section(
+        title="Figures 1b and 1c: which blocks are kept",
+        sentences=(
+            "Top-1 in percent with its 95 % interval. The paper does not say which blocks its "
+            "pruned models keep.",
+        ),
+        pictures=tuple(
+            Picture(
+                file=f"figure1-{choose}",
+                caption=f"Accuracy against blocks kept, {choice_text(choose)}.",
+                figure=draw_figure(replace(summary, choose=choose)),
+            )
+            for choose in choices
+            # That is the main figure.
+            if choose != "random"
+        ),
+        tables=(
+            Table(
+                head=("Arm", "Order", "Blocks kept", *(f"{kept} kept" for kept in levels)),
+                rows=tuple(rows),
+                numbers=True,
+            ),
+        ),
+    )
 
 
-def _clip(text: str, width: int) -> str:
-    return text if len(text) <= width else f"{text[: width - 3]}..."
+# --- facts ---------------------------------------------------------------------------------------
 
 
-def _wrapped(paragraphs: Sequence[str]) -> list[str]:
-    return [line for text in paragraphs for line in textwrap.wrap(text, WIDTH)]
+def scores_table(summary: Summary) -> Table:
+    """Every cell with all its spreads."""
+    head = (
+        "Arm", "Order", "Kept", "Which blocks", "Drawn per", "Models", "Orders", "Images", "Top-1",
+        "sd orders", "sd models", "95 %", "over", "Lowest", "Highest", "Top-5", "Cross-entropy",
+    )  # fmt: skip
+    rows = [
+        (
+            label(cell.arm), cell.mode, str(cell.kept), choice_text(cell.choose), cell.draw,
+            str(cell.top1.models), str(cell.top1.orders), f"{cell.top1.images:,}",
+            f"{cell.top1.mean:.2f}", number_text(cell.top1.sd_orders),
+            number_text(cell.top1.sd_models), interval_text(cell.top1), cell.top1.kind,
+            f"{cell.top1.least:.2f}", f"{cell.top1.most:.2f}", f"{cell.top5.mean:.2f}",
+            f"{cell.cross_entropy.mean:.4f}",
+        )
+        for cell in summary.cells
+    ]  # fmt: skip
+    return Table(
+        title="Every condition, with its spreads",
+        head=head,
+        rows=tuple(rows),
+        note="Accuracies in percent, cross-entropy in nats; sd = standard deviation. "
+        "Lowest and highest: single orders.",
+        folded=True,
+        numbers=True,
+    )
+
+
+def runs_table(study: Study) -> Table:
+    """Every planned run: its state, time and checkpoint."""
+    head = (
+        "Run", "Arm", "Seed", "State", "Steps", "Kept step", "Value", "Training", "Evaluation",
+        "Images/s", "Finished", "Settings hash",
+    )  # fmt: skip
+    rows = []
+    for run in study.runs:
+        result = run.result
+        facts = (NONE,) * 8
+        if result is not None:
+            facts = (
+                f"{result.steps:,}",
+                f"{result.selected.step:,}",
+                f"{result.selected.value:.4f}",
+                duration(result.train_seconds),
+                duration(result.eval_seconds),
+                f"{result.images_per_second:,.0f}",
+                result.finished,
+                result.settings_hash[:12],
+            )
+        seed = str(run.task.settings.seed)
+        rows.append((run.task.name, label(run.task.arm), seed, run.state, *facts))
+    return Table(
+        title="Every run",
+        head=head,
+        rows=tuple(rows),
+        folded=True,
+        numbers=True,
+        note="Kept step and value: the checkpoint that was picked and its score on the "
+        "picking split. Images/s while training.",
+    )
+
+
+def settings_tables(
+    study: Study, of: Callable[[RunResult], Mapping[str, Any]], *, title: str = ""
+) -> tuple[Table, Table]:
+    """Settings of the runs: those that all share, and those that differ with who has them."""
+    settings = [(result.arm, flatten(of(result))) for result in study.results]
+    shared, differing = [], []
+    for key in unique(key for _, values in settings for key in values):
+        arms_with: dict[str, list[str]] = {}
+        for arm, values in settings:
+            arms_with.setdefault(values.get(key, NONE), []).append(arm)
+        # Older runs may lack a setting: then it differs too.
+        if len(arms_with) == 1:
+            shared.append((key, *arms_with))
+        else:
+            differing += [
+                (key, value, shortened(unique(arms), limit=_NAMES_SHOWN))
+                for value, arms in arms_with.items()
+            ]
+    return (
+        Table(title=title, head=("name", "all runs"), rows=tuple(shared)),
+        Table(
+            title=f"{title}, where runs differ".strip(", "),
+            head=("name", "value", "arms"),
+            rows=tuple(differing),
+        ),
+    )
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Nested settings as `{"fit.steps": "1500"}`; lists of plain values as JSON."""
+    flat: dict[str, str] = {}
+    for key, value in values.items():
+        name, inner = f"{prefix}{key}", value
+        if isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+            inner = {str(index): item for index, item in enumerate(value)}
+        if isinstance(inner, Mapping) and inner:
+            flat |= flatten(inner, f"{name}.")
+        elif value is None:
+            flat[name] = "none"
+        else:
+            flat[name] = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return flat
+
+
+def unique(texts: Iterable[str]) -> tuple[str, ...]:
+    """The texts, each once, in their order."""
+    return tuple(dict.fromkeys(texts))

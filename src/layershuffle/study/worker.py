@@ -23,6 +23,7 @@ from layershuffle.files import write_text
 from layershuffle.merging.settings import MergingSettings
 from layershuffle.settings import digest
 from layershuffle.study.plan import (
+    FAILURE_FILE,
     RESULT_FILE,
     AnalysisSpec,
     MergingSpec,
@@ -33,7 +34,6 @@ from layershuffle.study.plan import (
     tasks_of,
 )
 
-FAILURE_FILE = "failure.txt"
 PROGRESS_FILE = "progress.json"
 SCHEMA = 1
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -79,7 +79,7 @@ def _train_and_score(run: RunSpec, directory: Path) -> dict[str, Any]:
     check_modes(run.settings, run.evaluate)  # before the training, not after it
     fitted = fit(run.settings, directory / "fit", listeners=[_progress_writer(directory)])
     started = time.monotonic()
-    _tell(directory, {"phase": "scoring"})
+    _write_progress(directory, {"phase": "scoring"})
     settings = run.evaluate.model_copy(
         update={**_as_trained(run), "seed": scoring_seed(run.evaluate.seed, run.settings.seed)}
     )
@@ -140,14 +140,14 @@ def _merge(task: MergingSpec, out: Path) -> dict[str, Any]:
         settings=options,
         mode=method.selects_by,
         names=[run.name for run in donors],
-        progress=lambda done, total: _tell(
+        progress=lambda done, total: _write_progress(
             directory, {"phase": "merging", "done": done, "total": total}
         ),
         note=notes.append,
     )
     write_text(directory / "results.csv", rows_csv(rows))
     return {
-        **_facts(task, options, started=started, precision=options.precision),
+        **_common_facts(task, options, started=started, precision=options.precision),
         "donors": [run.name for run in donors],
         "mode": method.selects_by,
         "data": first.settings.data,
@@ -160,7 +160,7 @@ def _analyse(task: AnalysisSpec, out: Path) -> dict[str, Any]:
 
     started, directory = time.monotonic(), task.directory(out)
     (run,) = _needed_runs(task, out)
-    _tell(directory, {"phase": task.options.name, "done": 0, "total": 1})
+    _write_progress(directory, {"phase": task.options.name, "done": 0, "total": 1})
     options = task.options.options.model_copy(update=_as_trained(run))
     run_analysis(
         task.options.name,
@@ -170,14 +170,14 @@ def _analyse(task: AnalysisSpec, out: Path) -> dict[str, Any]:
         out=directory / "files",
     )
     return {
-        **_facts(task, options, started=started),
+        **_common_facts(task, options, started=started),
         "analysis": task.options.name,
         "model": run.name,
         "data": run.settings.data,
     }
 
 
-def _facts(
+def _common_facts(
     task: MergingSpec | AnalysisSpec,
     options: MergingSettings | AnalysisSettings,
     *,
@@ -218,13 +218,14 @@ def _progress_writer(directory: Path) -> Any:
             steps = event["steps"]
         if event["kind"] in ("start", "log"):
             at = event.get("step", event.get("at"))
-            told = {"phase": "training", "step": at, "steps": steps, "loss": event.get("loss")}
-            _tell(directory, told)
+            loss = event.get("loss")
+            progress = {"phase": "training", "step": at, "steps": steps, "loss": loss}
+            _write_progress(directory, progress)
 
     return listen
 
 
-def _tell(directory: Path, progress: dict[str, Any]) -> None:
+def _write_progress(directory: Path, progress: dict[str, Any]) -> None:
     # Not flushed to disk as results are: it is worth nothing after a crash.
     stage = directory / f"{PROGRESS_FILE}.new"
     stage.write_text(json.dumps(progress), encoding="utf-8")

@@ -1,7 +1,7 @@
 """The coordinator: starts block hosts where machines are, watches them, and tells the router.
 
-A thin shell around `placement.reconcile`. What runs the processes is a `placement.Places`: Ray
-(`ray_engine.RayHosts`), or objects in this process. Used from the router's event loop only.
+A thin shell around `placement.reconcile`. What runs the processes is a `placement.HostBackend`:
+Ray (`ray_hosts.RayHosts`), or objects in this process. Used from the router's event loop only.
 """
 
 from __future__ import annotations
@@ -9,23 +9,28 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Awaitable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.swarm import state
-from layershuffle.swarm.bounded import bounded
-from layershuffle.swarm.faults import SLOW_FACTOR, Fault
-from layershuffle.swarm.health import Health, known_of
-from layershuffle.swarm.placement import Action, Hosted, Node, Places, Refill, Start, reconcile
+from layershuffle.swarm.health import Health, known_answers
+from layershuffle.swarm.placement import (
+    Action,
+    HostBackend,
+    HostRecord,
+    Node,
+    Reload,
+    Start,
+    reconcile,
+)
 from layershuffle.swarm.plan import SwarmPlan
 from layershuffle.swarm.router import Router
 from layershuffle.swarm.state import HostView
 
 if TYPE_CHECKING:
     from layershuffle.swarm.bundle import Bundle
-    from layershuffle.swarm.host import Misbehaviour
 
 _Result = TypeVar("_Result")
 _MILLI = 1000.0
@@ -34,15 +39,15 @@ _log = logging.getLogger(__name__)
 
 
 class Coordinator:
-    """Brings the hosts of `plan` up and keeps them so; `run` does it, until cancelled.
+    """Starts the hosts of `plan` and keeps them running; `run` does the work until cancelled.
 
-    `bundles`: by model, as `plan` names them: the plan's own and its donors'. `strangers`: (host,
-    block) where other weights than those of the plan's model may answer; `watching`: whether
-    `run` does its work now; `restarts`: how often it began anew (`service.running_service`).
-    Implements `drill.Engine`.
+    `bundles` holds the plan's model and its donors, by the names that `plan` gives them.
+    `foreign_blocks` are the (host, block) pairs where weights of another model may answer.
+    `watching` says whether `run` is at work, `restarts` how often it had to begin again
+    (`service.running_service`).
 
-    What is decided about a host stands in `hosts` at once, and ends what was begun before; what
-    that means for its process comes after, one thing at a time for each host.
+    A decision about a host is written to `hosts` at once and cancels what was begun before. Its
+    process follows later, one operation at a time for each host.
     """
 
     def __init__(
@@ -50,21 +55,21 @@ class Coordinator:
         plan: SwarmPlan,
         *,
         router: Router,
-        places: Places,
+        backend: HostBackend,
         bundles: Mapping[str, Bundle],
         seed: int = 0,
     ) -> None:
-        self.plan, self.router, self.places = plan, router, places
+        self.plan, self.router, self.backend = plan, router, backend
         self.health = Health(router, seed=seed)
         self.base = bundles[plan.model]
-        self.hosts: dict[str, Hosted] = {}
+        self.hosts: dict[str, HostRecord] = {}
         self.watching, self.restarts = False, 0
         self._donors = {
             (name, block): checked_donor(bundles[model], self.base, block=block)
             for name, host in plan.hosts.items()
             for block, model in host.donors.items()
         }
-        self.strangers = frozenset(place for place in self._donors if self._is_strange(place))
+        self.foreign_blocks = frozenset(filter(self._is_foreign, self._donors))
         self._starting: dict[str, asyncio.Task[None]] = {}
         self._ending: set[asyncio.Task[None]] = set()
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -72,6 +77,11 @@ class Coordinator:
         for name, host in plan.hosts.items():
             absent = self._fresh(name, frozenset(host.blocks))
             self._show(replace(absent, condition="gone", why="it has not come yet"))
+
+    @property
+    def traces(self) -> set[str]:
+        """Names of the hosts that anything is kept of: one that has left leaves no trace."""
+        return {*self.hosts, *self._starting, *self._locks, *self.health.traces}
 
     async def run(self) -> None:
         """Watch machines and hosts, ask canaries, start what is missing; until cancelled.
@@ -91,13 +101,13 @@ class Coordinator:
             await asyncio.gather(health, return_exceptions=True)
 
     async def ready(self, *, within: float) -> tuple[str, ...]:
-        """Wait until all hosts of the plan are up, or `within` seconds; those that are not.
+        """The hosts of the plan that are not up once all are, or after `within` seconds.
 
-        `run` is to run beside it.
+        It only waits: `run` must be running beside it.
         """
         clock = self.router.clock
         end = clock() + within
-        while missing := [name for name in self.plan.hosts if not self._is_up(name)]:
+        while missing := [name for name in self.plan.hosts if not self.is_up(name)]:
             if clock() >= end:
                 break
             await asyncio.sleep(_POLL)
@@ -113,13 +123,13 @@ class Coordinator:
     # --- what operators do ------------------------------------------------------------------------
 
     async def drain(self, name: str) -> bool:
-        """`name` takes no new visits; whether those it has are over when this returns.
+        """Stop new visits to `name`; returns whether it has finished the ones under way.
 
-        Waits at most as long as a request may take. A host that is not up (it starts, or is dead)
-        has nothing to finish: its process ends, and it stays away until `readmit`.
+        It waits at most as long as a request may take. A host that is not up (it is starting, or
+        dead) has nothing to finish: its process ends, and it stays away until `readmit`.
         """
-        self._known_host(name)
-        self._hold(name, "it is leaving")
+        self.record_of(name)
+        self.hold(name, "it is leaving")
         view = self.router.swarm.get(name)
         if view is None or view.condition == "gone":
             self._gone(name, "it has left")
@@ -127,7 +137,7 @@ class Coordinator:
             return True
         self.router.update(name, state.draining)
         end = self.router.clock() + self.router.limits.max_deadline_ms / _MILLI
-        await self._bounded(self.places.drain(name), name)
+        await self._call(name, self.backend.call(name, "drain"))
         while (view := self.router.swarm.get(name)) and view.waiting and self.router.clock() < end:
             await asyncio.sleep(_POLL)
         return view is None or not view.waiting
@@ -141,68 +151,44 @@ class Coordinator:
             await self._end(name)
 
     async def readmit(self, name: str) -> None:
-        """End the process of `name` and start a new one, in the background: shut-out, drained,
-        left and dead hosts come back that way.
+        """End the process of `name` and start a new one, in the background.
+
+        This is how hosts come back that were shut out, drained or dead.
         """
-        host = self._known_host(name)
+        host = self.record_of(name)
         self._gone(name, "it is starting")
         self._begin(Start(name, host.node, host.blocks), anew=True)
 
     async def swap(self, name: str, block: int, *, donor: Bundle) -> None:
         """`block` of the host `name` comes from `donor` from now on; no request is lost.
 
-        Raises `UsageError` for a donor that is no sibling, or a block that is not held there;
-        `LayerShuffleError` if the host is not up, or does not answer the donor's canary: then it is
-        shut out.
+        Raises `UsageError` if the donor is no sibling or the host does not hold the block,
+        `LayerShuffleError` if the host is not up, or if it fails the donor's canary, which shuts
+        it out.
         """
-        if block not in self._known_host(name).blocks:
+        if block not in self.record_of(name).blocks:
             raise UsageError(f"Host {name} does not hold block {block}")
         checked_donor(donor, self.base, block=block)
-        known = await asyncio.to_thread(known_of, donor, [block])
-        host = self._known_host(name)
+        answers = await asyncio.to_thread(known_answers, donor, [block])
+        host = self.record_of(name)
         if host.phase == "starting":
             raise LayerShuffleError(f"Host {name} is starting", hint="swap once it is up")
         before = self.health.forget(name, [block])
-        tensors = {block: donor.tensors[block]}
-        self.strangers |= {(name, block)}  # from now on nobody knows which weights answer
+        self.foreign_blocks |= {(name, block)}  # until the load is over, either weights may answer
         try:
-            await self._bounded(self.places.load(name, donor.program, tensors=tensors), name)
+            await self._call(name, self._loaded(name, donor, [block]))
         except LayerShuffleError:
             if self.hosts.get(name) is host:
-                self.health.expect(name, before)  # if it took it all the same, this finds out
+                # If the load succeeded all the same, the canary of the old weights finds out.
+                self.health.expect(name, before)
             raise
-        if self.hosts.get(name) is not host:  # another process, or one that is to end
-            raise LayerShuffleError(f"Host {name} came or went while it took block {block}")
+        if self.hosts.get(name) is not host:  # it was restarted or ended meanwhile
+            raise LayerShuffleError(f"Host {name} came or went while it loaded block {block}")
         self._donors[name, block] = donor
-        self.health.expect(name, known)
+        self.health.expect(name, answers)
         if why := await self.health.check(name, blocks=[block]):
-            raise LayerShuffleError(f"Host {name} took block {block}, but {why}")
-        self._know_strangers(name, [block])
-
-    async def happen(self, fault: Fault) -> None:
-        """Make the fault happen; see `faults.Fault`. A crashed host stays dead until rejoin."""
-        name = fault.host
-        self._known_host(name)
-        if fault.kind == "crash":
-            self.places.kill(name)
-            self._hold(name, "it crashed")
-        elif fault.kind == "freeze":
-            self.places.freeze(name)
-        elif fault.kind == "cut":
-            self.places.cut(name)
-        elif fault.kind == "leave":
-            await self.leave(name)
-        elif fault.kind in ("slow", "wrong"):
-            await self._misbehave(name, fault.kind, factor=SLOW_FACTOR)
-        elif self._is_up(name) and self.router.swarm[name].condition not in ("shut-out", "gone"):
-            self.places.mend(name)
-            self.places.thaw(name)
-            await self._misbehave(name, "none", factor=1.0)
-        else:
-            await self.readmit(name)
-
-    async def _misbehave(self, name: str, kind: Misbehaviour, *, factor: float) -> None:
-        await self._bounded(self.places.misbehave(name, kind, factor=factor), name)
+            raise LayerShuffleError(f"Host {name} loaded block {block}, but {why}")
+        self._mark_foreign(name, [block])
 
     # --- how hosts come and go --------------------------------------------------------------------
 
@@ -210,12 +196,15 @@ class Coordinator:
         """Start the host `name` now, and wait for it. Raises `LayerShuffleError` if it fails."""
         self._begin(Start(name, node, frozenset(blocks)), anew=name in self.hosts)
         await asyncio.wait({self._starting[name]})
-        if not self._is_up(name):
+        if not self.is_up(name):
             why = self.hosts[name].why if name in self.hosts else "it was dropped"
-            raise LayerShuffleError(f"Host {name} does not come up: {why}")
+            raise LayerShuffleError(f"Host {name} did not start: {why}")
 
     async def _look(self) -> None:
-        """Decide what is to be done, and have it done: nothing here waits for a host."""
+        """One look at the machines: decide what is to be done and begin it.
+
+        Nothing here waits for a host, so that one slow host never delays the others.
+        """
         try:
             nodes = await self._machines()
         except LayerShuffleError as error:
@@ -232,9 +221,14 @@ class Coordinator:
             self._do(action)
 
     async def _machines(self) -> Sequence[Node]:
-        """Ask for the machines, once at a time: a question that hangs may hold a thread."""
+        """The machines that are there, asked for once at a time.
+
+        A question that hangs may occupy a thread, and a new one every half second would use up
+        all of them.
+        """
         limit = self.router.limits.watch_ms
-        self._asking = self._asking or asyncio.ensure_future(self.places.nodes())
+        # The same question is waited for again: it may answer after the next look.
+        self._asking = self._asking or asyncio.ensure_future(self.backend.nodes())
         done, _ = await asyncio.wait({self._asking}, timeout=limit / _MILLI)
         if not done:
             raise LayerShuffleError(f"there was no answer within {limit:g} ms")
@@ -245,7 +239,7 @@ class Coordinator:
         name = action.name
         if isinstance(action, Start):
             self._begin(action, anew=name in self.hosts)
-        elif isinstance(action, Refill):
+        elif isinstance(action, Reload):
             self._begin(Start(name, self.hosts[name].node, action.blocks), anew=False)
         else:
             self._stop(name)
@@ -259,26 +253,27 @@ class Coordinator:
             ending.add_done_callback(self._ending.discard)
 
     def _begin(self, start: Start, *, anew: bool) -> None:
-        """Start it in the background; `anew`: whatever process of it there is ends first."""
+        """Start the host in the background; with `anew`, its present process ends first."""
         before = self.hosts.get(start.name)
         tries = before.tries if before is not None and before.node == start.node else 0
         self._stop(start.name)
-        self.hosts[start.name] = Hosted(start.name, start.node, start.blocks, tries=tries)
+        self.hosts[start.name] = HostRecord(start.name, start.node, start.blocks, tries=tries)
         self._starting[start.name] = asyncio.create_task(self._bring_up(start, anew=anew))
-        self._starting[start.name].add_done_callback(_told)
+        self._starting[start.name].add_done_callback(_log_failure)
 
     async def _bring_up(self, start: Start, *, anew: bool) -> None:
-        """Process, blocks, canaries; only then is the router told."""
+        """Process, blocks, canaries; only then does the router send visits there."""
         name = start.name
         async with self._locks[name]:
             if anew:
+                # A dead or stopped process may still hold its name, and its blocks are unknown.
                 await self._end_process(name)
             try:
-                why = await self._bounded(self._filled(start), name)
+                why = await self._call(name, self._filled(start))
             except LayerShuffleError as error:
                 why = error.cause
             if why:
-                _log.warning("Host %s does not come up: %s", name, why)
+                _log.warning("Host %s did not start: %s", name, why)
                 await self._end_process(name)
                 return self._failed(name, why)
             self.hosts[name] = replace(self.hosts[name], phase="up", tries=0, why="")
@@ -295,42 +290,46 @@ class Coordinator:
         self._gone(name, why)
 
     async def _filled(self, start: Start) -> str:
-        """What is wrong with the host once it runs and holds its blocks; "" if nothing."""
+        """Start the host's process and load its blocks; what its canaries find wrong, or ""."""
         name = start.name
-        info = await self.places.start(name, node=start.node)
+        info = await self.backend.start(name, node=start.node)
         sources = {block: self._donors.get((name, block), self.base) for block in start.blocks}
         self.health.drop(name)
-        for bundle in {id(one): one for one in sources.values()}.values():
-            mine = sorted(block for block, one in sources.items() if one is bundle)
-            known = await asyncio.to_thread(known_of, bundle, mine)
-            missing = [block for block in mine if info.blocks.get(block) != known[block].digest]
+        for bundle in {id(source): source for source in sources.values()}.values():
+            mine = sorted(block for block, source in sources.items() if source is bundle)
+            answers = await asyncio.to_thread(known_answers, bundle, mine)
+            missing = [block for block in mine if info.blocks.get(block) != answers[block].digest]
             if missing:
-                tensors = {block: bundle.tensors[block] for block in missing}
-                await self.places.load(name, bundle.program, tensors=tensors)
-            self.health.expect(name, known)
-        self._know_strangers(name, start.blocks)
+                await self._loaded(name, bundle, missing)
+            self.health.expect(name, answers)
+        self._mark_foreign(name, start.blocks)
         return await self.health.check(name, limit=self.router.limits.start_ms / _MILLI)
 
-    def _know_strangers(self, name: str, blocks: Iterable[int]) -> None:
-        """These blocks of the host are what `_donors` says."""
-        places = {(name, block) for block in blocks}
-        self.strangers = (self.strangers - places) | set(filter(self._is_strange, places))
+    async def _loaded(self, name: str, bundle: Bundle, blocks: Sequence[int]) -> None:
+        """`blocks` of `bundle` are at the host."""
+        tensors = [bundle.tensors[block] for block in blocks]
+        await self.backend.call(name, "load", bundle.program, blocks, *tensors)
 
-    def _is_strange(self, place: tuple[str, int]) -> bool:
+    def _mark_foreign(self, name: str, blocks: Iterable[int]) -> None:
+        """Bring `foreign_blocks` up to date for these blocks of the host."""
+        places = {(name, block) for block in blocks}
+        self.foreign_blocks = (self.foreign_blocks - places) | set(filter(self._is_foreign, places))
+
+    def _is_foreign(self, place: tuple[str, int]) -> bool:
         block, donor = place[1], self._donors.get(place, self.base)
         return donor is not self.base and donor.tensors[block] != self.base.tensors[block]
 
     async def _trim(self, start: Start) -> None:
-        """Take from an adopted host what it holds beyond its blocks."""
+        """Unload what an adopted host holds beyond its blocks."""
         try:
-            info = await self._bounded(self.places.info(start.name), start.name)
-            if strange := sorted(set(info.blocks) - start.blocks):
-                await self._bounded(self.places.unload(start.name, strange), start.name)
+            info = await self._call(start.name, self.backend.call(start.name, "info"))
+            if surplus := sorted(set(info.blocks) - start.blocks):
+                await self._call(start.name, self.backend.call(start.name, "unload", surplus))
         except LayerShuffleError as error:
             _log.warning("Host %s may hold more than its blocks: %s", start.name, error.cause)
 
     def _stop(self, name: str) -> None:
-        """No start of it goes on from here."""
+        """Cancel a start of the host that is under way."""
         if task := self._starting.pop(name, None):
             task.cancel()
 
@@ -339,7 +338,7 @@ class Coordinator:
         await self._ended(name)
 
     async def _ended(self, name: str) -> None:
-        """Its process is over, as far as it can be told; after whatever else is done to it."""
+        """End the process, after whatever else is being done to the host."""
         async with self._locks[name]:
             await self._end_process(name)
         if name not in self.hosts and not self._locks[name].locked():
@@ -347,14 +346,29 @@ class Coordinator:
 
     async def _end_process(self, name: str) -> None:
         try:
-            await self._bounded(self.places.end(name), name)
+            await self._call(name, self.backend.end(name))
         except LayerShuffleError as error:
             _log.warning("The process of host %s may still run: %s", name, error.cause)
 
-    def _bounded(self, work: Awaitable[_Result], name: str) -> Coroutine[Any, Any, _Result]:
-        return bounded(work, host=name, limit_ms=self.router.limits.start_ms)
+    async def _call(self, name: str, work: Coroutine[Any, Any, _Result]) -> _Result:
+        """What `work` with that host returns, in time. Every failure is a `LayerShuffleError`."""
+        limit = self.router.limits.start_ms
+        try:
+            async with asyncio.timeout(limit / _MILLI):
+                outcome = await asyncio.gather(work, return_exceptions=True)
+        except TimeoutError as error:
+            raise LayerShuffleError(f"Host {name} did not answer within {limit:g} ms") from error
+        result: _Result | BaseException = outcome[0]
+        if not isinstance(result, BaseException):
+            return result
+        if isinstance(result, LayerShuffleError):
+            raise result
+        # A defect of ours: the log gets the traceback, and the watch goes on.
+        _log.error("Work with host %s broke", name, exc_info=result)
+        raise LayerShuffleError(f"Host {name} failed ({type(result).__name__}: {result})")
 
-    def _hold(self, name: str, why: str) -> None:
+    def hold(self, name: str, why: str) -> None:
+        """Keep `name` from being started again until `readmit`."""
         self._stop(name)
         self.hosts[name] = replace(self.hosts[name], phase="held", why=why)
 
@@ -362,7 +376,10 @@ class Coordinator:
         self.router.update(name, lambda host: replace(host, condition="gone", why=why))
 
     def _fresh(self, name: str, blocks: frozenset[int]) -> HostView:
-        """A host that nothing is known of, but what it has served: its battery is the same."""
+        """The view of a host that has just started.
+
+        Only the count of served blocks survives, because it stands for the host's battery.
+        """
         planned, before = self.plan.hosts.get(name), self.router.swarm.get(name)
         share = None if planned is None else planned.share
         served = 0 if before is None else before.served
@@ -371,10 +388,11 @@ class Coordinator:
     def _show(self, view: HostView) -> None:
         self.router.swarm = self.router.swarm.with_host(view)
 
-    def _is_up(self, name: str) -> bool:
+    def is_up(self, name: str) -> bool:
         return name in self.hosts and self.hosts[name].phase == "up"
 
-    def _known_host(self, name: str) -> Hosted:
+    def record_of(self, name: str) -> HostRecord:
+        """The record of `name`. Raises `UsageError` for a host that the swarm does not have."""
         if name not in self.hosts:
             raise UsageError(
                 f"There is no host {name!r}", hint=f"hosts: {', '.join(self.hosts) or 'none'}"
@@ -382,9 +400,9 @@ class Coordinator:
         return self.hosts[name]
 
 
-def _told(task: asyncio.Task[None]) -> None:
+def _log_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()):
-        _log.error("A host's start broke", exc_info=error)
+        _log.error("The start of a host failed unexpectedly", exc_info=error)
 
 
 def checked_donor(donor: Bundle, base: Bundle, *, block: int) -> Bundle:

@@ -1,7 +1,7 @@
-"""The router: carries out what the policy decides, over a transport. A thin asyncio shell.
+"""The router: carries out over a transport what the policy decides. A thin asyncio shell.
 
-Everything it learns goes into `Swarm` values through the pure functions of `state`; everything it
-does comes from `policy.decide`. Used from one event loop only.
+Everything that it learns goes into `Swarm` values through the pure functions of `state`, and
+everything that it does comes from `policy.decide`. Use it from one event loop only.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 
 import numpy as np
-from numpy.typing import NDArray
 
 from layershuffle.swarm import policy, state
 from layershuffle.swarm.limits import Limits
@@ -23,17 +22,21 @@ from layershuffle.swarm.messages import (
     Ending,
     Outcome,
     Route,
+    State,
     Transport,
     Visit,
     Visited,
     VisitError,
+    Wire,
+    pack,
+    unpack,
 )
 from layershuffle.swarm.policy import Finish, Progress, Routing, Wait
 from layershuffle.swarm.state import HostView, Swarm
-from layershuffle.swarm.wire import Wire, pack, unpack
+from layershuffle.text import one_line
 
-State = NDArray[np.float32]
 NOT_FINITE = "it answered with numbers that are not finite"
+_UNREADABLE = (AttributeError, TypeError, ValueError)  # of an answer that is none
 _MILLI = 1000.0
 _GROWTH = 1e4
 """A visit that makes the largest value grow so many times is false: blocks add to their state."""
@@ -41,7 +44,7 @@ _GROWTH = 1e4
 
 @dataclass
 class Call:
-    """A visit under way. `reported`: its lateness was held against its host already."""
+    """A visit under way. `reported`: its lateness has already counted against its host."""
 
     visit: Visit
     task: asyncio.Task[Answer]
@@ -51,7 +54,7 @@ class Call:
 
 @dataclass
 class Walk:
-    """One request in the making: its state now, where it stands, and what was tried."""
+    """One request under way: its state, its progress, the visits so far, and a late visit."""
 
     state: State
     progress: Progress
@@ -64,8 +67,8 @@ class Router:
     """Sends states through the swarm. `swarm` is what it knows of the hosts, as a value.
 
     `routing`, `wire` and `most_blocks` (blocks that are enough in free order; default: all) may be
-    changed at any time; a request keeps the routing it began with. `observers` are told every hop
-    (for metrics and audits).
+    changed at any time; a request keeps the routing that it began with. Each of `observers` is
+    called with every hop and the states around it (metrics and audits do so).
     """
 
     def __init__(
@@ -89,7 +92,7 @@ class Router:
 
     @property
     def swarm(self) -> Swarm:
-        """What is known of the hosts now."""
+        """The present state of the hosts, as far as the router knows it."""
         return self._swarm
 
     @swarm.setter
@@ -113,7 +116,7 @@ class Router:
         """The state after the blocks that could be run, and the route.
 
         `start`: float32 `[images, tokens, width]`; `deadline`: when to be back, in seconds of the
-        router's clock. Raises nothing for failing hosts: the route says what was skipped and why.
+        router's clock. Failing hosts raise nothing: the route says what was skipped and why.
         """
         begun = self.clock()
         progress = Progress(
@@ -170,7 +173,7 @@ class Router:
             self._take(walk, late)
 
     async def _step(self, walk: Walk, visit: Visit) -> None:
-        """Make one visit; a late one that it repeats keeps running beside it, first answer wins."""
+        """Make one visit. A late visit that it repeats runs on beside it: the first answer wins."""
         if walk.late is not None and not policy.hedges(walk.late.visit, visit):
             _drop(walk.late)
             walk.late = None
@@ -178,7 +181,7 @@ class Router:
         racing = [call] if walk.late is None else [walk.late, call]
         while call in racing:
             left = call.started + visit.limit - self.clock()
-            tasks = {one.task for one in racing}
+            tasks = {racer.task for racer in racing}
             try:
                 done, _ = await asyncio.wait(
                     tasks, timeout=left, return_when=asyncio.FIRST_COMPLETED
@@ -191,7 +194,7 @@ class Router:
                 _drop(walk.late)
                 walk.late = call
                 return
-            for ended in [one for one in racing if one.task in done]:
+            for ended in [racer for racer in racing if racer.task in done]:
                 racing.remove(ended)
                 if self._take(walk, ended):
                     for other in racing:
@@ -220,10 +223,9 @@ class Router:
         except VisitError as error:
             self._fail(walk, call, outcome=error.outcome, why=error.cause)
             return False
-        after = unpack(answer.packet)
-        fault = fault_of(after, like=walk.state)
+        after, fault = unpacked(answer, like=walk.state)
         if fault:
-            # A host that wrote the state before may be to blame: a probe tells who is honest.
+            # An earlier host may have spoilt the state: a probe will tell which one is wrong.
             doubtful = fault == NOT_FINITE and walk.progress.done
             outcome: Outcome = "failed" if doubtful else "wrong"
             self._fail(walk, call, outcome=outcome, why=fault)
@@ -238,7 +240,7 @@ class Router:
         return True
 
     def _fail(self, walk: Walk, call: Call, *, outcome: Outcome, why: str) -> None:
-        """One hop of the route, and one strike at most, however often the same visit fails."""
+        """Note a failed visit: one hop and at most one strike, however often it fails."""
         elapsed = self.clock() - call.started
         hop = Visited(
             call.visit.host, call.visit.blocks, outcome, elapsed * _MILLI, why=why,
@@ -251,7 +253,7 @@ class Router:
         call.reported = True
 
     def report(self, hop: Visited) -> None:
-        """Hold a failed visit or probe against its host."""
+        """Count a failed visit or probe against its host."""
         now = self.clock()
         self.update(hop.host, lambda host: state.failed(host, hop, now=now, limits=self.limits))
 
@@ -261,19 +263,24 @@ class Router:
             observe(hop, walk.state, after)
 
 
-def fault_of(after: State, *, like: State) -> str:
-    """What is wrong with a host's answer to the state `like`, or "".
+def unpacked(answer: Answer, *, like: State) -> tuple[State, str]:
+    """The state in a host's answer to the state `like`, and what is wrong with it, or "".
 
-    Another shape, numbers that are not finite (`NOT_FINITE`), or so large that no block made them.
+    Wrong is what cannot be read, another shape, numbers that are not finite (`NOT_FINITE`), or so
+    large that no block made them. What cannot be read comes back as `like`.
     """
+    try:
+        after = unpack(answer.packet)
+        largest = float(np.abs(after).max(initial=0.0))
+    except _UNREADABLE as error:
+        return like, f"its answer cannot be read ({one_line(error)})"
     if after.shape != like.shape:
-        return f"it answered with the shape {after.shape}, not {like.shape}"
-    most = float(np.abs(after).max(initial=0.0))
-    if not math.isfinite(most):
-        return NOT_FINITE
-    if most > _GROWTH * max(1.0, float(np.abs(like).max(initial=0.0))):
-        return f"it answered with numbers up to {most:.1g}"
-    return ""
+        return after, f"it answered with the shape {after.shape}, not {like.shape}"
+    if not math.isfinite(largest):
+        return after, NOT_FINITE
+    if largest > _GROWTH * max(1.0, float(np.abs(like).max(initial=0.0))):
+        return after, f"it answered with numbers up to {largest:.1g}"
+    return after, ""
 
 
 def _drop(call: Call | None) -> None:

@@ -1,6 +1,6 @@
-"""A whole swarm: model, bundles, router, coordinator, and the front that requests go through.
+"""A whole swarm: model, bundles, router, coordinator, and the remote model that serves requests.
 
-The same for every engine: `places` runs the hosts' processes, `transport` carries the visits.
+It is the same for every engine: a `placement.HostBackend` runs the hosts and carries the visits.
 """
 
 from __future__ import annotations
@@ -23,36 +23,33 @@ from layershuffle.models.spec import parse_spec
 from layershuffle.stack import blocks_of, depth_of
 from layershuffle.swarm.bundle import Bundle, Canary, check_sibling, make_bundle
 from layershuffle.swarm.calibration import Calibration, calibration_path, read_calibration
+from layershuffle.swarm.chaos import ChaosBackend, FaultInjector
 from layershuffle.swarm.coordinator import Coordinator
-from layershuffle.swarm.donors import check_blocks, lineage_of, read_block, read_lineage
-from layershuffle.swarm.messages import Transport
-from layershuffle.swarm.placement import Places
+from layershuffle.swarm.lineage import check_blocks, lineage_of, read_block, read_lineage
+from layershuffle.swarm.messages import Wire
+from layershuffle.swarm.placement import HostBackend
 from layershuffle.swarm.plan import SwarmPlan
 from layershuffle.swarm.planning.hosts import ModelFacts, facts_of
 from layershuffle.swarm.program import pack_tensors, read_program
 from layershuffle.swarm.remote_model import RemoteModel, served_host
 from layershuffle.swarm.router import Router
-from layershuffle.swarm.wire import Wire
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from layershuffle.swarm.local import LocalHosts
-    from layershuffle.swarm.ray_hosts import RayHosts
 
 _TIMED = 30
 _MILLI = 1000.0
 _log = logging.getLogger(__name__)
 START_SECONDS = 120.0
-"""How long a swarm waits for its first hosts before it goes on with those that are there."""
+"""How long a swarm waits for all of its hosts before it starts with those that are there."""
 
 
 @dataclass(frozen=True)
 class Cargo:
-    """What a plan needs on the head: its model, all blocks as they travel, and the calibration.
+    """What the head needs for a plan: the model, all blocks as they travel, the calibration.
 
-    `bundles` are keyed by model as the plan names them. `calibration` is `None` for a model that
-    was never calibrated.
+    `bundles` is keyed by model, by the names that the plan uses. `calibration` is `None` for a
+    model that was never calibrated.
     """
 
     model: nn.Module
@@ -61,7 +58,7 @@ class Cargo:
 
 
 def load_cargo(plan: SwarmPlan) -> Cargo:
-    """The models of a plan, ready to be served.
+    """Load and check the models of a plan.
 
     Raises what loading raises, `UsageError` for donors that are no siblings and for plans that do
     not fit the model, `StackError` for models that hosts cannot run.
@@ -83,15 +80,16 @@ def load_cargo(plan: SwarmPlan) -> Cargo:
 def donor_bundle(donor: str, base: Bundle, *, blocks: Sequence[int]) -> Bundle:
     """These blocks of the model `donor`, to stand in for those of `base`.
 
-    Of a saved model whose record tells its base nothing else is read. Siblings compute the same
-    steps, so the program is that of `base`. Raises what loading raises, `UsageError` for a donor
-    that is no sibling or lacks a block, `ModelFileError` for weights that do not fit the program.
+    If the donor is a saved model whose record names its base, only these blocks are read. Siblings
+    compute the same steps, so the program is that of `base`. Raises what loading raises,
+    `UsageError` for a donor that is no sibling or lacks a block, `ModelFileError` for weights that
+    do not fit the program.
     """
     directory = _directory_of(donor)
     if directory is not None and read_lineage(directory).base is not None:
         check_sibling(base, directory)
         tensors = {block: read_block(directory, block) for block in blocks}
-    else:  # its base is to be computed from all of its blocks
+    else:  # its base is a fingerprint of all of its blocks, so all must be loaded
         model = served_host(load(donor))
         check_sibling(base, replace(base, lineage=lineage_of(model)))
         check_blocks(blocks, depth=base.depth, place=donor)
@@ -99,12 +97,12 @@ def donor_bundle(donor: str, base: Bundle, *, blocks: Sequence[int]) -> Bundle:
         tensors = {block: pack_tensors(modules[block].state_dict()) for block in blocks}
     start, program = base.canary.state, read_program(base.program)
     state = torch.from_numpy(start.copy())
-    outputs = {block: program.bind(one)(state).numpy() for block, one in tensors.items()}
+    outputs = {block: program.bind(content)(state).numpy() for block, content in tensors.items()}
     return replace(base, tensors=tensors, canary=Canary(start, outputs))
 
 
 def _directory_of(model: str) -> Path | None:
-    """Where the model of this spec is saved; `None` if a library or a hub has it."""
+    """The directory of the model of this spec; `None` if it comes from a library or a hub."""
     spec = parse_spec(model)
     if spec.scheme == "bundled":
         return Path(str(resources.files("layershuffle").joinpath("assets", spec.place)))
@@ -137,8 +135,10 @@ def model_facts(model: str, *, wire: Wire) -> ModelFacts:
 
 
 def _block_ms(bundle: Bundle) -> float:
-    """Milliseconds of block 0 on one image, in this process: the least of several, since whatever
-    else the machine does only adds to them."""
+    """Milliseconds of block 0 on one image, in this process.
+
+    The least of several times, because whatever else the machine does only adds to them.
+    """
     block = read_program(bundle.program).bind(bundle.tensors[0])
     start, times = torch.from_numpy(bundle.canary.state.copy()), []
     for _ in range(_TIMED):
@@ -150,14 +150,15 @@ def _block_ms(bundle: Bundle) -> float:
 
 @dataclass(frozen=True)
 class Service:
-    """A running swarm. `missing`: hosts of the plan that were not there in time.
+    """A running swarm. `missing`: hosts of the plan that had not started in time.
 
-    `coordinator.watching` says whether its hosts are watched.
+    `coordinator.watching` says whether its hosts are watched; `faults` breaks them, for drills.
     """
 
     plan: SwarmPlan
     router: Router
     coordinator: Coordinator
+    faults: FaultInjector
     front: RemoteModel
     calibration: Calibration | None
     missing: tuple[str, ...]
@@ -168,29 +169,32 @@ async def running_service(
     plan: SwarmPlan,
     cargo: Cargo,
     *,
-    places: Places,
-    transport: Transport,
+    backend: HostBackend,
+    ray: Any | None = None,
     within: float = START_SECONDS,
 ) -> AsyncIterator[Service]:
     """The swarm of `plan`, once its hosts are up or `within` seconds have passed.
 
-    Ends its hosts on leaving. `cargo.model` is taken over: it loses its blocks' weights.
+    `ray`: the connected module if `backend` runs its hosts on Ray, for drills that kill processes.
+    On leaving it ends the hosts. It takes `cargo.model` over, which loses its blocks' weights.
     """
     depth = cargo.bundles[plan.model].depth
+    chaos = ChaosBackend(backend, ray=ray)
     router = Router(
-        transport,
+        chaos.transport,
         depth=depth,
         limits=plan.limits,
         routing=plan.routing,
         wire=plan.wire,
         most_blocks=plan.most_blocks,
     )
-    coordinator = Coordinator(plan, router=router, places=places, bundles=cargo.bundles)
-    watch = asyncio.create_task(_watch(coordinator))
+    coordinator = Coordinator(plan, router=router, backend=chaos, bundles=cargo.bundles)
+    faults = FaultInjector(coordinator, backend=chaos)
+    watch = asyncio.create_task(keep_watching(coordinator))
     front = RemoteModel(cargo.model, router)
     try:
         missing = await coordinator.ready(within=within)
-        yield Service(plan, router, coordinator, front, cargo.calibration, missing)
+        yield Service(plan, router, coordinator, faults, front, cargo.calibration, missing)
     finally:
         watch.cancel()
         await asyncio.gather(watch, return_exceptions=True)
@@ -198,8 +202,8 @@ async def running_service(
         await asyncio.to_thread(front.close)
 
 
-async def _watch(coordinator: Coordinator) -> None:
-    """`coordinator.run`, anew whenever it ends by an error; until cancelled."""
+async def keep_watching(coordinator: Coordinator) -> None:
+    """Run `coordinator.run`, and again whenever an error ends it; until cancelled."""
     while True:
         (error,) = await asyncio.gather(coordinator.run(), return_exceptions=True)
         coordinator.restarts += 1
@@ -211,17 +215,16 @@ async def _watch(coordinator: Coordinator) -> None:
 async def swarm_on(ray: Any | None, plan: SwarmPlan) -> AsyncIterator[Service]:
     """The swarm of `plan` on the members of `ray`'s cluster; without one, within this process.
 
-    For demonstrations and measurements: no other host takes part. Raises what `load_cargo` raises.
+    For demonstrations and measurements: hosts that the plan does not name take no part. Raises what
+    `load_cargo` raises.
     """
     if ray is None:
-        from layershuffle.swarm.local import LocalHosts as Hosts
+        from layershuffle.swarm.local import LocalHosts
 
-        places: LocalHosts | RayHosts = Hosts(list(plan.hosts), limits=plan.limits)
+        backend: HostBackend = LocalHosts(list(plan.hosts), limits=plan.limits)
     else:
-        from layershuffle.swarm.ray_hosts import RayHosts as Actors
+        from layershuffle.swarm.ray_hosts import RayHosts
 
-        places = Actors(ray, limits=plan.limits, only=plan.hosts)
-    async with running_service(
-        plan, load_cargo(plan), places=places, transport=places.transport
-    ) as service:
+        backend = RayHosts(ray, limits=plan.limits, only=plan.hosts)
+    async with running_service(plan, load_cargo(plan), backend=backend, ray=ray) as service:
         yield service

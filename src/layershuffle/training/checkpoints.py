@@ -149,10 +149,12 @@ def load_state(job: Job, checkpoint: Path | None) -> TrainState:
 
 
 def _random_states() -> dict[str, Any]:
-    name, keys, *rest = np.random.get_state()
+    numpy_state: Any = np.random.get_state()
+    name, keys, *rest = numpy_state
     return {
         "python": random.getstate(),
-        "numpy": (name, keys.tolist(), *rest),  # an array would need a pickle
+        # `torch.load(weights_only=True)` reads lists, and refuses arrays of numpy.
+        "numpy": (name, keys.tolist(), *rest),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
     }

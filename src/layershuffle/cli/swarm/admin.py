@@ -41,6 +41,7 @@ class DrainCommand(_HostCommand):
         """Wait until the host has nothing left to do."""
         with self.operator() as operator:
             empty = operator.drain(self.host)
+        # A drain waits for a while; visits under way end at their own deadlines in any case.
         end = "is empty" if empty else "still has work, which will end at its deadlines"
         print(
             f"Host {self.host} takes no new visits and {end}. "

@@ -42,6 +42,8 @@ def client_options(server: ServerOptions) -> dict[str, Any]:
     Raises `UsageError` for two keys, and for a key file that others may read or that does not hold
     exactly one key.
     """
+    # A file before the variable: who names a file means it. A key on the command line beside it is
+    # refused, since one of the two would be ignored.
     key = server.api_key or os.environ.get(KEY_VARIABLE) or None
     if server.api_key_file is not None:
         if server.api_key is not None:

@@ -13,7 +13,7 @@ import tyro
 from layershuffle.cli.swarm.asking import ServerOptions, client_options
 from layershuffle.cli.swarm.serving import require_extra
 from layershuffle.errors import LayerShuffleError, UsageError
-from layershuffle.swarm.faults import KINDS, Fault, Kind, crashes, rehearsal
+from layershuffle.swarm.chaos import KINDS, Fault, Kind, crashes, one_of_each_fault
 from layershuffle.swarm.policy import Routing
 
 if TYPE_CHECKING:
@@ -69,9 +69,9 @@ class DrillCommand(ServerOptions):
     async def drill(self, plan: SwarmPlan, operator: Operator) -> int:
         """The drill of a swarm that runs `plan`; the exit code."""
         from layershuffle.models import load
-        from layershuffle.swarm.asking import asker, labelled_images
         from layershuffle.swarm.client import AsyncSwarmClient
         from layershuffle.swarm.drill import drill_report, foreseen, judged, run_drill
+        from layershuffle.swarm.load_client import labelled_images, load_client
         from layershuffle.swarm.remote_model import served_host
         from layershuffle.swarm.service import calibration_of
 
@@ -79,16 +79,18 @@ class DrillCommand(ServerOptions):
         calibration = calibration_of(plan.model, model)
         if any(host.donors for host in plan.hosts.values()):
             print("Blocks of other models take part: the accuracy is not judged.")
-            calibration = None
+            calibration = None  # it was measured with the blocks of one model
         images = labelled_images(model, self.data, count=min(self.requests, 1000))
         faults = self._faults(list(plan.hosts))
         print(
             "\n".join(f"before request {fault.at}: {fault.kind} {fault.host}" for fault in faults)
         )
         lost = 0.0
+        # A drill that fails or is interrupted must leave the swarm as it was: faults are mended,
+        # and the clients of the running service get the routing back that they had.
         routing_before = operator.routing(self.routings[0])
         async with AsyncSwarmClient(self.address, **client_options(self)) as client:
-            ask = asker(client, images, deadline_ms=self.deadline_ms)
+            ask = load_client(client, images, deadline_ms=self.deadline_ms)
             engine = _Remote(operator, client)
             try:
                 for routing in self.routings:
@@ -122,7 +124,7 @@ class DrillCommand(ServerOptions):
     def _faults(self, hosts: Sequence[str]) -> tuple[Fault, ...]:
         if self.kill is not None:
             return crashes(hosts, share=self.kill, requests=self.requests, seed=self.seed)
-        return rehearsal(hosts, requests=self.requests, seed=self.seed, kinds=self.kinds)
+        return one_of_each_fault(hosts, requests=self.requests, seed=self.seed, kinds=self.kinds)
 
 
 class _Remote:
@@ -133,7 +135,7 @@ class _Remote:
         self._hit: set[str] = set()
         self._order: asyncio.Future[None] | None = None
 
-    async def happen(self, fault: Fault) -> None:
+    async def inject(self, fault: Fault) -> None:
         """Make the fault happen; a rejoin is over when the host is healthy."""
         self._hit.add(fault.host)
         self._order = asyncio.ensure_future(self._ordered(fault.host, fault.kind))

@@ -40,6 +40,7 @@ class HeadCommand(TlsOptions):
         from layershuffle.swarm.server.admin import scratch_directory, state_directory
 
         token = self.token or default_token()
+        # A later start keeps it: the other machines have copies.
         if not token.exists():
             new_token(token)
         tls = tls_of(self)

@@ -115,6 +115,7 @@ def require_extra() -> None:
     """Raises `UsageError` where the swarm's libraries are not installed."""
     from importlib.util import find_spec
 
+    # Looked for, not imported: importing them takes seconds, and this runs before every command.
     needed = ("ray", "fastapi", "uvicorn", "httpx")
     missing = [name for name in needed if find_spec(name) is None]
     if missing:
@@ -197,7 +198,7 @@ async def serve_service(
         calibration=service.calibration,
         keys=keys,
         model=service.plan.model,
-        foreign_blocks=lambda: coordinator.strangers,
+        foreign_blocks=lambda: coordinator.foreign_blocks,
         watching=lambda: coordinator.watching,
         audits=lambda: (health.audited, health.disagreed),
     )
@@ -263,9 +264,9 @@ class _ServingCommand(HttpsOptions):
         state = state_directory(self.state)
         print(f"Waiting for {len(plan.hosts)} block hosts ...", flush=True)
         with session as ray:
-            places = RayHosts(ray, limits=plan.limits, threads=self.threads)
+            backend = RayHosts(ray, limits=plan.limits, threads=self.threads)
             async with running_service(
-                plan, cargo, places=places, transport=places.transport, within=wait
+                plan, cargo, backend=backend, ray=ray, within=wait
             ) as service:
                 await serve_service(
                     service,
@@ -361,7 +362,7 @@ class DeployCommand(TlsOptions, _ServingCommand):
 
         from layershuffle.swarm.ray_config import default_token
         from layershuffle.swarm.ray_session import joined_ray
-        from layershuffle.swarm.server.auth import check_address, in_clear
+        from layershuffle.swarm.server.tls import check_address, in_clear
         from layershuffle.swarm.service import load_cargo
 
         plan = read_plan(self.plan)

@@ -25,7 +25,7 @@ from pydantic import Field, model_validator
 from layershuffle.errors import SettingsError, UsageError
 from layershuffle.recipes import read_recipe
 from layershuffle.settings import Name, Positive, Settings
-from layershuffle.swarm.wire import Wire, pack
+from layershuffle.swarm.messages import Wire, pack
 
 Objective = Literal["throughput", "latency", "lifetime"]
 OBJECTIVES: tuple[Objective, ...] = ("throughput", "latency", "lifetime")

@@ -9,6 +9,7 @@ import numpy as np
 
 from layershuffle.errors import UsageError
 from layershuffle.swarm.limits import Limits
+from layershuffle.swarm.messages import Wire
 from layershuffle.swarm.plan import DEFAULT_MODEL, HostPlan, SwarmPlan
 from layershuffle.swarm.planning.hosts import (
     OBJECTIVES,
@@ -22,7 +23,6 @@ from layershuffle.swarm.planning.hosts import (
     refuse_no_battery,
 )
 from layershuffle.swarm.planning.placement import GAP, Solution, place, solve
-from layershuffle.swarm.wire import Wire
 
 LARGE = 60
 """With more hosts than this the placement is found greedily."""

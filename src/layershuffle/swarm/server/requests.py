@@ -160,12 +160,25 @@ async def _read_form(
     Parsing runs on the event loop: 64 kB take half a millisecond at worst, and the next ones are
     awaited in between.
     """
+
+    async def stream() -> AsyncGenerator[bytes, None]:
+        announced = request.headers.get("content-length", "")
+        _check_size(int(announced[:_MAX_DIGITS]) if announced.isdecimal() else 0, limits)
+        received = 0  # counted as well: the announced length may be wrong or missing
+        async for chunk in request.stream():
+            received += len(chunk)
+            _check_size(received, limits)
+            take(len(chunk))
+            yield chunk
+        if not parser.ended:
+            raise MultiPartException("it is cut short")
+
     # The parser decodes names with any codec that the client names in a charset, among them some
     # that raise or take quadratic time. So it is shown the boundary alone, and reads UTF-8.
     content_type = f'{MULTIPART}; boundary="{_boundary_of(request.headers).decode("ascii")}"'
     parser = _FormParser(
         Headers({"content-type": content_type}),
-        _stream(request, limits=limits, take=take),
+        stream(),
         max_files=limits.max_images,
         max_fields=len(FormRequest.model_fields),
         max_part_size=_MAX_FIELD_BYTES,
@@ -182,46 +195,32 @@ async def _read_form(
         ) from error
     except MultiPartException as error:
         raise _broken_form(error.message.rstrip(".")) from error
-    if not parser.ended:
-        raise _broken_form("it is cut short")
     files: list[bytes] = []
     fields: dict[str, str] = {}
-    for name, value in form.multi_items():
-        if isinstance(value, UploadFile) and name == IMAGE_FIELD:
-            files.append(await value.read())
-        elif isinstance(value, UploadFile):
-            raise unprocessable(f"There is a file in the field {name[:40]!r}", hint=_FORM_HINT)
-        elif name == IMAGE_FIELD:
-            raise unprocessable(f"The field {IMAGE_FIELD!r} holds no file", hint=_FORM_HINT)
-        elif name in fields:
-            raise unprocessable(f"The field {name[:40]} is given twice", hint="give it once")
-        else:
-            fields[name] = value
-    await form.close()
+    try:
+        for name, value in form.multi_items():
+            if isinstance(value, UploadFile) and name == IMAGE_FIELD:
+                files.append(await value.read())
+            elif isinstance(value, UploadFile):
+                raise unprocessable(f"There is a file in the field {name[:40]!r}", hint=_FORM_HINT)
+            elif name == IMAGE_FIELD:
+                raise unprocessable(f"The field {IMAGE_FIELD!r} holds no file", hint=_FORM_HINT)
+            elif name in fields:
+                raise unprocessable(f"The field {name[:40]} is given twice", hint="give it once")
+            else:
+                fields[name] = value
+    finally:
+        await form.close()
     return files, fields
 
 
-async def _stream(
-    request: Request, *, limits: GatewayLimits, take: Callable[[int], None]
-) -> AsyncGenerator[bytes, None]:
-    """The body, piece by piece. Raises `HTTPError` (413) as soon as it is too large."""
-
-    def check(size: int) -> None:
-        if size > limits.max_body_bytes:
-            raise HTTPError(
-                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-                f"The body is larger than {limits.max_body_bytes} bytes",
-                hint="send fewer or smaller images",
-            )
-
-    announced = request.headers.get("content-length", "")
-    check(int(announced[:_MAX_DIGITS]) if announced.isdecimal() else 0)
-    received = 0
-    async for chunk in request.stream():
-        received += len(chunk)
-        check(received)  # the announced length may be wrong or missing
-        take(len(chunk))
-        yield chunk
+def _check_size(size: int, limits: GatewayLimits) -> None:
+    if size > limits.max_body_bytes:
+        raise HTTPError(
+            HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+            f"The body is larger than {limits.max_body_bytes} bytes",
+            hint="send fewer or smaller images",
+        )
 
 
 def _describe_problem(problem: Mapping[str, Any]) -> str:

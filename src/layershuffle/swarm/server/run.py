@@ -14,15 +14,16 @@ import ssl
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from layershuffle.errors import LayerShuffleError
-from layershuffle.swarm.server.auth import check_address
-from layershuffle.swarm.server.clients import client_of
+from layershuffle.swarm.server.auth import client_of
 from layershuffle.swarm.server.limits import GatewayLimits
+from layershuffle.swarm.server.tls import check_address
 
 PORT = 8000
 _GRACE = 5  # seconds that requests under way get when the server is told to end
@@ -85,7 +86,7 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
         self._patience, self._tls = limits.head_ms / 1000, tls
-        self._waiting: dict[Any, tuple[tuple[Any, int], float]] = {}
+        self._waiting: dict[H11Protocol, tuple[tuple[Any, int], float]] = {}
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start the app, then accept connections: uvicorn has no option for TLS time-outs."""
@@ -94,7 +95,7 @@ class Server(uvicorn.Server):
         for listener in sockets or []:
             server = await asyncio.get_running_loop().create_server(
                 partial(
-                    self.config.http_protocol_class,
+                    H11Protocol,
                     config=self.config,
                     server_state=self.server_state,
                     app_state=self.lifespan.state,
@@ -109,10 +110,10 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """uvicorn calls this ten times a second."""
-        self._cut_waiting(asyncio.get_running_loop().time())
+        self.cut_waiting(asyncio.get_running_loop().time())
         return await super().on_tick(counter)
 
-    def _cut_waiting(self, now: float) -> None:
+    def cut_waiting(self, now: float) -> None:
         """Close the connections that have waited too long for their client.
 
         The server waits for the client until the head of a request is there, and while an answer
@@ -120,7 +121,7 @@ class Server(uvicorn.Server):
         change nothing, and of an answer only steps of `_PROGRESS` bytes count.
         """
         before, self._waiting = self._waiting, {}
-        for connection in self.server_state.connections:
+        for connection in cast("set[H11Protocol]", self.server_state.connections):
             cycle, unsent = connection.cycle, connection.transport.get_write_buffer_size()
             if unsent == 0 and cycle is not None and not cycle.response_complete:
                 continue  # a request runs, and the client waits for the server

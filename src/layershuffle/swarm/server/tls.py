@@ -1,7 +1,11 @@
-"""TLS between clients and the gateway: the server's and the client's side. No web framework."""
+"""What travels between clients and the gateway: TLS, and the addresses that may do without.
+
+Clients import this too, so that it needs no web framework.
+"""
 
 from __future__ import annotations
 
+import ipaddress
 import ssl
 from pathlib import Path
 from typing import NoReturn
@@ -11,15 +15,15 @@ from layershuffle.swarm.ray_config import check_secret
 
 
 def server_context(certificate: Path, key: Path) -> ssl.SSLContext:
-    """What a gateway with this certificate (its chain may follow in the file) speaks: TLS 1.2 or
-    later.
+    """The TLS of a gateway with this certificate (its chain may follow in the file): 1.2 or later.
 
     Raises `UsageError` for files that are missing, broken or no pair, and for a key that is
     encrypted or that others may read.
     """
     check_secret(key, what="key", hint="name the key that belongs to the certificate")
 
-    def asked_for_password() -> NoReturn:
+    # Without it OpenSSL would ask on the terminal, and a service without one would hang.
+    def refuse_password() -> NoReturn:
         raise UsageError(
             "The key is encrypted, and nobody is there to type the password",
             place=key,
@@ -29,7 +33,7 @@ def server_context(certificate: Path, key: Path) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     try:
-        context.load_cert_chain(certificate, key, password=asked_for_password)
+        context.load_cert_chain(certificate, key, password=refuse_password)
     except OSError as error:  # ssl's own errors as well
         raise UsageError(
             f"The certificate and its key cannot be used ({error.strerror or error})",
@@ -40,7 +44,7 @@ def server_context(certificate: Path, key: Path) -> ssl.SSLContext:
 
 
 def client_context(authority: Path) -> ssl.SSLContext:
-    """What a client speaks that trusts the certificates in this file alone.
+    """The TLS of a client that trusts the certificates in this file alone.
 
     Raises `UsageError` if it cannot be read.
     """
@@ -52,3 +56,32 @@ def client_context(authority: Path) -> ssl.SSLContext:
             place=authority,
             hint="give a PEM file",
         ) from error
+
+
+def check_address(host: str, *, keyed: bool, public: bool) -> None:
+    """Raises `UsageError` if the gateway would listen to other machines without an API key."""
+    if keyed or public or is_loopback(host):
+        return
+    raise UsageError(
+        f"The gateway would listen on {host}, where other machines reach it, without an API key",
+        hint="give it an API key, listen on 127.0.0.1, or say that it is to be public",
+    )
+
+
+def in_clear(host: str, *, keyed: bool, encrypted: bool) -> str:
+    """A warning if keys would travel where others may read them, else ""."""
+    if encrypted or not keyed or is_loopback(host):
+        return ""
+    return (
+        f"API keys, images and answers travel to and from {host} in clear: whoever can listen on "
+        "the way can read them, and use the keys. Give the gateway a certificate "
+        "(--https-certificate, --https-key), or use a network that nobody else can listen to"
+    )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches `host`, an address or "localhost"."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,434 @@
+"""The paper's claims, one by one, against this study's numbers.
+
+Every claim has a criterion, written down before the study was scored but with smaller studies
+known, and its verdict is computed: `holds`, `holds partly`, `does not hold`, or `not measured`
+where the study lacks what it takes. Differences are between means over models; their 95 % intervals
+are Welch's (1947).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Literal
+
+from layershuffle.stats import deviation, mean, welch_interval
+from layershuffle.study.summary import Column, Summary
+
+Verdict = Literal["holds", "holds partly", "does not hold", "not measured"]
+Judgement = tuple[Verdict, str] | None
+"""The verdict and the numbers behind it; `None` where the study lacks what it takes."""
+Cell = tuple[str, str, int | None]
+"""Arm, mode, blocks kept (`None`: all)."""
+Bounds = tuple[float, float]
+SLIGHT = 2.0  # points that count as a slight difference
+PAR = 5.0  # points that still count as on a par
+
+
+def difference(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, str]:
+    """Difference of the means, and the same in words with its 95 % interval."""
+    points = mean(ours) - mean(theirs)
+    if min(len(ours), len(theirs)) < 2:
+        return points, f"{points:+.2f} points (one model, no interval)"
+    low, high = welch_interval(ours, theirs)
+    return points, f"{points:+.2f} points ({low:+.2f} to {high:+.2f})"
+
+
+def grade(holds: bool, partly: bool = False) -> Verdict:
+    """The verdict of a criterion that was measured."""
+    if holds:
+        return "holds"
+    return "holds partly" if partly else "does not hold"
+
+
+Judge = Callable[[Summary], Judgement]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """What the paper says and where, our criterion, and how it is judged."""
+
+    says: str
+    where: str
+    criterion: str
+    judge: Judge
+
+
+CLAIMS: list[Claim] = []
+
+
+def claim(*, says: str, where: str, criterion: str) -> Callable[[Judge], None]:
+    """Add a claim that the decorated function judges."""
+
+    def add(judge: Judge) -> None:
+        CLAIMS.append(Claim(says=says, where=where, criterion=criterion, judge=judge))
+
+    return add
+
+
+def between(
+    ours: Cell, theirs: Cell, *, holds: Bounds, partly: Bounds, interval: bool = False
+) -> Judge:
+    """Whether the difference of two cells' means lies between bounds.
+
+    With `interval`, all of its 95 % interval must lie between the bounds `holds`.
+    """
+
+    def judge(s: Summary) -> Judgement:
+        pair = [s.means(arm, mode, kept=kept) for arm, mode, kept in (ours, theirs)]
+        if min(map(len, pair)) < (2 if interval else 1):
+            return None
+        points, text = difference(*pair)
+        # Without an interval one model of each arm is enough to judge by.
+        low, high = welch_interval(*pair) if interval else (points, points)
+        within = holds[0] <= low and high <= holds[1]
+        return grade(within, partly[0] <= points <= partly[1]), text
+
+    return judge
+
+
+@claim(
+    says="With arbitrary order the ordinary model fails, LayerShuffle works",
+    where="Table 1",
+    criterion="baseline keeps at most a tenth, LayerShuffle at least half of the baseline's "
+    "sequential top-1",
+)
+def _works_in_any_order(s: Summary) -> Judgement:
+    base, shuffled = s.means("baseline", "sequential"), s.means("baseline", "arbitrary")
+    ours = s.means("layershuffle", "arbitrary")
+    if not (base and shuffled and ours):
+        return None
+    top, low, high = mean(base), mean(shuffled), mean(ours)
+    # Shares of the baseline, not points: the level depends on the data.
+    parts = (low <= top / 10, high >= top / 2)
+    text = f"baseline {top:.1f} -> {low:.1f}, LayerShuffle {high:.1f} in arbitrary order"
+    return grade(all(parts), any(parts)), text
+
+
+@claim(
+    says="The price of arbitrary order is about 20 % of accuracy (19.84 points)",
+    where="abstract, Table 1",
+    criterion="baseline sequential minus LayerShuffle arbitrary within 5 points of 19.84; "
+    "partly if less",
+)
+def _price_of_arbitrary_order(s: Summary) -> Judgement:
+    base, ours = s.means("baseline", "sequential"), s.means("layershuffle", "arbitrary")
+    if not (base and ours):
+        return None
+    loss, text = difference(base, ours)
+    # A smaller loss than the paper's is no failure, and not what the paper says either.
+    verdict = grade(abs(loss - 19.84) < PAR, loss < 19.84)
+    return verdict, f"{text}, {100 * loss / mean(base):.1f} % of the baseline's accuracy"
+
+
+@claim(
+    says="LayerShuffle models are better in sequential than in arbitrary order, and below the "
+    "ordinary model",
+    where="section 4.1, Table 1",
+    criterion="sequential above arbitrary, and below the sequential baseline, both intervals "
+    "apart from 0",
+)
+def _sequential_in_between(s: Summary) -> Judgement:
+    ours, shuffled = (s.means("layershuffle", mode) for mode in ("sequential", "arbitrary"))
+    base = s.means("baseline", "sequential")
+    if min(len(ours), len(shuffled), len(base)) < 2:
+        return None
+    # Both intervals must be apart from 0: the differences are small beside the spread over seeds.
+    parts = (welch_interval(ours, shuffled)[0] > 0, welch_interval(ours, base)[1] < 0)
+    return grade(all(parts), any(parts)), (
+        f"sequential minus arbitrary {difference(ours, shuffled)[1]}; "
+        f"minus the baseline {difference(ours, base)[1]}"
+    )
+
+
+claim(
+    says="Telling a block its position helps only slightly",
+    where="Table 1 (+0.84 points)",
+    criterion=f"the interval of the difference lies above 0 and below {SLIGHT:g} points; partly "
+    "if it reaches beyond either, with the difference itself inside",
+)(
+    between(
+        ("layershuffle-position", "arbitrary", None),
+        ("layershuffle", "arbitrary", None),
+        holds=(0.0, SLIGHT),
+        partly=(0.0, SLIGHT),
+        interval=True,
+    )
+)
+
+
+claim(
+    says="Predicting the position costs a little",
+    where="Table 1 (-1.59 points)",
+    criterion=f"the interval of the difference lies below 0 and above -{SLIGHT:g} points; "
+    "partly if it reaches beyond either, with the difference itself inside",
+)(
+    between(
+        ("layershuffle-predict", "arbitrary", None),
+        ("layershuffle", "arbitrary", None),
+        holds=(-SLIGHT, 0.0),
+        partly=(-SLIGHT, 0.0),
+        interval=True,
+    )
+)
+
+
+@claim(
+    says="LayerShuffle-predict varies most between models",
+    where="Table 1 (1.06 against 0.41 and 0.23)",
+    criterion="largest standard deviation over models in arbitrary order of the three variants",
+)
+def _predict_varies_most(s: Summary) -> Judgement:
+    arms = ("layershuffle", "layershuffle-position", "layershuffle-predict")
+    spreads = {
+        arm: spread for arm in arms if (spread := deviation(s.means(arm, "arbitrary"))) is not None
+    }
+    if len(spreads) < len(arms):
+        return None
+    most = max(spreads, key=lambda arm: spreads[arm])
+    text = ", ".join(f"{arm} {spread:.2f}" for arm, spread in spreads.items())
+    return grade(most == "layershuffle-predict"), text
+
+
+@claim(
+    says="Blocks know their position: it is predicted right in 99.99 % of cases",
+    where="section 4.1",
+    criterion="at least 99 % on test images; partly from 90 %",
+)
+def _position_is_predicted(s: Summary) -> Judgement:
+    # The names of the sources are those of `analysis/position.py`.
+    heads = ("sources", "the model's own prediction part", "accuracy")
+    probes = ("sources", "probe on the block's output", "accuracy")
+    share = s.fact("position", "layershuffle-predict", path=heads)
+    if share is None:
+        return None
+    text = f"{share:.2f} % by the trained heads"
+    for arm in ("layershuffle-predict", "layershuffle"):
+        probe = s.fact("position", arm, path=probes)
+        if probe is not None:
+            text += f"; {probe:.2f} % by a linear probe of {arm}'s frozen outputs"
+    return grade(share >= 99, share >= 90), text
+
+
+@claim(
+    says="In sequential order LayerShuffle prunes like LayerDrop at 6 blocks, slightly worse "
+    "at 9, better at 3",
+    where="Figure 1b",
+    criterion="LayerShuffle minus LayerDrop: within 5 points of 0 at 6, between -10 and 0 at 9, "
+    "above 0 with its interval at 3; partly if one or two of the three",
+)
+def _prunes_like_layerdrop(s: Summary) -> Judgement:
+    pairs = {
+        kept: [s.means(arm, "sequential", kept=kept) for arm in ("layershuffle", "layerdrop")]
+        for kept in (9, 6, 3)
+    }
+    if any(len(means) < 2 for pair in pairs.values() for means in pair):
+        return None
+    gaps = {kept: mean(ours) - mean(theirs) for kept, (ours, theirs) in pairs.items()}
+    parts = (abs(gaps[6]) <= PAR, -2 * PAR <= gaps[9] <= 0, welch_interval(*pairs[3])[0] > 0)
+    text = ", ".join(f"{difference(*pair)[1]} with {kept}" for kept, pair in pairs.items())
+    return grade(all(parts), any(parts)), f"LayerShuffle minus LayerDrop: {text}"
+
+
+claim(
+    says="LayerDrop comes close to the ordinary model's accuracy with all blocks",
+    where="Figure 1b",
+    criterion=f"within {SLIGHT:g} points below the baseline in sequential order; partly within 5",
+)(
+    between(
+        ("layerdrop", "sequential", None),
+        ("baseline", "sequential", None),
+        holds=(-SLIGHT, inf),
+        partly=(-PAR, inf),
+    )
+)
+
+
+claim(
+    says="Models refined at 9 blocks are like LayerDrop pruned to 9",
+    where="Figure 1b",
+    criterion=f"within {SLIGHT:g} points in sequential order; partly within 5",
+)(
+    between(
+        ("truncated", "sequential", 9),
+        ("layerdrop", "sequential", 9),
+        holds=(-SLIGHT, SLIGHT),
+        partly=(-PAR, PAR),
+    )
+)
+
+
+@claim(
+    says="Models refined at 3 and 6 blocks are significantly better there than a pruned one",
+    where="Figure 1b",
+    criterion="above LayerShuffle and LayerDrop in sequential order at both, intervals apart",
+)
+def _refined_at_depth_is_better(s: Summary) -> Judgement:
+    texts, apart = [], []
+    for kept in (3, 6):
+        refined = s.means("truncated", "sequential", kept=kept)
+        others = [s.means(arm, "sequential", kept=kept) for arm in ("layershuffle", "layerdrop")]
+        if len(refined) < 2 or not all(len(means) > 1 for means in others):
+            return None
+        # Above the better of the two is above both.
+        better = max(others, key=mean)
+        apart.append(welch_interval(refined, better)[0] > 0)
+        text = difference(refined, better)[1]
+        texts.append(f"with {kept} {text} above the better of the two")
+    return grade(all(apart), any(apart)), "; ".join(texts)
+
+
+@claim(
+    says="In arbitrary order LayerShuffle alone survives pruning, and degrades gracefully",
+    where="Figure 1c",
+    criterion="at 9 and 6 blocks LayerDrop and the models refined there keep at most a tenth of "
+    "LayerShuffle's top-1 (at 3 the paper has an exception); LayerShuffle keeps half of its "
+    "top-1 at 9",
+)
+def _alone_in_arbitrary_order(s: Summary) -> Judgement:
+    full, nine = (s.means("layershuffle", "arbitrary", kept=kept) for kept in (None, 9))
+    if not (full and nine):
+        return None
+    texts, alone = [f"LayerShuffle {mean(full):.1f} with all"], True
+    for kept in (9, 6, 3):
+        ours = s.means("layershuffle", "arbitrary", kept=kept)
+        others = {
+            arm: mean(means)
+            for arm in ("layerdrop", "truncated")
+            if (means := s.means(arm, "arbitrary", kept=kept))
+        }
+        if not (ours and others):
+            return None
+        # At 3 blocks the paper itself has an exception: the identity draw, a claim of its own.
+        alone = alone and (kept == 3 or max(others.values()) <= mean(ours) / 10)
+        rest = ", ".join(f"{arm} {value:.1f}" for arm, value in others.items())
+        texts.append(f"with {kept} {mean(ours):.1f} against {rest}")
+    parts = (alone, mean(nine) >= mean(full) / 2)
+    return grade(all(parts), any(parts)), f"{texts[0]}, {'; '.join(texts[1:])}"
+
+
+@claim(
+    says="The 3-block model did well in arbitrary order because one of 5 draws was the identity",
+    where="section 4.2",
+    criterion="on draws other than the identity its top-1 falls to at most a third of the "
+    "identity's",
+)
+def _identity_draw(s: Summary) -> Judgement:
+    cell = s.cell("truncated", Column("arbitrary", 3))
+    rows = [] if cell is None else [row for row in cell.rows if row.order]
+    straight = [row.top1 for row in rows if row.order == "0,1,2"]
+    others = [row.top1 for row in rows if row.order != "0,1,2"]
+    if not (straight and others):
+        return None
+    identity, rest = mean(straight), mean(others)
+    return grade(rest <= identity / 3, rest < identity), (
+        f"identity {identity:.1f} ({len(straight)} draws), others {rest:.1f} ({len(others)} "
+        "draws); 5 draws of 6 orders hit the identity with probability 0.60"
+    )
+
+
+@claim(
+    says="A block's output depends on its position",
+    where="Figure 4",
+    criterion="neighbours of an output share its position (+-1) at least 1.5 times as often as "
+    "by chance",
+)
+def _outputs_depend_on_position(s: Summary) -> Judgement:
+    # The mean token: of the class token 33 % against 58 % are near, on digit pairs.
+    share = s.fact("umap", "layershuffle", path=("tokens", "mean", "purity"))
+    chance = s.fact("umap", "layershuffle", path=("tokens", "mean", "chance"))
+    if share is None or chance is None:
+        return None
+    text = f"{100 * share:.0f} % of neighbours (mean token), {100 * chance:.0f} % by chance"
+    return grade(share >= 1.5 * chance, share > chance), text
+
+
+@claim(
+    says="Outputs at the first positions lie apart from the rest",
+    where="Figure 4, section 4.3",
+    criterion="outputs at position 0, or at 0 and 1, detached (`analysis/umap.py`) in at least "
+    "half of the blocks, by class or mean token; partly if in any block",
+)
+def _early_positions_lie_apart(s: Summary) -> Judgement:
+    blocks = s.fact("umap", "layershuffle", path=("blocks",))
+    detached = {
+        token: count
+        for token in ("class", "mean")
+        if (count := s.fact("umap", "layershuffle", path=("tokens", token, "detached_blocks")))
+        is not None
+    }
+    if blocks is None or not detached:
+        return None
+    texts = (f"{count:.0f} of {blocks:.0f} blocks ({token})" for token, count in detached.items())
+    most = max(detached.values())
+    return grade(most >= blocks / 2, most > 0), f"detached in {', '.join(texts)}"
+
+
+@claim(
+    says="Merged LayerShuffle models lose nothing (abstract; the paper's own Table 2: 3.09 points)",
+    where="abstract, section 4.4",
+    criterion="the interval of merges minus single models reaches 0 or lies above; partly if "
+    "they lose at most 5 points",
+)
+def _merges_lose_little(s: Summary) -> Judgement:
+    merged, single = (s.merging("layershuffle", kind) for kind in ("merge", "donor"))
+    if min(len(merged), len(single)) < 2:
+        return None
+    points, text = difference(merged, single)
+    # The upper end: as long as it reaches 0, nothing speaks against "no loss".
+    verdict = grade(welch_interval(merged, single)[1] >= 0, points >= -PAR)
+    return verdict, f"single {mean(single):.2f}, merged {mean(merged):.2f}: {text}"
+
+
+@claim(
+    says="Merges of ordinary models are unusable",
+    where="Table 2 (82.61 to 1.87)",
+    criterion="merged baselines keep at most a tenth of the single models' top-1; partly up to "
+    "a half",
+)
+def _merged_baselines_fail(s: Summary) -> Judgement:
+    merged, single = (s.merging("baseline", kind) for kind in ("merge", "donor"))
+    if not (merged and single):
+        return None
+    share = mean(merged) / mean(single)
+    text = f"single {mean(single):.2f}, merged {mean(merged):.2f}"
+    return grade(share <= 1 / 10, share <= 1 / 2), text
+
+
+@claim(
+    says="Merged LayerShuffle models vary more than single ones",
+    where="section 4.4 (1.15 against 0.41)",
+    criterion="standard deviation over merges, each in one order, above that over (single "
+    "model, order) scores",
+)
+def _merges_vary_more(s: Summary) -> Judgement:
+    # Over single orders on both sides: a merge is scored in one order, a model in several.
+    rows = s.merging_rows("layershuffle")
+    single, merged = (
+        deviation([row.top1 for row in rows if row.kind == kind]) for kind in ("donor", "merge")
+    )
+    if single is None or merged is None:
+        return None
+    text = f"single models {single:.2f}, merged {merged:.2f}, both over single orders"
+    return grade(merged > single), text
+
+
+@claim(
+    says="An ensemble of the 12 models is clearly better than one",
+    where="Table 2 (+6.43 points)",
+    criterion=f"more than {SLIGHT:g} points above the single models; partly if above at all",
+)
+def _ensemble_is_better(s: Summary) -> Judgement:
+    ensemble, single = (s.merging("layershuffle", kind) for kind in ("ensemble", "donor"))
+    if not (ensemble and single):
+        return None
+    points = mean(ensemble) - mean(single)
+    text = f"ensemble {mean(ensemble):.2f}, {points:+.2f} points"
+    return grade(points > SLIGHT, points > 0), text
+
+
+def judge(summary: Summary) -> list[tuple[Claim, Verdict, str]]:
+    """All claims with their verdicts and the numbers behind them."""
+    judgements = ((entry, entry.judge(summary)) for entry in CLAIMS)
+    return [(entry, *(judgement or ("not measured", "-"))) for entry, judgement in judgements]

@@ -1,0 +1,57 @@
+"""Which tasks a table or figure of the report is made of: `--only table1,fig5`."""
+
+from __future__ import annotations
+
+from layershuffle.analysis import ANALYSES
+from layershuffle.errors import UsageError
+from layershuffle.methods import METHODS
+from layershuffle.study.plan import AnalysisSpec, MergingSpec, Task, tasks_of
+from layershuffle.study.settings import StudySettings
+from layershuffle.text import did_you_mean
+
+_TABLE_1 = {"baseline", "layershuffle", "layershuffle-position", "layershuffle-predict"}
+_FIGURE_1 = METHODS.keys() - {"layershuffle-position", "layershuffle-predict"}
+_ANALYSES = {"fig4" if name == "umap" else name: name for name in ANALYSES}
+ARTEFACTS = ("table1", "fig1b", "fig1c", "table2", "fig5", "budget", *_ANALYSES)
+"""The tables and figures of the paper, and the analyses."""
+
+
+def tasks_for(study: StudySettings, only: str | None) -> tuple[Task, ...]:
+    """The tasks behind the artefacts of a comma-separated list, with all that they need.
+
+    `None` means everything. Raises `UsageError` for a name that is none, and for one that this
+    study has nothing for.
+    """
+    tasks = tasks_of(study)
+    if only is None:
+        return tasks
+    wanted: set[str] = set()
+    for name in (word.strip() for word in only.split(",")):
+        if name not in ARTEFACTS:
+            raise UsageError(
+                f"There is no table or figure {name!r}",
+                hint=did_you_mean(name, ARTEFACTS, otherwise=f"one of {', '.join(ARTEFACTS)}"),
+            )
+        members = {task.name for task in tasks if _belongs(task, name, study=study)}
+        if not members:
+            raise UsageError(
+                f"The study {study.name!r} plans nothing for {name}",
+                hint="add it to the recipe (docs/commands/reproduce.md), or leave --only out",
+            )
+        wanted |= members
+    # Needs are runs, which need nothing themselves: one step is enough.
+    wanted |= {need for task in tasks if task.name in wanted for need in task.needs}
+    return tuple(task for task in tasks if task.name in wanted)
+
+
+def _belongs(task: Task, artefact: str, *, study: StudySettings) -> bool:
+    if isinstance(task, MergingSpec):
+        return artefact in ("table2", "fig5")
+    if isinstance(task, AnalysisSpec):
+        return _ANALYSES.get(artefact) == task.options.name
+    if artefact == "budget":
+        # The arms of the main part join the curve at their own length.
+        arms = study.budget.arms if study.budget else ()
+        return task.part == "budget" or task.arm in arms
+    methods = {"table1": _TABLE_1, "fig1b": _FIGURE_1, "fig1c": _FIGURE_1}.get(artefact, set())
+    return task.part == "main" and task.settings.method in methods

@@ -1,0 +1,232 @@
+"""A study's results on disk: as its tasks left them, or in the few files that a repository holds.
+
+The second form has no weights and no logs:
+
+    OUT/plan.json       the recipe
+    OUT/runs.json       what `result.json` says of every run: what all share once, a line per run
+    OUT/results.csv     every score of every run
+    OUT/merging.csv     every score of the mergings, by arm
+    OUT/analysis.csv    title, paragraph and numbers of every analysis
+    OUT/figures/*.png   the figures of the analyses
+
+`layershuffle report OUT` writes the report again from these.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from layershuffle.files import write_text
+from layershuffle.merging.rows import MergingRow, rows_csv
+from layershuffle.results import ScoreRow, read_rows, write_rows
+from layershuffle.study.plan import (
+    KEPT_FILE,
+    PLAN_FILE,
+    AnalysisSpec,
+    MergingSpec,
+    RunSpec,
+    read_plan,
+    tasks_of,
+)
+from layershuffle.study.tasks import (
+    AnalysisResult,
+    MergingResult,
+    Outcome,
+    ResultT,
+    RunResult,
+    SpecT,
+    Study,
+    StudyError,
+    check_result,
+    read_outcome,
+)
+from layershuffle.text import one_line
+
+_SCHEMA = 1
+_GROUPS = ("settings", "data", "hardware", "versions")
+"""Fields of a run's result that are mostly the same for all runs."""
+_HINT = "keep the study again with scripts/keep_study.py"
+
+
+def read_study(out: Path) -> Study:
+    """The study in directory `out`, finished or not.
+
+    Raises `UsageError` if there is no plan, `StudyError` or `DataError` for a file that is cut off
+    or contradicts the plan.
+    """
+    if (out / KEPT_FILE).exists():
+        return read_kept(out)
+    settings = read_plan(out)
+    tasks = tasks_of(settings)
+    planned = {task.name for task in tasks}
+    # Directories that begin with a dot are being written.
+    directories = sorted(path.name for path in (out / "runs").glob("[!.]*") if path.is_dir())
+    return Study(
+        settings=settings,
+        runs=tuple(
+            read_outcome(task, RunResult, out=out) for task in tasks if isinstance(task, RunSpec)
+        ),
+        mergings=tuple(
+            read_outcome(task, MergingResult, out=out)
+            for task in tasks
+            if isinstance(task, MergingSpec)
+        ),
+        analyses=tuple(
+            read_outcome(task, AnalysisResult, out=out)
+            for task in tasks
+            if isinstance(task, AnalysisSpec)
+        ),
+        unplanned=tuple(name for name in directories if name not in planned),
+    )
+
+
+def write_kept(study: Study, out: Path, *, plan: str) -> None:
+    """Write the results of `study` into `out`; `plan` is the text of its plan.json."""
+    write_text(out / PLAN_FILE, plan)
+    runs = [_fields(result) for result in study.results]
+    shared = {
+        group: {
+            key: value
+            for key, value in (runs[0][group] if runs else {}).items()
+            if all(key in run[group] and run[group][key] == value for run in runs)
+        }
+        for group in _GROUPS
+    }
+    for run in runs:
+        for group in _GROUPS:
+            run[group] = {k: v for k, v in run[group].items() if k not in shared[group]}
+    # One line per run, so that a diff shows which run changed.
+    lines = ",\n".join(json.dumps(run) for run in runs)
+    head = f'"schema": {_SCHEMA},\n"shared": {json.dumps(shared)}'
+    write_text(out / KEPT_FILE, f'{{{head},\n"runs": [\n{lines}\n]}}\n')
+    write_rows(out / "results.csv", study.rows, padded=False)
+    merging: list[list[str]] = []
+    for outcome in study.mergings:
+        if outcome.result is not None:
+            header, *rows = csv.reader(io.StringIO(rows_csv(outcome.result.rows)))
+            merging = merging or [["arm", *header]]
+            merging += [[outcome.task.arm, *row] for row in rows]
+    analysis = [["task", "name", "value"]]
+    for entry in study.analyses:
+        if entry.result is not None:
+            texts = {"title": entry.result.title, "paragraph": entry.result.paragraph}
+            numbers = dict(_numbers(entry.result.facts, "facts"))
+            for name, value in (texts | numbers).items():
+                # As JSON, a number stays a number and a paragraph may hold any character.
+                analysis.append([entry.task.name, name, json.dumps(value, ensure_ascii=False)])
+    for file, table in (("merging.csv", merging), ("analysis.csv", analysis)):
+        if len(table) > 1:
+            text = io.StringIO(newline="")
+            csv.writer(text, lineterminator="\n").writerows(table)
+            write_text(out / file, text.getvalue())
+
+
+def read_kept(out: Path) -> Study:
+    """The study that `write_kept` wrote into `out`.
+
+    Raises `UsageError` without a readable plan, `StudyError` or `DataError` for a file that is cut
+    off or contradicts the plan.
+    """
+    settings = read_plan(out)
+    tasks = tasks_of(settings)
+    path = out / KEPT_FILE
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        if stored["schema"] != _SCHEMA:
+            raise ValueError(f"it has schema {stored['schema']!r}, this version reads {_SCHEMA}")
+        runs = {run["run"]: run for run in stored["runs"]}
+        for run in runs.values():
+            # The file's own schema was checked above.
+            run["schema_version"] = 1
+            for group in _GROUPS:
+                run[group] = {**stored["shared"][group], **run[group]}
+        merging = _mergings(out / "merging.csv")
+        analysis = _analyses(out / "analysis.csv")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        cause = f"The kept results cannot be read ({type(error).__name__}: {one_line(error)})"
+        raise StudyError(cause, place=out, hint=_HINT) from error
+    scores: dict[tuple[str, int], list[ScoreRow]] = {}
+    # A study that was kept before its first run has no scores.
+    if runs:
+        for row in read_rows(out / "results.csv", hint=_HINT):
+            scores.setdefault((row.method, row.seed), []).append(row)
+
+    def run_result(task: RunSpec) -> RunResult | None:
+        if task.name not in runs:
+            return None
+        result = check_result(runs[task.name], RunResult, task=task, place=path)
+        rows = tuple(scores.get((task.arm, task.settings.seed), ()))
+        return result.model_copy(update={"rows": rows})
+
+    def analysis_result(task: AnalysisSpec) -> AnalysisResult | None:
+        if task.name not in analysis:
+            return None
+        pictures = sorted((out / "figures").glob(f"{task.name}-*.png"))
+        fields = {**analysis[task.name], "pictures": tuple(f"figures/{p.name}" for p in pictures)}
+        return check_result(fields, AnalysisResult, task=task, place=out / "analysis.csv")
+
+    return Study(
+        settings=settings,
+        runs=tuple(_outcome(t, run_result(t)) for t in tasks if isinstance(t, RunSpec)),
+        mergings=tuple(
+            _outcome(t, merging.get(t.arm)) for t in tasks if isinstance(t, MergingSpec)
+        ),
+        analyses=tuple(
+            _outcome(t, analysis_result(t)) for t in tasks if isinstance(t, AnalysisSpec)
+        ),
+        kept=True,
+    )
+
+
+def _outcome(task: SpecT, result: ResultT | None) -> Outcome[SpecT, ResultT]:
+    return Outcome(task=task, state="missing" if result is None else "done", result=result)
+
+
+def _fields(result: RunResult) -> dict[str, Any]:
+    return result.model_dump(mode="json", exclude={"rows", "schema_version"})
+
+
+def _numbers(value: Any, path: str) -> Iterator[tuple[str, float]]:
+    """The single numbers of nested facts with their paths; lists are left to the tables."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _numbers(inner, f"{path}/{key}")
+    elif isinstance(value, int | float):
+        yield path, value
+
+
+def _table(path: Path) -> list[dict[str, str]]:
+    if not path.exists():
+        return []
+    rows = list(csv.DictReader(io.StringIO(path.read_text(encoding="utf-8"), newline="")))
+    if any(None in row.values() for row in rows):
+        raise ValueError(f"{path.name} is cut off")
+    return rows
+
+
+def _mergings(path: Path) -> dict[str, MergingResult]:
+    """The scores of the merging of every arm."""
+    rows: dict[str, list[MergingRow]] = {}
+    reader = TypeAdapter(MergingRow)
+    for row in _table(path):
+        rows.setdefault(row.pop("arm"), []).append(reader.validate_python(row))
+    return {arm: MergingResult(rows=tuple(scores)) for arm, scores in rows.items()}
+
+
+def _analyses(path: Path) -> dict[str, dict[str, Any]]:
+    """Title, paragraph and nested facts of every analysis by the name of its task."""
+    analyses: dict[str, dict[str, Any]] = {}
+    for row in _table(path):
+        fields = analyses.setdefault(row["task"], {"facts": {}})
+        *parents, name = row["name"].split("/")
+        for parent in parents:
+            fields = fields.setdefault(parent, {})
+        fields[name] = json.loads(row["value"])
+    return analyses

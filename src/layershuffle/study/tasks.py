@@ -1,0 +1,233 @@
+"""What the tasks of a study left on disk, as checked models, read by one function.
+
+    OUT/plan.json                    the recipe, from which the tasks follow
+    OUT/runs/NAME/results.csv        one row per (mode, blocks kept, order)
+    OUT/merging/ARM/results.csv      one row per merge, soup, ensemble and donor
+    OUT/analysis/NAME/files/         tables, figures and summary.json
+    .../result.json                  facts of the task; written last, so it marks a finished task
+    .../failure.txt                  why it failed
+
+A study may be half done: tasks without `result.json` have failed (with `failure.txt`) or are not
+done yet. A file that is there but cut off, or contradicts the plan, is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from layershuffle.errors import DataError, LayerShuffleError
+from layershuffle.merging.rows import MergingRow, rows_from_csv
+from layershuffle.results import ScoreRow, read_rows
+from layershuffle.study.plan import (
+    FAILURE_FILE,
+    RESULT_FILE,
+    AnalysisSpec,
+    MergingSpec,
+    RunSpec,
+    Task,
+)
+from layershuffle.study.settings import StudySettings
+from layershuffle.text import one_line
+
+AGAIN = "delete the task's directory and run the study again; finished tasks are not repeated"
+
+State = Literal["done", "failed", "missing"]
+SpecT = TypeVar("SpecT", bound=Task)
+ResultT = TypeVar("ResultT", bound="TaskResult")
+
+
+class StudyError(LayerShuffleError):
+    """A file of a study is missing, cut off, of another schema, or contradicts the plan."""
+
+
+class _Model(BaseModel):
+    # Strict: `true` is no number of steps. Fields of later versions are ignored.
+    model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False)
+
+
+class Selected(_Model):
+    """The checkpoint that was picked, and its score on the picking split."""
+
+    step: int
+    metric: str
+    value: float
+
+
+class RunData(_Model):
+    """What a run was trained and scored on; sizes, classes and the like are further fields."""
+
+    model_config = ConfigDict(extra="allow")
+
+    spec: str
+    notes: list[str]
+
+
+class TaskResult(_Model):
+    """What one task left."""
+
+
+class RunResult(TaskResult):
+    """A finished run: `result.json`, and its scores. Times in seconds."""
+
+    schema_version: Literal[1]
+    run: str
+    arm: str
+    method: str
+    seed: int
+    settings_hash: str
+    finished: str
+    train_seconds: float
+    eval_seconds: float
+    images_per_second: float
+    steps: int
+    selected: Selected
+    paper_protocol: bool
+    settings: dict[str, Any]
+    data: RunData
+    hardware: dict[str, Any]
+    versions: dict[str, Any]
+    rows: tuple[ScoreRow, ...] = ()
+
+
+class MergingResult(TaskResult):
+    """A finished merging: its scores, and how long it took."""
+
+    seconds: float | None = None
+    rows: tuple[MergingRow, ...] = ()
+
+
+class AnalysisResult(TaskResult):
+    """A finished analysis: its summary. `pictures`: figures below the study's directory."""
+
+    title: str
+    paragraph: str = ""
+    facts: dict[str, Any]
+    seconds: float | None = None
+    pictures: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome(Generic[SpecT, ResultT]):
+    """A planned task and what is there of it: `result` if done, `failure` if failed."""
+
+    task: SpecT
+    state: State
+    result: ResultT | None = None
+    failure: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """All of a study that is on disk.
+
+    `unplanned`: directories of runs that the plan does not name, ignored. `kept`: only results and
+    report are here (`layershuffle.study.store`).
+    """
+
+    settings: StudySettings
+    runs: tuple[Outcome[RunSpec, RunResult], ...]
+    mergings: tuple[Outcome[MergingSpec, MergingResult], ...] = ()
+    analyses: tuple[Outcome[AnalysisSpec, AnalysisResult], ...] = ()
+    unplanned: tuple[str, ...] = ()
+    kept: bool = False
+
+    @property
+    def outcomes(self) -> tuple[Outcome[Any, Any], ...]:
+        """The outcomes of all tasks, in the order of the plan."""
+        return (*self.runs, *self.mergings, *self.analyses)
+
+    @property
+    def results(self) -> tuple[RunResult, ...]:
+        """The finished runs."""
+        return tuple(run.result for run in self.runs if run.result is not None)
+
+    @property
+    def rows(self) -> tuple[ScoreRow, ...]:
+        """The rows of all finished runs, in the order of the plan."""
+        return tuple(row for result in self.results for row in result.rows)
+
+
+def read_outcome(task: SpecT, kind: type[ResultT], *, out: Path) -> Outcome[SpecT, ResultT]:
+    """What `task` left in the study's directory `out`, as a model of `kind`."""
+    directory = task.directory(out)
+    failure = directory / FAILURE_FILE
+    if not (directory / RESULT_FILE).exists():
+        # A run that was killed between its scores and result.json is not done: it goes on.
+        if failure.exists():
+            # A full disk may have cut the text inside a character.
+            text = failure.read_text(encoding="utf-8", errors="replace").strip()
+            return Outcome(task=task, state="failed", failure=text)
+        return Outcome(task=task, state="missing")
+    place = directory / RESULT_FILE
+    try:
+        fields = _json_object(place)
+        # pydantic models have a method of the name `schema`.
+        fields["schema_version"] = fields.pop("schema", 1)
+        if isinstance(task, AnalysisSpec):
+            # It is written before result.json, so it is whole here.
+            place = directory / "files" / "summary.json"
+            fields = {**_json_object(place), "seconds": fields.get("seconds")}
+            names = (name for name in fields.get("files", ()) if name.endswith(".svg"))
+            inside = task.directory(Path()) / "files"
+            fields["pictures"] = tuple((inside / name).as_posix() for name in names)
+        result = check_result(fields, kind, task=task, place=place)
+        if isinstance(task, RunSpec):
+            scores = read_rows(directory / "results.csv", hint=AGAIN)
+            if {(row.method, row.seed) for row in scores} != {(task.arm, task.settings.seed)}:
+                raise _another_study("results.csv holds other scores", directory)
+            result = result.model_copy(update={"rows": scores})
+        elif isinstance(task, MergingSpec):
+            place = directory / "results.csv"
+            merges = rows_from_csv(place.read_text(encoding="utf-8"))
+            result = result.model_copy(update={"rows": tuple(merges)})
+    except FileNotFoundError as error:
+        cause = f"A finished task has no {Path(error.filename).name}"
+        raise StudyError(cause, place=directory, hint=AGAIN) from error
+    except (OSError, ValueError, DataError) as error:
+        if isinstance(task, RunSpec) and isinstance(error, DataError):
+            raise  # of `read_rows`, which names file and line
+        raise StudyError(
+            f"The file is cut off or cannot be read ({one_line(error)})", place=place, hint=AGAIN
+        ) from error
+    return Outcome(task=task, state="done", result=result)
+
+
+def check_result(
+    fields: dict[str, Any], kind: type[ResultT], *, task: Task, place: Path
+) -> ResultT:
+    """The fields of a result as a model that agrees with its task. Raises `StudyError`."""
+    try:
+        result = kind.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"])).replace("schema_version", "schema")
+        raise StudyError(
+            f'The field "{name}" is wrong: {first["msg"]}', place=place, hint=AGAIN
+        ) from error
+    # A result under the right name can still be of another study: copied, or of an older recipe.
+    if isinstance(task, RunSpec) and isinstance(result, RunResult):
+        settings = task.settings
+        planned = (task.name, task.arm, settings.method, settings.seed)
+        if (result.run, result.arm, result.method, result.seed) != planned:
+            raise _another_study(f"The result is that of {result.run}, {result.arm}", place)
+    return result
+
+
+def _another_study(cause: str, place: Path) -> StudyError:
+    return StudyError(
+        f"{cause}, not what the plan has here",
+        place=place,
+        hint="the directory holds another study: choose a new --out",
+    )
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    fields = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(fields, dict):
+        raise ValueError("it holds no JSON object")
+    return fields

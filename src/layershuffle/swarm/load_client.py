@@ -1,0 +1,106 @@
+"""Labelled requests to a server, for drills: images as PNG files, and how each request ended."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from PIL import Image
+from torch import Tensor, nn
+
+from layershuffle.data import DataOptions, open_data
+from layershuffle.models import image_view
+from layershuffle.swarm.client import AsyncSwarmClient, SwarmError
+from layershuffle.swarm.drill import Ended, Reply
+from layershuffle.swarm.remote_model import resize_of
+
+if TYPE_CHECKING:
+    from layershuffle.swarm.service import Service
+
+_TOO_MANY = 429
+_PLENTY = 100_000.0  # requests per second
+_RETRIES = 20  # times that a busy server is asked again
+
+
+@dataclass(frozen=True, slots=True)
+class Labelled:
+    """An image file's bytes, and the index of its class."""
+
+    image: bytes
+    label: int
+
+
+def labelled_images(model: nn.Module, data: str, *, count: int) -> tuple[Labelled, ...]:
+    """The first `count` test images of a data spec, as files that the server takes.
+
+    They are brought to the size at which the model's own preparation starts, so that the server
+    prepares them exactly as a calibration does.
+    """
+    resize, view = resize_of(model), image_view(model)
+    margin = view.crop_pct if resize == "crop" else 1.0
+    raw = replace(
+        view,
+        height=round(view.height / margin),
+        width=round(view.width / margin),
+        crop_pct=1.0,
+        mean=(0.0,) * view.channels,
+        std=(1.0,) * view.channels,
+    )
+    options = DataOptions(train=False, max_test=count, resize=resize)
+    opened = open_data(data, raw, options=options)
+    items = map(opened.splits["test"].dataset.__getitem__, range(count))
+    return tuple(
+        Labelled(_png(opened.finish(pixels[None])[0]), int(label)) for pixels, label in items
+    )
+
+
+def _png(image: Tensor) -> bytes:
+    pixels = (image.clamp(0, 1) * 255).round().byte().permute(1, 2, 0).numpy()
+    file = io.BytesIO()
+    Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+def load_client(
+    client: AsyncSwarmClient, images: Sequence[Labelled], *, deadline_ms: float
+) -> Callable[[int], Awaitable[Reply]]:
+    """A function for `run_drill` that sends image number i, counted modulo the images."""
+
+    async def ask(number: int) -> Reply:
+        labelled = images[number % len(images)]
+        for _ in range(_RETRIES):
+            begun = time.perf_counter()
+            try:
+                answer = await client.classify(labelled.image, deadline_ms=deadline_ms, top_k=1)
+            except SwarmError as error:
+                if error.status == _TOO_MANY:
+                    await asyncio.sleep(error.retry_after or 1.0)
+                    continue
+                return Reply("failed", False, 0, (time.perf_counter() - begun) * 1000)
+            ms = (time.perf_counter() - begun) * 1000
+            right = answer.images[0].top[0].index == labelled.label
+            ended: Ended = "degraded" if answer.degraded else "answered"
+            return Reply("late" if ms > deadline_ms else ended, right, len(answer.blocks), ms)
+        return Reply("failed", False, 0, 0.0)
+
+    return ask
+
+
+def client_inside(service: Service) -> AsyncSwarmClient:
+    """A client of the server of `service`, in this process and without a bound on its rate."""
+    import httpx  # of the extra `swarm`, as the gateway
+
+    from layershuffle.swarm.server.app import create_app
+    from layershuffle.swarm.server.limits import GatewayLimits
+
+    app = create_app(
+        service.front,
+        calibration=service.calibration,
+        limits=GatewayLimits(rate=_PLENTY, burst=_PLENTY),
+        model=service.plan.model,
+    )
+    return AsyncSwarmClient("http://127.0.0.1", transport=httpx.ASGITransport(app))

@@ -1,0 +1,83 @@
+"""What documentation keeps of a study gives the same report as the study itself."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from fixture import merging_rows, write_merging, write_study
+
+from layershuffle.errors import UsageError
+from layershuffle.study.plan import read_plan, write_plan
+from layershuffle.study.report import write_report
+from layershuffle.study.store import read_study, write_kept
+from layershuffle.study.tasks import StudyError
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = write_study(
+        tmp_path_factory.mktemp("whole"),
+        seeds=(0, 1),
+        orders=3,
+        undone=["layerdrop-seed1"],
+        merging={"arms": ["layershuffle"]},
+        analyses=[{"name": "umap", "arm": "layershuffle"}, {"name": "cka", "arm": "baseline"}],
+    )
+    write_merging(out, "layershuffle", merging_rows([70.0, 74.0], [66.0, 68.0, 70.0]))
+    directory = out / "analysis" / "umap-layershuffle-seed0"
+    (directory / "files").mkdir(parents=True)
+    (directory / "result.json").write_text(json.dumps({"schema": 1, "seconds": 3.0}))
+    facts = {"blocks": 12, "tokens": {"mean": {"purity": 0.5, "chance": 0.2, "by_block": [1, 2]}}}
+    summary = {"title": "UMAP", "paragraph": "It says, so.", "facts": facts, "files": ["a.svg"]}
+    (directory / "files" / "summary.json").write_text(json.dumps(summary))
+    (directory / "files" / "a.svg").write_text("<svg/>")
+    write_report(out)
+    return out
+
+
+@pytest.fixture
+def kept(whole: Path, tmp_path: Path) -> Path:
+    write_kept(read_study(whole), tmp_path, plan=(whole / "plan.json").read_text())
+    write_report(tmp_path)
+    return tmp_path
+
+
+def without_pictures(page: Path) -> list[str]:
+    return [line for line in page.read_text().splitlines() if line and not line.startswith("![")]
+
+
+def test_the_report_is_the_same(whole: Path, kept: Path):
+    for name in ("results.csv", "table.md", "claims.md"):
+        assert (kept / name).read_text() == (whole / name).read_text(), name
+    assert without_pictures(kept / "report.md") == without_pictures(whole / "report.md")
+    assert "A block's output depends on its position" in (kept / "claims.md").read_text()
+    names = re.findall(r"\]\((.*?)\)", (kept / "report.md").read_text())
+    assert sorted(names) == ["figure1.png", "figure5.png"]
+    assert all((kept / name).read_bytes().startswith(b"\x89PNG") for name in names)
+    assert not list(kept.glob("*.svg"))
+
+
+def test_a_run_is_a_line_and_what_all_share_stands_once(whole: Path, kept: Path):
+    lines = (kept / "runs.json").read_text().splitlines()
+    runs = [json.loads(line.rstrip(",")) for line in lines if line.startswith('{"run"')]
+    assert [run["run"] for run in runs] == [o.task.name for o in read_study(whole).runs if o.result]
+    shared = json.loads((kept / "runs.json").read_text())["shared"]
+    assert shared["settings"]["lr"] == 0.001
+    assert all("lr" not in run["settings"] and run["versions"] == {} for run in runs)
+    assert read_study(kept).results == read_study(whole).results
+
+
+def test_kept_results_are_not_trained_into(kept: Path):
+    with pytest.raises(UsageError, match=r"kept results of a study.*another --out"):
+        write_plan(read_plan(kept), kept)
+
+
+@pytest.mark.parametrize("name", ["runs.json", "merging.csv", "analysis.csv"])
+def test_cut_off_files_are_refused(kept: Path, name: str):
+    text = (kept / name).read_text()
+    (kept / name).write_text(text[: len(text) - 30])
+    with pytest.raises(StudyError, match="kept results cannot be read"):
+        read_study(kept)

@@ -1,0 +1,131 @@
+"""The host model whose blocks run in a swarm: equal to the forward of the route, bit for bit."""
+
+import asyncio
+
+import pytest
+import torch
+from gateway_site import HOSTS, LIMITS, VIT, Blocks, site
+
+import layershuffle as ls
+from common import DEPTH, FAMILIES
+from layershuffle.errors import StackError, UsageError
+from layershuffle.models.origin import Origin, remember
+from layershuffle.position import add_position
+from layershuffle.position_forms import EncodingForm, PredictionForm
+from layershuffle.stack import running
+from layershuffle.swarm.remote_model import RemoteModel, class_names, drop_blocks, resize_of
+from layershuffle.swarm.router import Router
+from layershuffle.swarm.state import HostView, Swarm
+from waiting import until
+
+
+def router_of(model, depth=DEPTH):
+    return Router(Blocks(model), depth=depth, limits=LIMITS)
+
+
+@pytest.mark.parametrize("family", ["timm-vit", "hf-vit", "torchvision-vit"])
+def test_it_equals_the_forward_of_the_route(family):
+    """Bit-equal over an fp32 wire, one image; the blocks are only at the hosts."""
+    whole = FAMILIES[family].wrapped()
+    batch = torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(3))
+
+    async def go():
+        router = router_of(FAMILIES[family].wrapped())
+        router.swarm = Swarm(HostView(name, frozenset(blocks)) for name, blocks in HOSTS.items())
+        remote_model = RemoteModel(FAMILIES[family].wrapped(), router)
+        deadline = router.clock() + 5
+        free = await remote_model.classify(batch, deadline=deadline)
+        ordered = await remote_model.classify(batch, deadline=deadline, order=(3, 0, 1))
+        remote_model.close()
+        return free, ordered
+
+    free, ordered = asyncio.run(go())
+    assert sorted(free.route.order) == list(range(DEPTH))
+    assert ordered.route.order == (3, 0, 1)
+    for classified in (free, ordered):
+        with torch.inference_mode(), running(whole, classified.route.order):
+            wanted = ls.models.logits_of(whole(batch))
+        assert torch.equal(classified.logits, wanted)
+        assert min(classified.stem_ms, classified.swarm_ms, classified.head_ms) > 0
+
+
+def test_it_drops_the_blocks():
+    model = VIT.wrapped()
+    block_bytes = sum(p.nbytes for p in model.blocks.parameters())
+    rest = sum(p.nbytes for p in model.parameters()) - block_bytes
+    remote_model = RemoteModel(model, router_of(model))
+    assert remote_model.saved_bytes == block_bytes
+    assert sum(p.nbytes for p in model.parameters() if not p.is_meta) == rest
+    assert all(p.is_meta for p in model.blocks.parameters())
+    remote_model.close()
+
+
+def test_drop_blocks_keeps_what_is_shared():
+    model = VIT.wrapped()
+    model.blocks.block(0).norm1 = model.norm
+    shared = sum(p.nbytes for p in model.norm.parameters())
+    inside = sum(p.nbytes for p in model.blocks.parameters())
+    assert drop_blocks(model) == inside - shared
+    assert not any(p.is_meta for p in model.norm.parameters())
+    assert all(p.is_meta for p in model.blocks.block(1).norm1.parameters())
+
+
+def test_it_refuses_position_encoding_and_other_depths():
+    router = router_of(VIT.wrapped())
+    encoded = add_position(VIT.wrapped(), encoding=EncodingForm())
+    with pytest.raises(StackError, match="something else at every position"):
+        RemoteModel(encoded, router)
+    predicted = add_position(VIT.wrapped(), prediction=PredictionForm())
+    RemoteModel(predicted, router).close()
+    with pytest.raises(UsageError, match="3 blocks, the model has 4"):
+        RemoteModel(VIT.wrapped(), router_of(None, depth=3))
+
+
+def test_being_cancelled_ends_the_walk():
+    async def go():
+        async with site() as place:
+            place.blocks.gate = asyncio.Event()
+            deadline = place.router.clock() + 25
+            images = torch.zeros(1, 3, 32, 32)
+            work = asyncio.ensure_future(place.remote_model.classify(images, deadline=deadline))
+            await until(lambda: place.blocks.visits)
+            work.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await work
+            await until(lambda: place.blocks.cancelled)
+
+    asyncio.run(go())
+
+
+def test_a_slow_head_moves_the_routers_deadline():
+    async def go():
+        async with site() as place:
+            deadlines = []
+            walk = place.router.walk
+
+            async def spy(start, *, deadline, **options):
+                deadlines.append(deadline)
+                return await walk(start, deadline=deadline, **options)
+
+            place.router.walk = spy
+            deadline = place.router.clock() + 25
+            for head in (0.0, 0.010, 0.310):
+                place.remote_model.head_seconds = head
+                await place.remote_model.classify(torch.zeros(1, 3, 32, 32), deadline=deadline)
+            return [deadline - moved for moved in deadlines]
+
+    assert asyncio.run(go()) == pytest.approx([0, 0, 0.3], abs=1e-6)
+
+
+def test_class_names_and_resize():
+    assert class_names(VIT.wrapped()) == tuple("01234")
+    hf = FAMILIES["hf-vit"].wrapped()
+    assert class_names(hf) == tuple("01234")  # LABEL_0 and so on say nothing
+    hf.config.id2label = dict(enumerate(["ant", "bee", "cat", "dog", "elk"]))
+    assert class_names(hf) == ("ant", "bee", "cat", "dog", "elk")
+    digits = ls.load("bundled:digits")
+    assert class_names(digits)[:3] == ("00", "01", "02")
+    assert resize_of(digits) == "squash"
+    assert resize_of(VIT.wrapped()) == "crop"
+    squashed = remember(VIT.wrapped(), Origin(record={"settings": {"resize": "squash"}}))
+    assert resize_of(squashed) == "squash"

@@ -1,0 +1,99 @@
+"""Small files that are dear to decode: none is decoded."""
+
+import io
+import re
+import zlib
+
+import pytest
+from gateway_site import file_of, picture, png_chunk, png_claiming, run
+from PIL import PngImagePlugin
+
+from layershuffle.swarm.server.images import count_scans, without_metadata
+from layershuffle.swarm.server.limits import GatewayLimits
+
+SMALL = GatewayLimits(max_images=3, max_pixels=10_000)
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [((200, 51), "200x51 pixels"), ((60_000, 60_000), "too large"), ((2, 400), "model's size")],
+)
+def test_bombs_are_not_decoded(size, words):
+    """Many pixels; so many that Pillow warns; few, but a long thin image grows when resized."""
+
+    async def go(place):
+        return await place.classify(png_claiming(*size))
+
+    response = run(go, limits=SMALL)
+    assert response.status_code == 422
+    assert words in response.json()["error"]["cause"]
+    assert "image 1 of 1" in response.json()["error"]["cause"]
+
+
+def test_the_pixels_of_a_request_are_bounded():
+    """Each image may be that large, all together not; none is decoded: none could be."""
+    fits, wide = png_claiming(90, 100), png_claiming(1, 7)
+
+    async def go(place):
+        return [
+            await place.classify(fits, fits),
+            await place.classify(fits, fits, fits),
+            await place.classify(fits, wide, fits),  # 1 x 7 is made 36 x 252
+        ]
+
+    limits = SMALL.model_copy(update={"max_request_pixels": 20_000})
+    responses = run(go, limits=limits)
+    few, many, resized = [response.json()["error"]["cause"] for response in responses]
+    assert few == "The image cannot be read (image 1 of 2)"
+    assert many == (
+        "The images of the request have too many pixels together (27000 and more; at most 20000) "
+        "(image 3 of 3)"
+    )
+    assert "too many pixels together (27072 and more" in resized
+
+
+def png_with(*chunks):
+    """A small PNG with these chunks behind its head."""
+    file = file_of(picture())
+    return file[:33] + b"".join(png_chunk(kind, data) for kind, data in chunks) + file[33:]
+
+
+def test_texts_and_profiles_of_a_png_are_not_unpacked(monkeypatch):
+    packed = zlib.compress(bytes(1 << 20), 9)
+    dear = png_with(*[(b"zTXt", b"a\0\0" + packed)] * 60, *[(b"iCCP", b"a\0\0" + packed)] * 60)
+    unpacked = []
+    monkeypatch.setattr(PngImagePlugin, "_safe_zlib_decompress", unpacked.append)
+
+    async def go(place):
+        answers = [await place.classify(file, order="0,1") for file in (dear, file_of(picture()))]
+        return [answer.json()["images"] for answer in answers]
+
+    with_texts, without = run(go)
+    assert with_texts == without
+    assert unpacked == []
+    clear = png_with((b"tRNS", b"\0\1" * 3))
+    assert without_metadata(clear) == clear
+    assert without_metadata(clear[:60]) == clear[:60]
+
+
+def test_jpegs_of_many_scans_are_not_decoded():
+    """Each goes over the whole image, and takes 42 bytes of the file."""
+    buffer = io.BytesIO()
+    picture(size=(64, 64)).save(buffer, "JPEG", progressive=True, icc_profile=b"\xff\xda" * 500)
+    file = buffer.getvalue()
+    *_, last = [match.start() for match in re.finditer(rb"\xff\xda\0", file)]
+
+    def with_scans(count):
+        return file[:last] + file[last:-2] * (count - 9) + file[-2:]
+
+    assert [count_scans(with_scans(count)) for count in (10, 32, 33, 99)] == [10, 32, 33, 33]
+    assert count_scans(file_of(picture(), "JPEG")) == 1
+    assert count_scans(file_of(picture())) == count_scans(b"") == 0
+
+    async def go(place):
+        return [await place.classify(with_scans(count)) for count in (10, 32, 33)]
+
+    usual, most, many = run(go)
+    assert (usual.status_code, most.status_code) == (200, 200)
+    assert many.status_code == 422
+    assert many.json()["error"]["cause"] == "The image has more than 32 scans (image 1 of 1)"

@@ -1,0 +1,222 @@
+"""One request among others: deadlines while it waits, places, clients that go away."""
+
+import asyncio
+import threading
+
+from gateway_site import HOSTS, classify, file_of, picture, run
+
+from common import DEPTH, SIZE
+from layershuffle.swarm.calibration import Calibration, Row
+from layershuffle.swarm.server.images import Decoder
+from layershuffle.swarm.server.limits import GatewayLimits
+from waiting import until
+
+FILE = file_of(picture())
+
+
+def calibrated(**options):
+    """A gateway with a made-up calibration of the pico model."""
+    rows = tuple(
+        Row(kept=kept, top1=20.0 * kept, low=1.0, high=90.0, sd_orders=1.0)
+        for kept in range(1, DEPTH + 1)
+    )
+    calibration = Calibration(
+        schema=1, weights="w", data="made-up", split="test", seed=0, orders=2, images=9,
+        classes=tuple("abcde"), rows=rows,
+    )  # fmt: skip
+    return {"calibration": calibration, **options}
+
+
+def test_blocks_of_other_models_have_no_expected_accuracy():
+    """Neither with a donor from the start nor one that comes or goes while the request runs; an
+    answer without such a block is as calibrated."""
+    foreign = set()
+
+    async def go(place):
+        async def ask(order):
+            return (await place.classify(FILE, order=order)).json()
+
+        answers = [await ask("0,1,2,3")]
+        foreign.update({("a", 2), ("a", 0), ("c", 3), ("b", 0)})  # b does not hold block 0
+        answers += [await ask(order) for order in ("0,1,2,3", "1,3", "1")]
+        walk = place.remote_model.classify
+
+        async def swapped_back(images, **options):
+            classified = await walk(images, **options)
+            foreign.clear()
+            return classified
+
+        place.remote_model.classify = swapped_back
+        return [*answers, await ask("2")]
+
+    answers = run(go, **calibrated(foreign_blocks=lambda: frozenset(foreign)))
+    why = "blocks of another model than the calibrated one took part"
+    top1 = [(answer["expected"] or {}).get("top1") for answer in answers]
+    assert top1 == [80.0, None, None, 20.0, None]
+    assert [answer["expected_why"] for answer in answers] == [
+        "", f"{why} (a: 0, 2; c: 3)", f"{why} (c: 3)", "", f"{why} (a: 2)",
+    ]  # fmt: skip
+    assert answers[0]["expected"] == {
+        "top1": 80.0, "low": 1.0, "high": 90.0, "kept": 4, "orders": 2, "images": 9,
+        "data": "made-up", "split": "test",
+    }  # fmt: skip
+
+
+def test_too_many_at_once():
+    """One runs, one waits, further ones are refused; the deadline holds while waiting."""
+
+    async def go(place):
+        place.blocks.gate = asyncio.Event()
+        first = asyncio.ensure_future(place.classify(FILE))
+        await until(lambda: place.blocks.visits)
+        waiting = [asyncio.ensure_future(place.classify(FILE, deadline_ms=300)) for _ in range(2)]
+        late, refused = sorted(await asyncio.gather(*waiting), key=lambda r: -r.status_code)
+        place.blocks.gate.set()
+        return await first, late, refused
+
+    limits = GatewayLimits(running=1, waiting=1)
+    first, late, refused = run(go, {"a": range(DEPTH)}, limits=limits)
+    assert first.status_code == 200
+    assert late.status_code == 503
+    assert "before it was the request's turn" in late.json()["error"]["cause"]
+    assert refused.status_code == 429
+    assert refused.headers["retry-after"] == "1"
+
+
+class SlowDecoding:
+    """Images as wide as `WIDTH` are decoded only when they may; `begun` are the widths so far."""
+
+    WIDTH = 60
+
+    def __init__(self, monkeypatch):
+        self.free, self.begun = threading.Event(), []
+        genuine = Decoder.decode
+
+        def decode(decoder, image, place):
+            self.begun.append(image.width)
+            if image.width == self.WIDTH:
+                assert self.free.wait(60)
+            return genuine(decoder, image, place)
+
+        monkeypatch.setattr(Decoder, "decode", decode)
+
+
+SLOW = file_of(picture(size=(SlowDecoding.WIDTH, 32)))
+TOO_LATE = "The deadline passed before the images were decoded"
+
+
+def test_the_wait_for_a_decoder_ends_at_the_deadline(monkeypatch):
+    """A request behind one that decodes for long is refused in time, and is never decoded."""
+    decoding = SlowDecoding(monkeypatch)
+
+    async def go(place):
+        first = asyncio.ensure_future(place.classify(SLOW, deadline_ms=30_000))
+        await until(lambda: decoding.begun)
+        late = await place.classify(FILE, deadline_ms=100)
+        decoding.free.set()  # only now: it did not wait for the first to be decoded
+        return await first, late
+
+    first, late = run(go, limits=GatewayLimits(decoders=1))
+    assert first.status_code == 200
+    assert decoding.begun == [SlowDecoding.WIDTH]
+    assert late.status_code == 503
+    assert late.json()["error"]["cause"] == TOO_LATE
+    assert "fewer or smaller images" in late.json()["error"]["hint"]
+    assert late.headers["retry-after"]
+
+
+def test_decoding_ends_with_its_deadline(monkeypatch):
+    """The answer is out in time although a thread decodes, which then leaves the rest alone."""
+    decoding = SlowDecoding(monkeypatch)
+
+    async def go(place):
+        late = await place.classify(SLOW, FILE, deadline_ms=100)
+        decoding.free.set()
+        small = await place.classify(file_of(picture(size=(40, 40))))
+        return late.status_code, small.status_code
+
+    assert run(go, limits=GatewayLimits(decoders=1)) == (503, 200)
+    assert decoding.begun == [SlowDecoding.WIDTH, 40]  # not the second image of the first
+
+
+def test_one_client_leaves_decoders_for_others(monkeypatch):
+    """Also one that gives up at once and asks again."""
+    decoding = SlowDecoding(monkeypatch)
+
+    async def go(place):
+        async with place.client_at("10.0.0.1") as greedy, place.client_at("10.0.0.2") as other:
+            late = [(await classify(greedy, SLOW, deadline_ms=100)).status_code for _ in range(3)]
+            answered = await classify(other, FILE)
+            begun = list(decoding.begun)
+            decoding.free.set()
+            again = await classify(greedy, FILE)
+        return late, begun, answered.status_code, again.status_code
+
+    result = run(go, limits=GatewayLimits(decoders=2))
+    assert result == ([503] * 3, [SlowDecoding.WIDTH, SIZE], 200, 200)
+
+
+def test_bodies_that_trickle_take_no_places():
+    """One place, and a client whose bodies do not come: another is answered, the first refused."""
+
+    async def go(place):
+        begun, rest = asyncio.Event(), asyncio.Event()
+
+        async def trickle():
+            yield b"--x\r\n"
+            begun.set()
+            await rest.wait()
+
+        form = {"content-type": "multipart/form-data; boundary=x"}
+        async with place.client_at("10.0.0.1") as slow, place.client_at("10.0.0.2") as other:
+            ask = slow.post("/v1/classify", content=trickle(), headers=form)
+            trickling = asyncio.ensure_future(ask)
+            await begun.wait()
+            more = await classify(slow, FILE)
+            answered = await classify(other, FILE)
+            rest.set()
+            return more, answered.status_code, (await trickling).status_code
+
+    limits = GatewayLimits(running=1, waiting=0, client_requests=1)
+    more, answered, trickled = run(go, limits=limits)
+    assert (more.status_code, answered, trickled) == (429, 200, 400)
+    assert "from your address are under way" in more.json()["error"]["cause"]
+    assert more.headers["retry-after"] == "1"
+
+
+def test_a_client_that_goes_away_ends_its_walk():
+    part = b'--x\r\nContent-Disposition: form-data; name="image"; filename="a"\r\n\r\n'
+
+    async def go(place):
+        place.blocks.gate = asyncio.Event()
+        body = part + FILE + b"\r\n--x--\r\n"
+        messages = [{"type": "http.request", "body": body, "more_body": False}]
+        gone = asyncio.Event()
+
+        async def receive():
+            if messages:
+                return messages.pop()
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        answer = []
+
+        async def send(message):
+            answer.append(message)
+
+        scope = {
+            "type": "http", "method": "POST", "path": "/v1/classify", "query_string": b"",
+            "headers": [(b"content-type", b"multipart/form-data; boundary=x")],
+            "client": ("127.0.0.1", 1), "http_version": "1.1", "scheme": "http", "root_path": "",
+            "server": ("gateway", 80),
+        }  # fmt: skip
+        call = asyncio.ensure_future(place.app(scope, receive, send))
+        await until(lambda: place.blocks.visits)
+        gone.set()
+        await call
+        await until(lambda: place.blocks.cancelled)
+        place.blocks.gate = None
+        return answer[0]["status"], (await place.classify(FILE)).status_code
+
+    limits = GatewayLimits(running=1, waiting=0)  # the place of the first is free again
+    assert run(go, HOSTS, limits=limits) == (499, 200)
