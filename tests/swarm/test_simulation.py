@@ -1,8 +1,7 @@
-"""The simulation against closed forms, and against real hosts."""
+"""The simulation against closed forms."""
 
 from __future__ import annotations
 
-import asyncio
 import math
 from itertools import pairwise
 
@@ -11,20 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common import FAMILIES
 from layershuffle.errors import SettingsError, UsageError
-from layershuffle.swarm import policy
-from layershuffle.swarm.bundle import make_bundle
-from layershuffle.swarm.chaos import KINDS, ChaosBackend, Fault, FaultInjector, crashes
-from layershuffle.swarm.coordinator import Coordinator
-from layershuffle.swarm.drill import Reply, run_drill
+from layershuffle.swarm.chaos import KINDS, Fault, crashes
 from layershuffle.swarm.limits import Limits
-from layershuffle.swarm.local import LocalHosts
 from layershuffle.swarm.plan import HostPlan, SwarmPlan, even_plan
 from layershuffle.swarm.planning import HostsFile, HostSpec, ModelFacts, plan
 from layershuffle.swarm.planning.hosts import hosts_of
 from layershuffle.swarm.policy import ROUTINGS
-from layershuffle.swarm.router import Router
 from layershuffle.swarm.simulation import (
     Arrivals,
     Churn,
@@ -150,86 +142,6 @@ def test_churn_against_the_binomial():
     assert free.mean_blocks == pytest.approx(DEPTH * churn.availability, abs=0.15)
     third = sum(free.blocks.get(k, 0) for k in (12,)) / count
     assert third == pytest.approx(whole, abs=noise)
-
-
-# --- against real hosts ---------------------------------------------------------------------------
-
-
-PICO = SwarmPlan(
-    model="pico",
-    hosts={
-        **{name: HostPlan(blocks=(b,)) for b, name in enumerate("abcd")},
-        "e": HostPlan(blocks=(0,)),
-        "f": HostPlan(blocks=(3,)),
-    },
-    # However busy the machine is, no real host is given up as late: only deaths count.
-    limits=Limits(
-        hop_floor_ms=25_000, hop_cap_ms=25_000, probe_ms=25_000, deadline_ms=30_000,
-        slow_margin_ms=1e6,
-    ),
-)  # fmt: skip
-PICO_FAULTS = (Fault(30, "a", "crash"), Fault(60, "b", "crash"), Fault(90, "d", "crash"))
-PICO_REQUESTS, CLIENTS = 120, 3
-
-
-def real_ends(routing):
-    """How requests end on a real swarm in this process, by the drill that real swarms have."""
-
-    async def main():
-        backend = ChaosBackend(LocalHosts(list(PICO.hosts), limits=PICO.limits))
-        bundle = make_bundle(FAMILIES["timm-vit"].wrapped())
-        router = Router(backend.transport, depth=4, limits=PICO.limits, routing=routing)
-        coordinator = Coordinator(PICO, router=router, backend=backend, bundles={"pico": bundle})
-        engine = FaultInjector(coordinator, backend=backend)
-        watch = asyncio.create_task(coordinator.run())
-
-        async def ask(_):
-            deadline = router.clock() + PICO.limits.deadline_ms / 1000
-            _, route = await router.walk(bundle.canary.state, deadline=deadline)
-            failed = route.ending == "lost" or not route.order
-            ended = "failed" if failed else "degraded" if route.degraded else "answered"
-            return Reply(ended, False, len(route.order), route.ms)
-
-        try:
-            assert not await coordinator.ready(within=30)
-            return await run_drill(
-                ask, PICO_REQUESTS, faults=PICO_FAULTS, engine=engine, concurrency=CLIENTS
-            )
-        finally:
-            watch.cancel()
-            await asyncio.gather(watch, return_exceptions=True)
-            await coordinator.close()
-
-    return asyncio.run(main())
-
-
-@pytest.mark.alone
-@pytest.mark.parametrize(
-    ("routing", "wanted"),
-    [
-        ("order-free", {"answered": 60, "degraded": 60}),
-        ("sequential", {"answered": 30, "failed": 90}),
-        ("replicated-sequential", {"answered": 60, "failed": 60}),
-    ],
-)
-def test_requests_end_as_on_real_hosts(routing, wanted):
-    """Deaths only, whatever the load of this machine; late hosts: benchmarks/swarm_validation.py.
-
-    Requests that are under way at a death may end either way, at most one of every client.
-    """
-    simulated = simulate(
-        PICO,
-        profile=Profile(every=HostTimes(block_ms=1, link_ms=2), notice_ms=0),
-        requests=PICO_REQUESTS,
-        arrivals=Arrivals(clients=CLIENTS),
-        faults=PICO_FAULTS,
-        routing=routing,
-    )
-    real = real_ends(routing)
-    for end in ENDED:
-        count = wanted.get(end, 0)
-        assert simulated.ended[end] == pytest.approx(count, abs=CLIENTS)
-        assert real.share(end) * PICO_REQUESTS / 100 == pytest.approx(count, abs=CLIENTS)
 
 
 # --- failures -------------------------------------------------------------------------------------
@@ -490,4 +402,3 @@ def test_what_cannot_be_simulated():
         run(gap)
     with pytest.raises(SettingsError, match="up_s"):
         Churn(up_s=0, down_s=1)
-    assert policy.ROUTINGS == ROUTINGS

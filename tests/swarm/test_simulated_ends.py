@@ -1,0 +1,95 @@
+"""The simulation against real hosts in this process: how requests end when hosts die."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from common import FAMILIES
+from layershuffle.swarm.bundle import make_bundle
+from layershuffle.swarm.chaos import ChaosBackend, Fault, FaultInjector
+from layershuffle.swarm.coordinator import Coordinator
+from layershuffle.swarm.drill import Reply, run_drill
+from layershuffle.swarm.limits import Limits
+from layershuffle.swarm.local import LocalHosts
+from layershuffle.swarm.plan import HostPlan, SwarmPlan
+from layershuffle.swarm.router import Router
+from layershuffle.swarm.simulation import Arrivals, HostTimes, Profile, simulate
+from layershuffle.swarm.simulation.outcome import ENDED
+
+PICO = SwarmPlan(
+    model="pico",
+    hosts={
+        **{name: HostPlan(blocks=(b,)) for b, name in enumerate("abcd")},
+        "e": HostPlan(blocks=(0,)),
+        "f": HostPlan(blocks=(3,)),
+    },
+    # However busy the machine is, no real host is given up as late: only deaths count.
+    limits=Limits(
+        hop_floor_ms=25_000, hop_cap_ms=25_000, probe_ms=25_000, deadline_ms=30_000,
+        slow_margin_ms=1e6,
+    ),
+)  # fmt: skip
+PICO_FAULTS = (Fault(30, "a", "crash"), Fault(60, "b", "crash"), Fault(90, "d", "crash"))
+PICO_REQUESTS, CLIENTS = 120, 3
+
+
+def real_ends(routing):
+    """How requests end on a real swarm in this process, by the drill that real swarms have."""
+
+    async def main():
+        backend = ChaosBackend(LocalHosts(list(PICO.hosts), limits=PICO.limits))
+        bundle = make_bundle(FAMILIES["timm-vit"].wrapped())
+        router = Router(backend.transport, depth=4, limits=PICO.limits, routing=routing)
+        coordinator = Coordinator(PICO, router=router, backend=backend, bundles={"pico": bundle})
+        engine = FaultInjector(coordinator, backend=backend)
+        watch = asyncio.create_task(coordinator.run())
+
+        async def ask(_):
+            deadline = router.clock() + PICO.limits.deadline_ms / 1000
+            _, route = await router.walk(bundle.canary.state, deadline=deadline)
+            failed = route.ending == "lost" or not route.order
+            ended = "failed" if failed else "degraded" if route.degraded else "answered"
+            return Reply(ended, False, len(route.order), route.ms)
+
+        try:
+            assert not await coordinator.ready(within=30)
+            return await run_drill(
+                ask, PICO_REQUESTS, faults=PICO_FAULTS, engine=engine, concurrency=CLIENTS
+            )
+        finally:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+            await coordinator.close()
+
+    return asyncio.run(main())
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize(
+    ("routing", "wanted"),
+    [
+        ("order-free", {"answered": 60, "degraded": 60}),
+        ("sequential", {"answered": 30, "failed": 90}),
+        ("replicated-sequential", {"answered": 60, "failed": 60}),
+    ],
+)
+def test_requests_end_as_on_real_hosts(routing, wanted):
+    """Deaths only, whatever the load of this machine; late hosts: benchmarks/swarm_validation.py.
+
+    Requests that are under way at a death may end either way, at most one of every client.
+    """
+    simulated = simulate(
+        PICO,
+        profile=Profile(every=HostTimes(block_ms=1, link_ms=2), notice_ms=0),
+        requests=PICO_REQUESTS,
+        arrivals=Arrivals(clients=CLIENTS),
+        faults=PICO_FAULTS,
+        routing=routing,
+    )
+    real = real_ends(routing)
+    for end in ENDED:
+        count = wanted.get(end, 0)
+        assert simulated.ended[end] == pytest.approx(count, abs=CLIENTS)
+        assert real.share(end) * PICO_REQUESTS / 100 == pytest.approx(count, abs=CLIENTS)
