@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from layershuffle.cli.swarm import Routing
 from layershuffle.cli.swarm.asking import ServerOptions, client_options
 from layershuffle.cli.swarm.serving import require_extra
 from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.swarm.faults import KINDS, Fault, Kind, crashes, rehearsal
-from layershuffle.swarm.policy import Routing
 
 if TYPE_CHECKING:
     from layershuffle.swarm.client import AsyncSwarmClient
