@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 
 import torch
+from _harness import Bound, Claim, Row, run_claim
 from torch import Tensor, nn
 
-from layershuffle.bench.claims import Claim, run_claim
-from layershuffle.bench.pairs import SMOKE, Bound, Effort, Row
-from layershuffle.bench.subjects import PICO, VIT_B, subject
+from layershuffle.bench.timing import SMOKE, Effort
+from layershuffle.bench.workloads import PICO, VIT_B, make_workload
 from layershuffle.stack import blocks_of
 
 # Parameters and states, autocast, and units expected.
@@ -28,33 +28,33 @@ TOLERANCE, TOKENS = 0.02, 197
 
 
 def saved_bytes(block: nn.Module, state: Tensor, *, autocast: bool) -> int:
-    """What autograd keeps of a forward, weights left out; every storage once."""
+    """Bytes that autograd keeps of a forward, without weights; every storage counts once."""
     weights = {parameter.data_ptr() for parameter in block.parameters()}
-    kept: dict[int, int] = {}
+    saved: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage.nbytes()
+            saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     context = torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext()
     with context, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         block(state)
-    return sum(kept.values())
+    return sum(saved.values())
 
 
 def rows(effort: Effort) -> Iterator[Row]:
     """One row per precision."""
-    block = blocks_of(subject(PICO if effort is SMOKE else VIT_B, batch=1).model)[0].train()
+    block = blocks_of(make_workload(PICO if effort is SMOKE else VIT_B, batch=1).model)[0].train()
     width = block.norm1.normalized_shape[0]
     for name, (dtype, autocast, expected) in CASES.items():
         block.to(dtype)
         states = [
             torch.zeros(images, TOKENS, width, dtype=dtype, requires_grad=True) for images in (1, 2)
         ]
-        one, two = (saved_bytes(block, state, autocast=autocast) for state in states)
-        units = (two - one) / (2 * TOKENS * width)  # copies of weights are in both
+        small, large = (saved_bytes(block, state, autocast=autocast) for state in states)
+        units = (large - small) / (2 * TOKENS * width)  # copies of weights are in both
         yield Row(
             name=f"activations kept by a block, {name}",
             what=f"expected {expected:g},",

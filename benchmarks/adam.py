@@ -7,30 +7,30 @@ import sys
 from collections.abc import Iterator
 
 import torch
+from _harness import Bound, Claim, Row, compare, run_claim
 
-from layershuffle.bench.claims import Claim, run_claim
-from layershuffle.bench.pairs import SMOKE, Bound, Effort, Row, cpu_timed, paired
-from layershuffle.bench.subjects import PICO, WIDTH_192, subject
+from layershuffle.bench.timing import SMOKE, Effort, cpu_timed
+from layershuffle.bench.workloads import PICO, WIDTH_192, make_workload
 
 
 def rows(effort: Effort) -> Iterator[Row]:
     """One row: gradients are there, the step alone is timed."""
-    on = subject(PICO if effort is SMOKE else WIDTH_192, batch=1)
+    workload = make_workload(PICO if effort is SMOKE else WIDTH_192, batch=1)
     sides = []
     for fused in (None, True):
-        model = copy.deepcopy(on.model)
+        model = copy.deepcopy(workload.model)
         optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused)
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, 1e-3)
         sides.append(cpu_timed(optimiser.step))
-    yield paired(
+    yield compare(
         "AdamW step, 5.4 M parameters",
         "default / fused",
         a=sides[0],
         b=sides[1],
         effort=effort,
         bound=Bound("at_least", 2.5),
-        settings={"model": on.spec},
+        settings={"model": workload.spec},
     )
 
 

@@ -13,11 +13,11 @@ from itertools import count
 
 import torch
 import torch.nn.functional as F
+from _harness import Bound, Claim, Row, compare, run_claim
 from torch import nn
 
-from layershuffle.bench.claims import Claim, run_claim
-from layershuffle.bench.pairs import SMOKE, Bound, Effort, Row, cpu_timed, paired
-from layershuffle.bench.subjects import PICO, WIDTH_64, WIDTH_192, Subject, subject
+from layershuffle.bench.timing import SMOKE, Effort, cpu_timed
+from layershuffle.bench.workloads import PICO, WIDTH_64, WIDTH_192, Workload, make_workload
 from layershuffle.compiling import BlockCompiler
 from layershuffle.policies import Shuffled
 from layershuffle.stack import depth_of, running
@@ -26,21 +26,21 @@ CASES = {"width 64, batch 64": (WIDTH_64, 64), "width 192, batch 8": (WIDTH_192,
 SMOKES = {"smoke": (PICO, 2)}
 
 
-def training_step(model: nn.Module, on: Subject) -> Callable[[], None]:
+def training_step(model: nn.Module, workload: Workload) -> Callable[[], None]:
     """Forward and backward in a new order each time; the optimiser is the same either way."""
     steps, depth = count(), depth_of(model)
     model.train()
 
     def step() -> None:
         with running(model, Shuffled().draw(depth, seed=0, step=next(steps))):
-            loss = F.cross_entropy(model(on.images), on.labels)
+            loss = F.cross_entropy(model(workload.images), workload.labels)
         loss.backward()
         model.zero_grad()
 
     return step
 
 
-def forward(model: nn.Module, on: Subject) -> Callable[[], None]:
+def forward(model: nn.Module, workload: Workload) -> Callable[[], None]:
     """A forward in a new order each time."""
     steps, depth = count(), depth_of(model)
     model.eval()
@@ -50,7 +50,7 @@ def forward(model: nn.Module, on: Subject) -> Callable[[], None]:
             torch.inference_mode(),
             running(model, Shuffled().draw(depth, seed=0, step=next(steps))),
         ):
-            model(on.images)
+            model(workload.images)
 
     return step
 
@@ -60,12 +60,14 @@ def rows(effort: Effort) -> Iterator[Row]:
     backend = "eager" if effort is SMOKE else "inductor"
     for name, (spec, batch) in (SMOKES if effort is SMOKE else CASES).items():
         for what, make in (("training step", training_step), ("forward", forward)):
-            on = subject(spec, batch=batch)
-            eager = make(copy.deepcopy(on.model), on)
+            workload = make_workload(spec, batch=batch)
+            eager = make(copy.deepcopy(workload.model), workload)
             compiler = BlockCompiler(backend=backend)
-            compiler.add(on.model)
+            compiler.add(workload.model)
             with compiler.limits():
-                yield from compared(f"{what}, {name}", eager, make(on.model, on), compiler, effort)
+                yield from compared(
+                    f"{what}, {name}", eager, make(workload.model, workload), compiler, effort
+                )
 
 
 def compared(
@@ -78,7 +80,7 @@ def compared(
     """The ratio, and the graphs of twelve blocks in many orders; or why there are none."""
     compiler.or_eager(compiled)
     if compiler.on:
-        yield paired(
+        yield compare(
             f"compiled blocks, {name}",
             "eager / compiled",
             a=cpu_timed(eager),

@@ -11,11 +11,11 @@ import sys
 from collections.abc import Iterator
 
 import torch
+from _harness import Bound, Claim, Row, compare, run_claim
 from torch import Tensor
 
-from layershuffle.bench.claims import Claim, run_claim
-from layershuffle.bench.pairs import SMOKE, Bound, Effort, Row, cpu_timed, paired
-from layershuffle.bench.subjects import PICO, WIDTH_64, WIDTH_192, Subject, subject
+from layershuffle.bench.timing import SMOKE, Effort, cpu_timed
+from layershuffle.bench.workloads import PICO, WIDTH_64, WIDTH_192, Workload, make_workload
 from layershuffle.orders import ExecutionOrder
 from layershuffle.policies import Shuffled
 from layershuffle.stack import depth_of, running
@@ -28,54 +28,54 @@ CASES = {
 SMOKES = {"smoke": (PICO, 4, 1.0, None)}
 
 
-def grouped(on: Subject, orders: list[ExecutionOrder]) -> Tensor:
+def grouped(workload: Workload, orders: list[ExecutionOrder]) -> Tensor:
     """One forward, an order per sample."""
-    with running(on.model, orders):
-        return on.model(on.images)
+    with running(workload.model, orders):
+        return workload.model(workload.images)
 
 
-def looped(on: Subject, orders: list[ExecutionOrder]) -> Tensor:
+def looped(workload: Workload, orders: list[ExecutionOrder]) -> Tensor:
     """A forward per sample."""
     outputs = []
-    for order, image in zip(orders, on.images.split(1), strict=True):
-        with running(on.model, order):
-            outputs.append(on.model(image))
+    for order, image in zip(orders, workload.images.split(1), strict=True):
+        with running(workload.model, order):
+            outputs.append(workload.model(image))
     return torch.cat(outputs)
 
 
-def shared(on: Subject, order: ExecutionOrder) -> Tensor:
+def shared(workload: Workload, order: ExecutionOrder) -> Tensor:
     """One forward, one order for all."""
-    with running(on.model, order):
-        return on.model(on.images)
+    with running(workload.model, order):
+        return workload.model(workload.images)
 
 
 @torch.inference_mode()
 def rows(effort: Effort) -> Iterator[Row]:
     """Against a loop over samples, and against one order for all."""
     for name, (spec, batch, least, most) in (SMOKES if effort is SMOKE else CASES).items():
-        on = subject(spec, batch=batch)
-        depth = depth_of(on.model)
+        workload = make_workload(spec, batch=batch)
+        depth = depth_of(workload.model)
         orders = [Shuffled().draw(depth, seed=0, step=sample) for sample in range(batch)]
-        difference = float((grouped(on, orders) - looped(on, orders)).abs().max())
+        difference = float((grouped(workload, orders) - looped(workload, orders)).abs().max())
         assert difference < 1e-5, difference
-        yield paired(
+        yield compare(
             f"per-sample orders, {name}",
             "sample by sample / grouped",
-            a=cpu_timed(lambda on=on, orders=orders: looped(on, orders)),
-            b=cpu_timed(lambda on=on, orders=orders: grouped(on, orders)),
+            a=cpu_timed(lambda workload=workload, orders=orders: looped(workload, orders)),
+            b=cpu_timed(lambda workload=workload, orders=orders: grouped(workload, orders)),
             effort=effort,
             bound=Bound("at_least", least),
-            settings=on.settings,
+            settings=workload.settings,
             facts={"largest difference of logits": difference},
         )
-        yield paired(
+        yield compare(
             f"an order per sample against one for all, {name}",
             "grouped / one order",
-            a=cpu_timed(lambda on=on, orders=orders: grouped(on, orders)),
-            b=cpu_timed(lambda on=on, orders=orders: shared(on, orders[0])),
+            a=cpu_timed(lambda workload=workload, orders=orders: grouped(workload, orders)),
+            b=cpu_timed(lambda workload=workload, orders=orders: shared(workload, orders[0])),
             effort=effort,
             bound=None if most is None else Bound("at_most", most),
-            settings=on.settings,
+            settings=workload.settings,
         )
 
 

@@ -18,15 +18,15 @@ from functools import partial
 from typing import Any
 
 import torch
+from _harness import Bound, Claim, Row, compare, run_claim
 from torch import nn
+from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments, ViTConfig, ViTForImageClassification
 from transformers.trainer_callback import PrinterCallback
 
-from layershuffle.bench.claims import Claim, run_claim
-from layershuffle.bench.marks import Marks
-from layershuffle.bench.pairs import SMOKE, Bound, Effort, Row, Side, paired
-from layershuffle.bench.subjects import subject_around
-from layershuffle.bench.training import Numbers, TimedTrainer, time_training, timed_trainer
+from layershuffle.bench.timing import SMOKE, Effort, PhaseTimer, Side
+from layershuffle.bench.training import time_training, training_state
+from layershuffle.bench.workloads import workload_around
 from layershuffle.compiling import BlockCompiler
 from layershuffle.settings import FitSettings
 from layershuffle.stack import wrap
@@ -67,14 +67,27 @@ class DrawnLayers(nn.ModuleList):
         return (self[index] for index in torch.randperm(len(self)).to(device))
 
 
-class PlainTrainer(Trainer):
-    """transformers' Trainer as it is, with a mark where a step begins."""
+class Numbers(Dataset[int]):
+    """As many items as asked for; the collator knows the images."""
 
-    marks: Marks
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class PlainTrainer(Trainer):
+    """transformers' Trainer as it is; the timer learns when a step begins."""
+
+    timer: PhaseTimer
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """A step begins."""
-        self.marks.mark("step")
+        self.timer.begin("step")
         return super().get_batch_samples(*args, **kwargs)
 
 
@@ -83,8 +96,8 @@ def plain(case: Case, attention: str) -> Iterator[Side]:
     """Seconds of a step of the plain Trainer; its own defaults where the authors set nothing."""
     model = case.model(attention)
     model.vit.layers.__class__ = DrawnLayers
-    on = subject_around(wrap(case.model("sdpa")), spec="", batch=case.batch)
-    batch = {"pixel_values": on.images, "labels": on.labels}
+    workload = workload_around(wrap(case.model("sdpa")), spec="", batch=case.batch)
+    batch = {"pixel_values": workload.images, "labels": workload.labels}
     if case.device == "cuda":
         batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
     steps = WARM_UP + case.steps + 1
@@ -111,23 +124,22 @@ def plain(case: Case, attention: str) -> Iterator[Side]:
         trainer.remove_callback(PrinterCallback)
 
         def side() -> float:
-            trainer.marks = Marks(case.device, clock=time.process_time)
+            trainer.timer = PhaseTimer(case.device, clock=time.process_time)
             trainer.train()
-            found = [seconds for _, seconds in trainer.marks.spans()]
-            return statistics.median(found[WARM_UP:])
+            seconds = [step["step"] for step in trainer.timer.steps("step")]
+            return statistics.median(seconds[WARM_UP:])
 
         yield side
 
 
-@contextmanager
-def ours(case: Case) -> Iterator[tuple[Side, TimedTrainer]]:
-    """Seconds of a step of `layershuffle fit`, and the trainer that takes it."""
-    on = subject_around(
+def ours(case: Case) -> tuple[Side, BlockCompiler]:
+    """Seconds of a step of `layershuffle fit`, and the compiler of its blocks."""
+    workload = workload_around(
         wrap(case.model("sdpa")), spec="hf:ViT", batch=case.batch, device=case.device
     )
     settings = FitSettings(
         method="layershuffle",
-        model=on.spec,
+        model=workload.spec,
         data="generated",
         batch_size=case.batch,
         lr=LR,
@@ -137,29 +149,29 @@ def ours(case: Case) -> Iterator[tuple[Side, TimedTrainer]]:
         log_every=1 << 30,
     )
     compiler = case.compiler() if case.compiler else BlockCompiler(reason="compile is off")
-    with timed_trainer(
-        settings,
-        on,
-        compiler=compiler,
-        steps=case.steps,
-        warm_up=WARM_UP,
-        phased=0,
-        clock=time.process_time,
-    ) as trainer:
+    state = training_state(settings, workload, compiler=compiler)
 
-        def side() -> float:
-            trainer.watch(trainer.timed, clock=time.process_time)
-            return statistics.median(time_training(trainer).seconds)
+    def side() -> float:
+        measured = time_training(
+            state,
+            workload,
+            steps=case.steps,
+            warm_up=WARM_UP,
+            phased=0,
+            clock=time.process_time,
+        )
+        return statistics.median(measured.seconds)
 
-        yield side, trainer
+    return side, compiler
 
 
 def row(
     name: str, *, case: Case, attention: str, effort: Effort, bound: Bound | None, upside_down: bool
 ) -> Row:
     """Ours against the plain Trainer; `upside_down`: how many times as fast ours is."""
-    with ours(case) as (here, trainer), plain(case, attention) as there:
-        found = paired(
+    here, compiler = ours(case)
+    with plain(case, attention) as there:
+        ratio = compare(
             name,
             "plain Trainer / ours" if upside_down else "ours / plain Trainer",
             a=there if upside_down else here,
@@ -172,7 +184,7 @@ def row(
                 "attention of the plain one": attention,
             },
         )
-        return replace(found, facts={"ours": trainer.compiler.report()})  # as it ended
+        return replace(ratio, facts={"ours": compiler.report()})  # the state after the last step
 
 
 def rows(effort: Effort) -> Iterator[Row]:

@@ -5,17 +5,23 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from layershuffle.bench.claims import Claim, run_claim
-from layershuffle.bench.merge import family_of, memory_of_merges
-from layershuffle.bench.pairs import SMOKE, Bound, Effort, Row
-from layershuffle.bench.subjects import PICO, WIDTH_192, subject
+from _harness import Bound, Claim, Row, run_claim
+
+from layershuffle.bench.timing import SMOKE, Effort
+from layershuffle.bench.workloads import (
+    PICO,
+    WIDTH_192,
+    make_workload,
+    memory_of_merges,
+    merge_group,
+)
 
 
 def rows(effort: Effort) -> Iterator[Row]:
     """Bytes are counted, not timed: one measurement says it all."""
     spec, merges = (PICO, 3) if effort is SMOKE else (WIDTH_192, 100)
-    family = family_of(subject(spec, batch=1).model, 12)
-    added = memory_of_merges(family, merges=merges)
+    group = merge_group(make_workload(spec, batch=1).model, 12)
+    added = memory_of_merges(group, merges=merges)
     yield Row(
         name=f"memory of {merges} merges",
         what="added to 12 models:",

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 from itertools import count
 
 import torch.nn.functional as F
+from _harness import Bound, Claim, Row, compare, run_claim
 
-from layershuffle.bench.claims import Claim, run_claim
-from layershuffle.bench.pairs import SMOKE, Bound, Effort, Row, cpu_timed, paired
-from layershuffle.bench.subjects import PICO, WIDTH_64, WIDTH_192, Subject, subject
+from layershuffle.bench.timing import SMOKE, Effort, cpu_timed
+from layershuffle.bench.workloads import PICO, WIDTH_64, WIDTH_192, Workload, make_workload
 from layershuffle.policies import Shuffled
 from layershuffle.stack import depth_of, running
 from layershuffle.training.order_schedule import OrderSchedule, orders_by_row
@@ -24,17 +24,18 @@ CASES = {"width 64, batch 64": (WIDTH_64, 64, None), "width 192, batch 32": (WID
 SMOKES = {"smoke": (PICO, 8, None)}
 
 
-def training_step(on: Subject, *, groups: int) -> Callable[[], None]:
+def training_step(workload: Workload, *, groups: int) -> Callable[[], None]:
     """Forward and backward, in new orders each time, as `fit` draws and spreads them."""
     steps = count()
-    orders = OrderSchedule(policy=Shuffled(), depth=depth_of(on.model), seed=0, per_batch=groups)
+    depth = depth_of(workload.model)
+    orders = OrderSchedule(policy=Shuffled(), depth=depth, seed=0, per_batch=groups)
 
     def step() -> None:
         drawn = orders.draw(step=next(steps), micro_batch=0)
-        with running(on.model, orders_by_row(drawn, len(on.images))):
-            loss = F.cross_entropy(on.model(on.images), on.labels)
+        with running(workload.model, orders_by_row(drawn, len(workload.images))):
+            loss = F.cross_entropy(workload.model(workload.images), workload.labels)
         loss.backward()
-        on.model.zero_grad()
+        workload.model.zero_grad()
 
     return step
 
@@ -42,18 +43,18 @@ def training_step(on: Subject, *, groups: int) -> Callable[[], None]:
 def rows(effort: Effort) -> Iterator[Row]:
     """2, 4 and 8 orders per batch, each against one."""
     for name, (spec, batch, most) in (SMOKES if effort is SMOKE else CASES).items():
-        on = subject(spec, batch=batch)
-        on.model.train()
-        one = cpu_timed(training_step(on, groups=1))
+        workload = make_workload(spec, batch=batch)
+        workload.model.train()
+        single = cpu_timed(training_step(workload, groups=1))
         for groups in GROUPS:
-            yield paired(
+            yield compare(
                 f"{groups} orders per batch, {name}",
                 f"training step with {groups} orders / with one",
-                a=cpu_timed(training_step(on, groups=groups)),
-                b=one,
+                a=cpu_timed(training_step(workload, groups=groups)),
+                b=single,
                 effort=effort,
                 bound=Bound("at_most", most) if most and groups == 4 else None,
-                settings=on.settings,
+                settings=workload.settings,
                 facts={"images per group": batch / groups},
             )
 

@@ -8,10 +8,10 @@ from itertools import count
 
 import torch
 import torch.nn.functional as F
+from _harness import Bound, Claim, Row, compare, run_claim
 
-from layershuffle.bench.claims import Claim, run_claim
-from layershuffle.bench.pairs import SMOKE, Bound, Effort, Row, cpu_timed, paired
-from layershuffle.bench.subjects import PICO, WIDTH_64, WIDTH_192, Subject, subject
+from layershuffle.bench.timing import SMOKE, Effort, cpu_timed
+from layershuffle.bench.workloads import PICO, WIDTH_64, WIDTH_192, Workload, make_workload
 from layershuffle.policies import OrderPolicy, Sequential, Shuffled
 from layershuffle.stack import depth_of, running
 
@@ -21,14 +21,14 @@ MOST = 1.05
 
 
 def step_of(
-    on: Subject, policy: OrderPolicy, optimiser: torch.optim.Optimizer
+    workload: Workload, policy: OrderPolicy, optimiser: torch.optim.Optimizer
 ) -> Callable[[], None]:
     """A whole step: order, forward, backward, optimiser."""
-    steps, depth = count(), depth_of(on.model)
+    steps, depth = count(), depth_of(workload.model)
 
     def step() -> None:
-        with running(on.model, policy.draw(depth, seed=0, step=next(steps))):
-            loss = F.cross_entropy(on.model(on.images), on.labels)
+        with running(workload.model, policy.draw(depth, seed=0, step=next(steps))):
+            loss = F.cross_entropy(workload.model(workload.images), workload.labels)
         loss.backward()
         optimiser.step()
         optimiser.zero_grad()
@@ -39,17 +39,17 @@ def step_of(
 def rows(effort: Effort) -> Iterator[Row]:
     """One model for both sides: they read and write the same memory."""
     for name, (spec, batch) in (SMOKES if effort is SMOKE else CASES).items():
-        on = subject(spec, batch=batch)
-        on.model.train()
-        optimiser = torch.optim.AdamW(on.model.parameters(), lr=1e-4, fused=True)
-        yield paired(
+        workload = make_workload(spec, batch=batch)
+        workload.model.train()
+        optimiser = torch.optim.AdamW(workload.model.parameters(), lr=1e-4, fused=True)
+        yield compare(
             f"training step, {name}",
             "shuffled / fixed order",
-            a=cpu_timed(step_of(on, Shuffled(), optimiser)),
-            b=cpu_timed(step_of(on, Sequential(), optimiser)),
+            a=cpu_timed(step_of(workload, Shuffled(), optimiser)),
+            b=cpu_timed(step_of(workload, Sequential(), optimiser)),
             effort=effort,
             bound=Bound("at_most", MOST),
-            settings={**on.settings, "optimiser": "AdamW, fused"},
+            settings={**workload.settings, "optimiser": "AdamW, fused"},
         )
 
 

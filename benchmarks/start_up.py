@@ -7,8 +7,9 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 
-from layershuffle.bench.claims import Claim, run_claim
-from layershuffle.bench.pairs import SMOKE, Bound, Effort, Row, Side, paired
+from _harness import Bound, Claim, Row, compare, run_claim
+
+from layershuffle.bench.timing import SMOKE, Effort, Side
 
 COMMANDS = ("", "fit", "eval", "reproduce")
 MOST_SECONDS = 0.5
@@ -37,7 +38,7 @@ def rows(effort: Effort) -> Iterator[Row]:
     for command in COMMANDS[:1] if effort is SMOKE else COMMANDS:
         name = f"layershuffle {command} --help".replace("  ", " ")
         help_text = process(["-m", "layershuffle", *command.split(), "--help"])
-        against = paired(name, "help / empty Python", a=help_text, b=nothing, effort=effort)
+        against = compare(name, "help / empty Python", a=help_text, b=nothing, effort=effort)
         yield Row(
             name=name,
             what="processor time",

@@ -13,21 +13,20 @@ from importlib.metadata import version
 from typing import Any, get_args
 
 import torch
+from _harness import Bound, Claim, Row, run_claim
 from torch import Tensor, nn
 
-from layershuffle.bench.claims import Claim, run_claim
-from layershuffle.bench.pairs import SMOKE, Bound, Effort, Row
+from layershuffle.bench.timing import SMOKE, Effort
 from layershuffle.models import load
 from layershuffle.stack import blocks_of, depth_of
-from layershuffle.swarm.asking import asker, client_inside, labelled_images
+from layershuffle.swarm.chaos import Fault, Kind
 from layershuffle.swarm.drill import run_drill
-from layershuffle.swarm.faults import Fault, Kind
-from layershuffle.swarm.messages import Route
+from layershuffle.swarm.load_client import client_inside, labelled_images, load_client
+from layershuffle.swarm.messages import Route, Wire
 from layershuffle.swarm.plan import DEFAULT_MODEL, HostPlan, SwarmPlan, even_plan
 from layershuffle.swarm.ray_session import local_ray
 from layershuffle.swarm.remote_model import served_host
 from layershuffle.swarm.service import Service, swarm_on
-from layershuffle.swarm.wire import Wire
 
 DEPTH, DATA, SECONDS = 12, "digit-pairs", 10.0
 WIDE = "timm:vit_base_patch16_224?pretrained=false&depth=2"
@@ -55,16 +54,16 @@ async def hop(swarms: Swarms, wire: Wire, *, model: str, count: int) -> Row:
     async with swarms(plan) as service:
         start = service.coordinator.base.canary.state
         routes = [await walked(service, start, order=(n % 2,)) for n in range(count + 3)][3:]
-    hops = [one for route in routes for one in route.hops]
+    hops = [visit for route in routes for visit in route.hops]
     kib = round(start.nbytes / {"fp32": 1, "fp16": 2, "int8": 4}[wire] / 1024)
     return Row(
         name=f"a hop, {kib} KiB ({wire})",
         what="visit of one block less its compute,",
-        values=tuple(one.ms - one.compute_ms for one in hops),
+        values=tuple(visit.ms - visit.compute_ms for visit in hops),
         unit="ms",
         bound=Bound("at_most", HOP_MS) if wire == "int8" else None,
         settings={"model": plan.model, "state": list(start.shape), "wire": wire},
-        facts={"compute_ms": statistics.median(one.compute_ms for one in hops)},
+        facts={"compute_ms": statistics.median(visit.compute_ms for visit in hops)},
     )
 
 
@@ -143,16 +142,16 @@ async def throughput(swarms: Swarms, model: str, hosts: int, *, count: int) -> R
     images = labelled_images(host, DATA, count=min(count, 100))
     plan = even_plan(depth_of(host), hosts, model=model)
     async with swarms(plan) as service, client_inside(service) as client:
-        ask = asker(client, images, deadline_ms=30_000)
+        ask = load_client(client, images, deadline_ms=30_000)
         for name in plan.hosts:
-            await service.coordinator.places.misbehave(name, "slow", factor=SLOW[model])
+            service.faults.backend.transport.break_host(name, "slow", factor=SLOW[model])
         await run_drill(ask, count, concurrency=CLIENTS)
         runs = [await speed(ask, count) for _ in range(1 if count < CLIENTS else 3)]
     short = "ViT-B, 6 blocks" if model == HEAVY else "digits, 12 blocks"
     return Row(
         name=f"{short}, {hosts} host{'s' if hosts > 1 else ''}",
         what="answers in full per second,",
-        values=tuple(one for one, _ in runs),
+        values=tuple(rate for rate, _ in runs),
         unit="1/s",
         settings={"model": model, "clients": CLIENTS, "slowed": SLOW[model]},
         facts={"degraded": [share for _, share in runs]},
@@ -182,11 +181,11 @@ async def noticed(swarms: Swarms, kind: Kind, *, count: int) -> Row:
             for _ in range(5):
                 await walked(service, start)
             began = time.perf_counter()
-            await service.coordinator.happen(Fault(0, name, kind))
+            await service.faults.inject(Fault(0, name, kind))
             while not set(plan.hosts[name].blocks) <= set((await walked(service, start)).skipped):
                 assert time.perf_counter() - began < SECONDS
             times.append((time.perf_counter() - began) * 1000)
-            await service.coordinator.happen(Fault(0, name, "rejoin"))
+            await service.faults.inject(Fault(0, name, "rejoin"))
             await asyncio.wait_for(whole(service), timeout=60)
     return Row(
         name={"crash": "a host is killed (SIGKILL)", "freeze": "a host freezes (SIGSTOP)"}[kind],

@@ -27,10 +27,10 @@ from typing import Any
 
 from layershuffle.machine import hardware, versions
 from layershuffle.models import load
-from layershuffle.swarm.asking import asker, client_inside, labelled_images
+from layershuffle.swarm.chaos import Fault, crashes
 from layershuffle.swarm.client import AsyncSwarmClient
 from layershuffle.swarm.drill import Drill, foreseen, judged, run_drill
-from layershuffle.swarm.faults import Fault, crashes
+from layershuffle.swarm.load_client import client_inside, labelled_images, load_client
 from layershuffle.swarm.plan import DEFAULT_MODEL, SwarmPlan, even_plan
 from layershuffle.swarm.ray_session import local_ray
 from layershuffle.swarm.service import Service, swarm_on
@@ -41,22 +41,22 @@ SMOKES = 24, 20  # requests, and those for memory
 
 
 class Load:
-    """A service, a client of its gateway, and what was found."""
+    """A service, a client of its gateway, and what was measured."""
 
     def __init__(self, service: Service, client: AsyncSwarmClient, images: Any) -> None:
         self.service, self.client, self.images = service, client, images
-        self.ask = asker(client, images, deadline_ms=DEADLINE_MS)
+        self.ask = load_client(client, images, deadline_ms=DEADLINE_MS)
 
     async def drill(self, requests: int, faults: tuple[Fault, ...] = ()) -> Drill:
         return await run_drill(
-            self.ask, requests, faults=faults, engine=self.service.coordinator,
+            self.ask, requests, faults=faults, engine=self.service.faults,
             concurrency=CONCURRENCY,
         )  # fmt: skip
 
     async def mend(self, faults: tuple[Fault, ...]) -> None:
         """All hosts back, their averages fresh."""
         for name in sorted({fault.host for fault in faults}):
-            await self.service.coordinator.happen(Fault(0, name, "rejoin"))
+            await self.service.faults.inject(Fault(0, name, "rejoin"))
         async with asyncio.timeout(120):
             while any(not host.usable for host in self.service.router.swarm.values()):
                 await asyncio.sleep(0.05)
@@ -70,7 +70,7 @@ class Load:
         replies = list(drill.replies.values())
         seen = foreseen(self.service.plan, faults, requests=requests, routing=routing)  # type: ignore[arg-type]
         assert self.service.calibration is not None
-        found = {
+        results = {
             "requests": requests,
             "kills": [f"{fault.host} before request {fault.at}" for fault in faults],
             **{name: drill.share(name) for name in ("answered", "degraded", "failed", "late")},  # type: ignore[arg-type]
@@ -81,7 +81,7 @@ class Load:
         }
         self.service.router.routing = "order-free"
         await self.mend(faults)
-        return found
+        return results
 
     async def slow(self, requests: int) -> dict[str, Any]:
         """The 99th percentile with one host ten times slower, against before and after."""
@@ -115,8 +115,8 @@ class Load:
         }
 
     async def _resident(self) -> dict[str, float]:
-        places = self.service.coordinator.places
-        infos = [await places.info(name) for name in self.service.plan.hosts]
+        backend = self.service.coordinator.backend
+        infos = [await backend.call(name, "info") for name in self.service.plan.hosts]
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return {
             "gateway": float(pages * os.sysconf("SC_PAGE_SIZE")),
@@ -127,29 +127,29 @@ class Load:
 async def measured(plan: SwarmPlan, options: argparse.Namespace) -> dict[str, Any]:
     """Everything, on one running swarm."""
     images = labelled_images(load(DEFAULT_MODEL), "digit-pairs", count=1000)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     with nullcontext() if options.smoke else local_ray(list(plan.hosts)) as ray:
         async with swarm_on(ray, plan) as service, client_inside(service) as client:
             load_ = Load(service, client, images)
             await load_.drill(40)
-            found["order-free"] = await load_.killed("order-free", options.requests)
-            found["sequential"] = await load_.killed("sequential", options.requests)
-            found["slow"] = await load_.slow(options.requests)
-            found["memory"] = await load_.memory(options.memory_requests)
-    return found
+            results["order-free"] = await load_.killed("order-free", options.requests)
+            results["sequential"] = await load_.killed("sequential", options.requests)
+            results["slow"] = await load_.slow(options.requests)
+            results["memory"] = await load_.memory(options.memory_requests)
+    return results
 
 
-def broken(found: dict[str, Any]) -> list[str]:
+def broken(results: dict[str, Any]) -> list[str]:
     """Promises that were not kept."""
-    free, accuracy = found["order-free"], found["order-free"]["accuracy"]
+    free, accuracy = results["order-free"], results["order-free"]["accuracy"]
     rules = {
         "order-free: a request failed": free["failed"] > 0,
         "order-free: a request was late": free["late"] > 0,
         "order-free: accuracy outside of the calibration": not (
             accuracy["low"] <= accuracy["top1"] <= accuracy["high"]
         ),
-        "a slow host adds half to the 99th percentile": found["slow"]["adds"] >= SLOW_ADDS,
-        "memory grows": found["memory"]["grows"] > MEMORY_GROWS,
+        "a slow host adds half to the 99th percentile": results["slow"]["adds"] >= SLOW_ADDS,
+        "memory grows": results["memory"]["grows"] > MEMORY_GROWS,
     }
     return [rule for rule, is_broken in rules.items() if is_broken]
 
@@ -164,17 +164,17 @@ def main() -> int:
     options = parser.parse_args()
     if options.smoke:
         options.requests, options.memory_requests = SMOKES
-    found = asyncio.run(measured(even_plan(DEPTH, HOSTS), options))
-    found |= {
+    results = asyncio.run(measured(even_plan(DEPTH, HOSTS), options))
+    results |= {
         "hosts": HOSTS, "concurrency": CONCURRENCY, "deadline_ms": DEADLINE_MS,
-        "broken": [] if options.smoke else broken(found),
+        "broken": [] if options.smoke else broken(results),
         "versions": versions(), "hardware": hardware("fp32"),
     }  # fmt: skip
-    text = json.dumps(found, indent=1)
+    text = json.dumps(results, indent=1)
     print(text)
     if options.out:
         options.out.write_text(text + "\n", encoding="utf-8")
-    return 1 if found["broken"] else 0
+    return 1 if results["broken"] else 0
 
 
 if __name__ == "__main__":

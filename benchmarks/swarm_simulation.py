@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
 from itertools import count
 from typing import Any
 
-from layershuffle.bench.claims import Claim, run_claim
-from layershuffle.bench.pairs import SMOKE, Bound, Effort, Row, cpu_timed, paired
+from _harness import Bound, Claim, Row, compare, run_claim
+
+from layershuffle.bench.timing import SMOKE, Effort, cpu_timed
 from layershuffle.swarm import policy, state
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Visited
@@ -40,36 +40,35 @@ def play(plan: SwarmPlan, requests: int, routing: Routing) -> Outcome:
 
 
 def size_row(hosts: int, requests: int, repeats: int) -> Row:
-    """Events per second of processor time, and what came of the requests under every routing."""
+    """Visits per second of processor time, and what came of the requests under every routing."""
     plan = scaled(even_plan(DEPTH, 10), hosts)
     speeds, walls = [], []
     for _ in range(repeats):
         began, wall = time.process_time(), time.perf_counter()
         outcome = play(plan, requests, "order-free")
-        speeds.append(outcome.events / (time.process_time() - began))
+        speeds.append(outcome.visits / (time.process_time() - began))
         walls.append(time.perf_counter() - wall)
     others = {routing: play(plan, requests, routing) for routing in ROUTINGS[1:]}
     return Row(
         name=f"{hosts:,} hosts",
-        what="events per second of processor time",
+        what="visits per second of processor time",
         values=tuple(speeds),
         unit="1/s",
         settings={
             "hosts": hosts, "requests": requests, "up_s": CHURN.up_s, "down_s": CHURN.down_s,
             "requests_per_s": RATES[hosts], "seed": SEED,
-            "simpy": version("simpy"),
         },
         facts={
             "wall_s": [round(wall, 2) for wall in walls],
-            "events": outcome.events,
+            "visits": outcome.visits,
             "simulated_s": round(outcome.seconds, 2),
-            **told(outcome),
-            **{routing: told(one) for routing, one in others.items()},
+            **summary(outcome),
+            **{routing: summary(other) for routing, other in others.items()},
         },
     )  # fmt: skip
 
 
-def told(outcome: Outcome) -> dict[str, Any]:
+def summary(outcome: Outcome) -> dict[str, Any]:
     """The shares in percent and the latencies in milliseconds."""
     return {
         "answered": outcome.share("answered"),
@@ -108,7 +107,7 @@ def stepping(hosts: int) -> Callable[[], object]:
 def rows(effort: Effort) -> Iterator[Row]:
     """The cost of a step, then the scaling curve."""
     smoke = effort is SMOKE
-    yield paired(
+    yield compare(
         "a decision and its three changes",
         "10,000 hosts / 100 hosts",
         a=cpu_timed(stepping(200 if smoke else 10_000)),

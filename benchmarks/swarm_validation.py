@@ -10,13 +10,14 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
-from layershuffle.bench.claims import Claim, run_claim
-from layershuffle.bench.pairs import SMOKE, Bound, Effort, Row
+from _harness import Bound, Claim, Row, run_claim
+
+from layershuffle.bench.timing import SMOKE, Effort
 from layershuffle.models import load
-from layershuffle.swarm.asking import asker, client_inside, labelled_images
+from layershuffle.swarm.chaos import Fault, check_faults, crashes, one_of_each_fault
 from layershuffle.swarm.drill import Drill, run_drill
-from layershuffle.swarm.faults import Fault, check_faults, crashes, rehearsal
 from layershuffle.swarm.limits import Limits
+from layershuffle.swarm.load_client import client_inside, labelled_images, load_client
 from layershuffle.swarm.plan import DEFAULT_MODEL, SwarmPlan, even_plan
 from layershuffle.swarm.policy import Routing
 from layershuffle.swarm.ray_session import local_ray
@@ -44,7 +45,9 @@ def failures(plan: SwarmPlan, requests: int) -> tuple[Fault, ...]:
     hosts = list(plan.hosts)
     dead = crashes(hosts, share=1 / HOSTS, requests=requests, seed=SEED)
     others = [host for host in hosts if host != dead[0].host]
-    passing = rehearsal(others, requests=requests, seed=SEED, kinds=("freeze", "slow", "rejoin"))
+    passing = one_of_each_fault(
+        others, requests=requests, seed=SEED, kinds=("freeze", "slow", "rejoin")
+    )
     return check_faults([*dead, *passing], hosts)
 
 
@@ -52,14 +55,14 @@ async def real(ray: Any, plan: SwarmPlan, requests: int) -> tuple[Drill, Profile
     """The drill through the gateway; how fast the hosts were before, and a request beside them."""
     async with swarm_on(ray, plan) as service, client_inside(service) as client:
         images = labelled_images(load(DEFAULT_MODEL), DATA, count=min(requests, 100))
-        ask = asker(client, images, deadline_ms=plan.limits.deadline_ms)
+        ask = load_client(client, images, deadline_ms=plan.limits.deadline_ms)
         await run_drill(ask, requests // 6, concurrency=CLIENTS)
         began = time.perf_counter()
         await run_drill(ask, requests // 3, concurrency=CLIENTS)
         each = CLIENTS * (time.perf_counter() - began) / (requests // 3)
         seen = profile(service)
         drill = await run_drill(
-            ask, requests, faults=failures(plan, requests), engine=service.coordinator,
+            ask, requests, faults=failures(plan, requests), engine=service.faults,
             concurrency=CLIENTS,
         )  # fmt: skip
     return drill, seen, each
@@ -104,14 +107,14 @@ def case(ray: Any, routing: Routing, replicas: int, *, requests: int) -> Row:
     return Row(
         name=f"{routing}, {replicas} of each block",
         what="largest difference of a share (answered, degraded, failed, late)",
-        values=(max(abs(one["real"] - one["simulated"]) for one in shares.values()),),
+        values=(max(abs(share["real"] - share["simulated"]) for share in shares.values()),),
         unit="points",
         bound=Bound("at_most", POINTS),
         settings={
             "model": DEFAULT_MODEL, "hosts": HOSTS, "requests": requests, "clients": CLIENTS,
             "seed": SEED, "limits": LIMITS.model_dump(exclude_defaults=True),
-            "faults": [f"{one.kind} {one.host} before request {one.at}"
-                       for one in failures(plan, requests)],
+            "faults": [f"{fault.kind} {fault.host} before request {fault.at}"
+                       for fault in failures(plan, requests)],
         },
         facts={
             **shares,

@@ -7,11 +7,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
+from _harness import Bound, Claim, Row, ratio_row, run_claim
 
-from layershuffle.bench.claims import Claim, run_claim
-from layershuffle.bench.orders import compared, in_order_subsets, sweeps
-from layershuffle.bench.pairs import SMOKE, Bound, Effort, Row
-from layershuffle.bench.subjects import PICO, WIDTH_64, subject
+from layershuffle.bench.timing import SMOKE, Effort
+from layershuffle.bench.workloads import (
+    PICO,
+    WIDTH_64,
+    compare_with_trie,
+    in_order_subsets,
+    make_workload,
+    sweeps,
+)
 from layershuffle.trie import block_executions, build_trie
 
 DEPTH = 12
@@ -28,8 +34,10 @@ EXPECTED = {
 @torch.inference_mode()
 def rows(effort: Effort) -> Iterator[Row]:
     """Block runs are exact; times for all but the last sweep, which would say no more."""
-    on = subject(PICO, batch=2) if effort is SMOKE else subject(WIDTH_64, batch=64)
-    subsets = [one for kept in range(DEPTH) for one in in_order_subsets(kept + 1, DEPTH)]
+    workload = (
+        make_workload(PICO, batch=2) if effort is SMOKE else make_workload(WIDTH_64, batch=64)
+    )
+    subsets = [order for n in range(DEPTH) for order in in_order_subsets(n + 1, DEPTH)]
     for name, orders in (sweeps(DEPTH) | {"all in-order subsets": subsets}).items():
         naive, fewest, least = EXPECTED[name]
         assert sum(map(len, orders)) == naive
@@ -40,8 +48,10 @@ def rows(effort: Effort) -> Iterator[Row]:
             bound=Bound("equal", fewest),
         )
         if orders is not subsets and (effort is not SMOKE or len(orders) <= DEPTH + 1):
-            row = compared(name, on, orders=orders, effort=effort)
-            yield replace(row, bound=None if least is None else Bound("at_least", least))
+            pairs, facts = compare_with_trie(workload, orders, effort=effort)
+            row = ratio_row(name, "one by one / trie", pairs=pairs, settings=workload.settings)
+            bound = None if least is None else Bound("at_least", least)
+            yield replace(row, bound=bound, facts=facts)
 
 
 CLAIM = Claim(theme="trie", text=__doc__.removeprefix("Claim: "), rows=rows)

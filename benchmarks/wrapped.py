@@ -7,11 +7,11 @@ import sys
 from collections.abc import Callable, Iterator
 
 import torch
+from _harness import Bound, Claim, Row, compare, run_claim
 from torch import Tensor, nn
 
-from layershuffle.bench.claims import Claim, run_claim
-from layershuffle.bench.pairs import SMOKE, Bound, Effort, Row, cpu_timed, paired
-from layershuffle.bench.subjects import PICO, WIDTH_64, WIDTH_192, subject
+from layershuffle.bench.timing import SMOKE, Effort, cpu_timed
+from layershuffle.bench.workloads import PICO, WIDTH_64, WIDTH_192, make_workload
 from layershuffle.stack import depth_of, running, unwrap
 
 # Small enough that what wrapping adds could be seen: forwards of about 20 and 100 ms.
@@ -23,7 +23,7 @@ MOST = 1.02
 def untouched(model: nn.Module) -> nn.Module:
     """A copy that shares the tensors, so that both sides read the same memory, and no wrapping."""
     tensors = [*model.parameters(), *model.buffers()]
-    return unwrap(copy.deepcopy(model, {id(one): one for one in tensors}))
+    return unwrap(copy.deepcopy(model, {id(tensor): tensor for tensor in tensors}))
 
 
 def in_order(model: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -40,18 +40,21 @@ def in_order(model: nn.Module) -> Callable[[Tensor], Tensor]:
 def rows(effort: Effort) -> Iterator[Row]:
     """Wrapped only, and given an order."""
     for name, (spec, batch) in (SMOKES if effort is SMOKE else CASES).items():
-        on = subject(spec, batch=batch)
-        plain, images = untouched(on.model), on.images
-        for how, forward in (("wrapped", on.model), ("given an order", in_order(on.model))):
+        workload = make_workload(spec, batch=batch)
+        plain, images = untouched(workload.model), workload.images
+        for how, forward in (
+            ("wrapped", workload.model),
+            ("given an order", in_order(workload.model)),
+        ):
             assert torch.equal(forward(images), plain(images)), "outputs are bit-equal"
-            yield paired(
+            yield compare(
                 f"forward, {how}, {name}",
                 f"{how} / untouched",
                 a=cpu_timed(lambda forward=forward, images=images: forward(images)),
                 b=cpu_timed(lambda plain=plain, images=images: plain(images)),
                 effort=effort,
                 bound=Bound("at_most", MOST),
-                settings=on.settings,
+                settings=workload.settings,
                 facts={"outputs": "bit-equal"},
             )
 

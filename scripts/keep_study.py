@@ -2,7 +2,7 @@
 
     python scripts/keep_study.py runs/digits-paper docs/results/digits-paper
 
-`layershuffle report` reads the copy and makes its report.html (`layershuffle.study.kept`).
+`layershuffle report` reads the copy and makes its report.html (`layershuffle.study.store`).
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from PIL import Image
 
 from layershuffle.analysis import find_analysis, read_analysis
 from layershuffle.plotting import figure_bytes
-from layershuffle.study.kept import write_kept
 from layershuffle.study.report import KEPT_DPI, write_report
-from layershuffle.study.tasks import read_study
+from layershuffle.study.store import read_study, write_kept
 
 COLOURS = 128
 """A palette makes a scatter plot a third as large, and nobody sees the difference."""

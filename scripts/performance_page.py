@@ -1,20 +1,23 @@
-"""Make the tables of docs/performance.md and docs/swarm.md anew from benchmarks/results.
+"""Write the tables of docs/performance.md and docs/swarm.md from benchmarks/results.
 
 python scripts/performance_page.py
 """
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
-from layershuffle.bench.page import newest, with_claims, with_tables
 from layershuffle.files import write_text
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+from _harness import newest, with_claims, with_tables  # noqa: E402
+
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = {ROOT / "docs" / "performance.md": with_tables, ROOT / "docs" / "swarm.md": with_claims}
 
 if __name__ == "__main__":
-    for page, made in PAGES.items():
-        write_text(page, made(page.read_text(encoding="utf-8"), newest(RESULTS)))
+    for page, with_results in PAGES.items():
+        write_text(page, with_results(page.read_text(encoding="utf-8"), newest(RESULTS)))
         print(f"Written: {page}")

@@ -23,7 +23,7 @@ PACKAGE = "layershuffle"
 LAYERS = (
     ("errors", "_version"),
     ("files", "draws", "orders", "position_forms", "plotting", "results", "stats", "text"),
-    ("policies", "hooks", "discovery", "grouped", "modes", "machine"),
+    ("policies", "hooks", "discovery", "grouped", "modes", "machine", "ray_cluster"),
     ("stack", "methods"),
     ("position", "trie", "settings", "compiling"),
     ("recipes",),
@@ -35,21 +35,20 @@ LAYERS = (
 # The same inside swarm/, for the second part of a module's name. From bytes and numbers, over the
 # state of a swarm and the decisions on it, to processes, then to what a user starts.
 SWARM_LAYERS = (
-    ("limits", "wire", "indexes", "bounded", "ray_config", "program"),
-    ("messages", "export", "lineage", "donors", "ray_session"),
+    ("limits", "ray_config", "program"),
+    ("messages", "export", "lineage", "ray_session"),
     ("state", "batching"),
     ("policy",),
     ("plan", "router", "host", "bundle"),
-    ("placement", "health", "remote_model", "planning"),
-    ("calibration", "local", "ray_hosts"),
-    ("coordinator", "chaos", "faults", "drill"),
-    ("service", "simulation"),
-    ("server", "client", "asking"),
+    ("placement", "health", "remote_model", "calibration"),
+    ("local", "ray_hosts"),
+    ("coordinator", "chaos", "drill"),
+    ("simulation", "planning"),
+    ("service",),
+    ("server", "client", "load_client"),
 )
 # (importing module, imported one): why this arrow inside swarm/ points up.
-UPWARDS = {
-    ("calibration", "server"): "the schema of an answer is still defined with the HTTP schemas",
-}
+UPWARDS: dict[tuple[str, str], str] = {}
 GROUND = ("errors", "files", "draws", "orders", "policies", "position_forms")
 FUNCTION_LINES, FILE_LINES, POSITIONAL = 80, 450, 2
 

@@ -1,14 +1,14 @@
 """Blocks compiled one by one, so that one graph serves all of them in every order.
 
-The whole model compiled would be a graph per order, of which there are 12 factorial, and after the
-eighth torch would fall back to eager mode without an error. A block's graph knows nothing of
-orders: they are tuples on the host that say which block is called next. What can still bring new
-graphs: another batch size, evaluation, and blocks that differ, as timm's do where drop-path rates
-rise with depth (a rate is a constant in the graph: one graph per block then).
+Compiling the whole model would make a graph per order, of which there are 12 factorial, and after
+the eighth torch would fall back to eager mode without an error. A block's graph does not depend on
+orders: they are tuples on the host that say which block is called next. New graphs are still needed
+for another batch size, for evaluation, and for blocks that differ, as timm's do where drop-path
+rates rise with depth (a rate is a constant in the graph, so there is one graph per block).
 
-Every batch size has a graph of its own, for torch's way (sizes become symbols as soon as there is
-a second one) would leave all full batches after the first partial one with the slower graph. Groups
-of a batch have symbols from the start: they meet in many sizes.
+Every batch size has a graph of its own. By default torch turns sizes into symbols as soon as it
+sees a second one, and all full batches after the first partial one would then run the slower graph.
+Groups of a batch have symbolic sizes from the start, because they come in many sizes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from layershuffle.stack import blocks_of
 
 T = TypeVar("T")
 _log = logging.getLogger("layershuffle")
-# A graph per block and kind of call (batch size, training or not): rates of drop-path, at worst.
+# In the worst case (drop-path rates that differ) a graph per block and per kind of call.
 _LIMIT = 1024
 OFF = "torch.compile is switched off (TORCH_COMPILE_DISABLE or a stance)"
 
@@ -33,9 +33,9 @@ OFF = "torch.compile is switched off (TORCH_COMPILE_DISABLE or a stance)"
 class BlockCompiler:
     """Compiles blocks, counts their graphs, and warns when it falls back to eager mode.
 
-    `reason` is why the blocks run in eager mode, `None` while they are compiled. `recompiles` are
-    graphs compiled in a training step whose batch shape and blocks had been seen before: none, if
-    all is well. `dynamic` makes one graph for all batch sizes, instead of one for each.
+    `reason` says why the blocks run in eager mode and is `None` while they are compiled.
+    `recompiles` counts graphs compiled in a training step whose batch shape and blocks had occurred
+    before; it should stay 0. `dynamic` makes one graph for all batch sizes, not one for each.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class BlockCompiler:
         return self.reason is None
 
     def add(self, model: nn.Module) -> None:
-        """Compile the blocks of `model`, when they first run. Its `state_dict` stays as it is."""
+        """Compile the blocks of `model` when they first run. Its `state_dict` does not change."""
         if not self.on:
             return
         from torch._dynamo import config
@@ -94,7 +94,7 @@ class BlockCompiler:
 
     @contextmanager
     def step(self, shape: Collection[int], blocks: Collection[int]) -> Iterator[None]:
-        """A training step on a batch of `shape` that runs `blocks`: notices recompiles."""
+        """Around a training step on a batch of `shape` that runs `blocks`; counts recompiles."""
         kinds = {(*shape, block) for block in blocks}
         seen_before, before = kinds <= self._seen, self.graphs
         yield
@@ -103,7 +103,7 @@ class BlockCompiler:
             if not self.recompiles:
                 _log.warning(
                     "The blocks were compiled again in a step like those before it, which costs "
-                    "time at every such step; TORCH_LOGS=recompiles tells why"
+                    "time at every such step; TORCH_LOGS=recompiles shows the reason"
                 )
             self.recompiles += self.graphs - before
 
@@ -129,7 +129,7 @@ class BlockCompiler:
         return result
 
     def give_up(self, why: Exception | str) -> None:
-        """Eager mode from here on, with a warning."""
+        """Run the blocks in eager mode from here on, with a warning."""
         self.reason = why if isinstance(why, str) else _first_line(why)
         for model in self._models:
             for block in blocks_of(model):
@@ -139,7 +139,7 @@ class BlockCompiler:
         )
 
     def report(self) -> dict[str, Any]:
-        """For result.json."""
+        """What happened, for result.json: mode, reason, graphs and recompiles."""
         return {
             "mode": "compiled" if self.on else "eager",
             "reason": self.reason,

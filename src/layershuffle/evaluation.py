@@ -278,10 +278,10 @@ def prepare(model: nn.Module, precision: Precision, *, compiler: BlockCompiler) 
     return model
 
 
-def check_modes(fitted: FitSettings, settings: EvalSettings) -> None:
+def check_modes(fit_settings: FitSettings, settings: EvalSettings) -> None:
     """Raises `UsageError` if a mode keeps more blocks than the model to be trained will have."""
     # A truncated model has as many blocks as it keeps; others are loaded to be counted.
-    depth = fitted.kept or depth_of(load(fitted.model))
+    depth = fit_settings.kept or depth_of(load(fit_settings.model))
     for mode in parse_modes(settings.modes):
         mode.policy().draw(depth, seed=settings.seed, step=0)
 

@@ -1,8 +1,8 @@
 """A different execution order for every sample of one batch.
 
 Samples with the same order stay together as one group. At each position the groups that need the
-same block next are joined, and every block runs once: the same FLOPs as one shared order. Groups
-that meet nobody at a position are not copied.
+same block next are joined, and every block runs once: the same FLOPs as one shared order. A group
+that shares its block with no other at a position is not copied.
 """
 
 from __future__ import annotations

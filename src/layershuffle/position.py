@@ -200,7 +200,7 @@ class PositionedModel(nn.Module):
         self.prediction = prediction
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The host's own output, every block told its position if there is an encoding."""
+        """The host's own output; with an encoding, every block gets its position."""
         # Hooks are set around this call alone: the host by itself runs without position parts.
         if self.encoding is None:
             return self.host(*args, **kwargs)

@@ -1,7 +1,7 @@
-"""Every setting in one validated place. Plain data, no torch.
+"""The settings of every command, validated in one place. Plain data; torch is not imported.
 
-Settings come from a YAML recipe and from flags; a flag wins over the recipe. Unknown keys are
-refused with the nearest valid one.
+Settings come from a YAML recipe and from flags, which win. The docstring of a setting is its text
+in `--help`. Unknown keys are refused, and the error names the nearest valid one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import fields as dataclass_fields
 from dataclasses import is_dataclass
-from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
@@ -21,16 +20,17 @@ from layershuffle.methods import Method, find_method
 from layershuffle.modes import parse_modes
 from layershuffle.policies import Choice
 from layershuffle.position_forms import EncodingForm, PredictionForm
+from layershuffle.text import nearest
 
 DEFAULT_EPOCHS = 20.0  # paper, section 4: performance "plateaus at 20 epochs the latest"
 Positive = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(gt=0.0, lt=1.0)]
 Seed = Annotated[int, Field(ge=0, lt=1 << 32)]
-"""What numpy's generator, which augmentation uses, can take."""
+"""Below 2 ** 32: numpy's generator, which augmentation uses, takes no more."""
 Precision = Literal["fp32", "bf16"]
-"""Of models that are scored."""
+"""The dtype of forwards whose results are scores."""
 Name = Annotated[str, Field(pattern=r"^[^/.][^/]*$")]
-"""Becomes part of a path."""
+"""A name that becomes part of a path, so it has no slash and does not begin with a dot."""
 
 
 class Settings(BaseModel):
@@ -41,105 +41,116 @@ class Settings(BaseModel):
     )
 
     def __init__(self, **fields: Any) -> None:
-        """Raises `SettingsError` in one paragraph: which key, what is wrong, the nearest key."""
+        """Raises `SettingsError` that names the key, what is wrong with it, and the nearest key."""
         try:
             super().__init__(**fields)
         except ValidationError as error:
-            problems = (_problem(type(self), dict(one)) for one in error.errors())
+            problems = (_problem(type(self), dict(details)) for details in error.errors())
             raise SettingsError("; ".join(problems)) from error
 
 
 class FitSettings(Settings):
-    """One training run. Defaults are the paper's section 4 where it speaks."""
+    """One training run. The defaults are those of the paper's section 4 where it names them."""
 
     method: str
-    """baseline, layershuffle, layershuffle-position, layershuffle-predict, layerdrop, truncated or
-    layershuffle-depth."""
+    """How to train: baseline, layershuffle, layershuffle-position, layershuffle-predict, layerdrop,
+    truncated or layershuffle-depth."""
     model: str
-    """Host model: bundled:digits, timm:NAME, hf:NAME_OR_DIR, torchvision:NAME, dir:PATH."""
+    """Host model: bundled:digits, timm:NAME, hf:NAME_OR_DIR, torchvision:NAME or dir:PATH."""
     data: str
-    """Images: digit-pairs, folder:DIR, hf:NAME_OR_DIR, cifar100:DIR, wds:SHARDS."""
+    """Images: digit-pairs, folder:DIR, hf:NAME_OR_DIR, cifar100:DIR or wds:SHARDS."""
     seed: Seed = 0
     """Seed of orders, data order, augmentation, dropout and new weights."""
     drop: float | None = None
-    """layerdrop: drop probability (0.2); layershuffle: leave blocks out at random as well."""
+    """Probability with which a block is left out (layerdrop: 0.2 by default; layershuffle: by
+    default no block is left out)."""
     min_blocks: Positive | None = None
-    """layershuffle-depth: fewest blocks kept (3)."""
+    """Fewest blocks that a forward of layershuffle-depth runs (default: 3)."""
     kept: Positive | None = None
-    """truncated: how many of the pretrained blocks the model is made of."""
+    """Number of pretrained blocks that a model of the method truncated is made of."""
     choose: Choice | None = None
-    """truncated: which ones: spaced (evenly, the default), first, last or random (by the seed)."""
+    """Which of the pretrained blocks the method truncated takes: spaced (evenly, the default),
+    first, last or random (by the seed)."""
     encoding: EncodingForm = EncodingForm()
-    """Form of the position encoding (layershuffle-position)."""
+    """Form of the position encoding of the method layershuffle-position."""
     prediction: PredictionForm = PredictionForm()
-    """Form of the position prediction (layershuffle-predict)."""
+    """Form of the position prediction of the method layershuffle-predict."""
 
     steps: Positive | None = None
-    """Optimiser steps; instead of epochs."""
+    """Number of optimiser steps; excludes epochs."""
     epochs: Annotated[float, Field(gt=0)] | None = None
-    """Passes over the training data (20 when neither steps nor epochs are given)."""
+    """Passes over the training data (20 if neither steps nor epochs are given)."""
     batch_size: Positive = 128
-    """Images per optimiser step (the paper: 640 or 128)."""
+    """Images per optimiser step, over all processes (the paper used 640 and 128)."""
     accumulate: Positive = 1
-    """Forwards per optimiser step, each with an order of its own; divides batch_size."""
+    """Forwards per optimiser step, each with its own order; has to divide batch_size."""
     orders_per_batch: Positive = 1
-    """Groups of the images of a forward, each with an order of its own; no more block runs."""
+    """Number of groups into which the images of a forward are split; each group has its own order,
+    and the number of block runs per image stays the same."""
     lr: Annotated[float, Field(gt=0)] = 1e-4
-    """Peak learning rate of Adam(0.9, 0.999, eps 1e-6)."""
+    """Peak learning rate of Adam (betas 0.9 and 0.999, eps 1e-6)."""
     schedule: Literal["linear", "cosine", "constant"] = "linear"
-    """Learning rate after warm-up (the paper is silent; the authors' code: linear to 0)."""
+    """Course of the learning rate after the warm-up; linear and cosine end at 0 (the paper does not
+    say; the authors' code uses linear)."""
     warmup: Annotated[int, Field(ge=0)] = 0
-    """Steps of linear warm-up."""
+    """Steps in which the learning rate rises linearly from 0 to its peak."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """Decoupled weight decay; 0 makes the optimiser plain Adam."""
+    """Decoupled weight decay of AdamW; with 0 the optimiser is plain Adam."""
     clip: Annotated[float, Field(gt=0)] | None = 1.0
-    """Largest gradient norm (the paper is silent; the authors' code: 1.0)."""
+    """Largest norm of the gradient, to which longer ones are scaled; None does not clip (the paper
+    does not say; the authors' code uses 1.0)."""
     ema: Share | None = None
-    """Decay of an exponential moving average of the weights, which is then what is kept."""
+    """Decay of an exponential moving average of the weights, which is then scored and saved in
+    place of the weights; None keeps no average."""
     activation_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, more time."""
+    """Compute the activations inside blocks again in the backward pass: less memory, about a third
+    more time."""
 
     augment: bool = False
-    """timm's training augmentation; off is the plain resize and crop."""
+    """Augment training images as timm does; without it they are only resized and cropped."""
     resize: Literal["crop", "squash"] = "crop"
-    """Shorter side to size and centre crop, or both sides to size."""
+    """Scale the shorter side and crop the centre (crop), or scale both sides (squash)."""
     holdout: Share = 0.05
-    """Share of the training data held out to pick the checkpoint."""
+    """Share of the training data that is held out to pick the checkpoint."""
     paper_protocol: bool = False
-    """Pick the checkpoint on the reported split, as the paper did; the report says so."""
+    """Pick the checkpoint on the split that is reported, as the paper did; reports say so."""
     skip_corrupt: bool = False
-    """Leave unreadable images out, counted and named, instead of stopping."""
+    """Leave unreadable images out, counted and named, instead of stopping at the first one."""
     streaming: bool = False
-    """Read hf: data as a stream."""
+    """Read hf: and wds: data as a stream, without a copy on disk."""
 
     eval_every: Positive | None = None
     """Steps between evaluations on held-out data (default: once per epoch)."""
     eval_orders: Positive = 4
-    """Orders drawn for the arbitrary-order score that picks the checkpoint."""
+    """Number of drawn orders in the arbitrary-order score of an evaluation."""
     eval_batch_size: Positive = 250
-    """Images per evaluation forward."""
+    """Images per forward of an evaluation."""
     select_by: Literal["method", "sequential", "arbitrary"] = "method"
-    """Order mode whose held-out cross-entropy picks the checkpoint; method: as it trains."""
+    """Order mode whose held-out cross-entropy picks the checkpoint; method takes the mode in which
+    the method trains."""
     checkpoint_every: Positive | None = None
-    """Steps between checkpoints to resume from (default: eval_every)."""
+    """Steps between checkpoints from which a killed run resumes (default: as eval_every)."""
     log_every: Positive = 50
     """Steps between progress lines."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto takes a GPU when there is one."""
+    """Where to compute; auto takes a GPU if there is one."""
     precision: Literal["auto", "fp32", "bf16", "bf16-pure"] = "auto"
-    """auto: bf16 on GPUs that have it, fp32 elsewhere. bf16 is autocast; bf16-pure computes a whole
-    forward in bf16. Weights are fp32 in all of them."""
+    """Dtype of forwards: fp32, bf16 by autocast, or bf16-pure, where a whole forward is bf16. auto
+    is bf16 on GPUs that have it and fp32 elsewhere. Weights are fp32 in all cases."""
     threads: Positive | None = None
     """CPU threads of torch (default: torch's own choice)."""
     workers: Annotated[int, Field(ge=0)] | None = None
-    """Loader processes (default: none for data in memory, else the cores but one, at most 16)."""
+    """Processes that load images (default: none for digit-pairs, else one less than the CPU cores
+    and at most 16)."""
     compile: bool | None = None
-    """Compile the blocks (default: on a GPU yes; on a CPU no, minutes for no gain)."""
+    """Compile the blocks (default: yes on a GPU; no on a CPU, where it takes minutes and gains
+    nothing)."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
-    """Under torchrun: a whole model in every process, or a shard of it (FSDP2)."""
+    """Under torchrun every process holds the whole model (ddp) or a shard of it (fsdp, FSDP2)."""
     rank_orders: Literal["same", "own"] = "same"
-    """Under torchrun: all processes in one order per forward, or each in its own (ddp only)."""
+    """Under torchrun all processes run a forward in the same order, or each in its own (only with
+    ddp)."""
 
     @model_validator(mode="after")
     def _check(self) -> FitSettings:
@@ -161,7 +172,7 @@ class FitSettings(Settings):
                 "different blocks would be mixed without an error"
             )
         if self.parallel == "fsdp" and self.precision == "bf16-pure":
-            raise ValueError("bf16-pure rounds whole weights: use parallel=ddp, or precision=bf16")
+            raise ValueError("bf16-pure casts whole weights: use parallel=ddp, or precision=bf16")
         if self.parallel == "fsdp" and self.ema is not None:
             raise ValueError("ema needs whole weights in every process: use parallel=ddp")
         return self
@@ -181,28 +192,29 @@ class EvalSettings(Settings):
     """What to score and how."""
 
     modes: str = "sequential,arbitrary"
-    """Comma-separated: sequential, arbitrary, kept:9, kept:9:arbitrary, kept:9:sequential:spaced
-    (choices: random, spaced, first, last)."""
+    """Comma-separated order modes: sequential, arbitrary, kept:9 (the number of blocks that run),
+    kept:9:arbitrary, kept:9:sequential:spaced (or random, first, last)."""
     num_orders: Positive = 20
-    """Orders drawn per mode."""
+    """Number of orders drawn per mode."""
     seed: Seed = 0
     """Seed of the drawn orders."""
     draw: Literal["pass", "batch"] = "pass"
-    """One order per pass over the data, or a new one for every batch as in the paper."""
+    """Draw an order for each pass over the data, or, as the paper did, for every batch."""
     precision: Precision = "fp32"
-    """fp32 is what scores mean; bf16, faster on GPUs, rounds weights and states to 8 bits."""
+    """Dtype of forwards; bf16 is faster on GPUs and keeps 8 bits of weights and states."""
     compile: bool = False
-    """Compile the blocks: for GPUs (on a CPU it takes minutes and gains nothing)."""
+    """Compile the blocks; on a CPU it takes minutes and gains nothing."""
     batch_size: Positive = 250
     """Images per forward."""
     max_images: Positive | None = None
-    """Score the first images only (of a fixed shuffle)."""
+    """Score only the first images of a fixed shuffle (default: all images)."""
     resize: Literal["crop", "squash"] = "crop"
-    """Shorter side to size and centre crop, or both sides to size; as the model was trained."""
+    """Scale the shorter side and crop the centre (crop), or scale both sides (squash); use what the
+    model was trained with."""
     skip_corrupt: bool = False
-    """Leave unreadable images out, counted and named, instead of stopping."""
+    """Leave unreadable images out, counted and named, instead of stopping at the first one."""
     streaming: bool = False
-    """Read hf: data as a stream."""
+    """Read hf: and wds: data as a stream, without a copy on disk."""
 
     @model_validator(mode="after")
     def _check(self) -> EvalSettings:
@@ -211,20 +223,20 @@ class EvalSettings(Settings):
 
 
 class CacheSettings(Settings):
-    """How images are kept in a cache."""
+    """How images are stored in a cache."""
 
     size: Positive = 256
-    """Pixels of the shorter side; smaller images stay as they are."""
+    """Pixels of the shorter side; smaller images keep their size."""
     quality: Annotated[int, Field(ge=1, le=100)] = 90
-    """JPEG quality."""
+    """JPEG quality, from 1 to 100."""
     workers: Annotated[int, Field(ge=0)] | None = None
-    """Processes (default: the cores but one, at most 16)."""
+    """Number of processes (default: one less than the CPU cores and at most 16)."""
     skip_corrupt: bool = False
-    """Leave unreadable images out, counted and named, instead of stopping."""
+    """Leave unreadable images out, counted and named, instead of stopping at the first one."""
 
 
 def check_known(kind: type[Settings], fields: Mapping[str, Any]) -> None:
-    """Raises `SettingsError` for keys that are no settings, with the nearest that is one."""
+    """Raises `SettingsError` for keys that are no settings, with the nearest one that is."""
     unknown = [name for name in fields if name not in kind.model_fields]
     if unknown:
         raise SettingsError("; ".join(_unknown(kind, name) for name in unknown))
@@ -238,7 +250,10 @@ def field_value(kind: type[Settings], name: str, *, value: Any) -> Any:
     try:
         return TypeAdapter(kind.model_fields[name].rebuild_annotation()).validate_python(value)
     except ValidationError as error:
-        problems = (_problem(kind, {**one, "loc": (name, *one["loc"])}) for one in error.errors())
+        problems = (
+            _problem(kind, {**details, "loc": (name, *details["loc"])})
+            for details in error.errors()
+        )
         raise SettingsError("; ".join(problems)) from error
 
 
@@ -249,30 +264,30 @@ def digest(settings: Settings) -> str:
 
 
 def _problem(kind: type[Settings], error: dict[str, Any]) -> str:
+    """One of pydantic's errors in one sentence."""
     name = ".".join(map(str, error["loc"]))
     if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         return _unknown(kind, name)
-    message = _message(error)
+    # An error of ours inside a validator has a cause and a hint of its own.
+    raised = error.get("ctx", {}).get("error")
+    if isinstance(raised, UsageError):
+        message = raised.cause if raised.hint is None else f"{raised.cause}: {raised.hint}"
+    else:
+        message = str(error["msg"]).removeprefix("Value error, ")
     return f"{name}: {message}" if name else message
-
-
-def _message(error: dict[str, Any]) -> str:
-    ours = error.get("ctx", {}).get("error")
-    if not isinstance(ours, UsageError):
-        return str(error["msg"]).removeprefix("Value error, ")
-    return ours.cause if ours.hint is None else f"{ours.cause}: {ours.hint}"
 
 
 def _unknown(kind: type[Settings], name: str) -> str:
     group, _, word = name.rpartition(".")
-    near = get_close_matches(word, _names_in(kind, group), n=1)
-    # A key of another group last: `modle` is as near to `modes` as it is to `model`.
-    near += [m for g in kind.model_fields for m in get_close_matches(word, _names_in(kind, g), n=1)]
-    return f"{name!r} is not a setting" + (f", did you mean {near[0]!r}?" if near else "")
+    # Keys of other groups come last: `modle` is as near to `modes` as it is to `model`.
+    match = nearest(word, _names_in(kind, group)) or next(
+        filter(None, (nearest(word, _names_in(kind, other)) for other in kind.model_fields)), None
+    )
+    return f"{name!r} is not a setting" + (f", did you mean {match!r}?" if match else "")
 
 
 def _names_in(kind: type[Settings], group: str) -> list[str]:
-    """The keys of a group of settings; of the settings themselves for the empty word."""
+    """The keys of a group of settings, or of the settings themselves if `group` is empty."""
     nested = kind.model_fields[group].annotation if group in kind.model_fields else kind
     if is_dataclass(nested):
         return [field.name for field in dataclass_fields(nested)]

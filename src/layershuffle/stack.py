@@ -215,8 +215,8 @@ def wrap(model: nn.Module, blocks: str | None = None) -> nn.Module:
         return model
     _, container = find_blocks(model, blocks)
     host_class = type(container)
-    # The class is swapped, the object stays: whoever holds a reference to it, as optimisers and
-    # hooks of the host do, holds the wrapped container too.
+    # The class is swapped and the object stays, so that references to the container (in the host's
+    # own attributes, hooks or an optimiser) refer to the wrapped one too.
     container.__class__ = BlockStack
     vars(container)["host_class"] = host_class
     return model
@@ -276,7 +276,7 @@ def running(
 
 @contextmanager
 def walking(model: nn.Module, walk: Walk) -> Iterator[None]:
-    """Let `walk(call, state) -> state` stand for the whole stack, in this thread.
+    """Run `walk(call, state) -> state` in place of the whole stack, in this thread.
 
     `call(block, position, chunk, rows)` runs one block, hooks included, with the other arguments
     that the host model gave; `rows` names the samples in `chunk`, `None` meaning all.

@@ -115,7 +115,7 @@ def test_blocks_of_another_make_are_refused():
             block_fn=timm.models.vision_transformer_relpos.ResPostRelPosBlock,
         ).eval()
     )  # fmt: skip
-    with pytest.raises(DoesNotApply, match="cannot be told apart"):
+    with pytest.raises(DoesNotApply, match="cannot be separated"):
         norms.measure(subject_of(model))
 
 

@@ -10,17 +10,19 @@ from itertools import count, islice
 import pytest
 import torch
 
-from layershuffle.bench.choices import Chosen, choose
-from layershuffle.bench.kinds import BENCHES
-from layershuffle.bench.machine import Syncs, factors, flops_of, matmul_ceiling
-from layershuffle.bench.marks import BlockMarks, Marks, median_phases
-from layershuffle.bench.measured import WARM_UP
-from layershuffle.bench.merge import Added, family_of, memory_of_merges
-from layershuffle.bench.pairs import SMOKE
-from layershuffle.bench.reading import Again, bench_input, steady
+from layershuffle.bench.kinds import BENCHES, Again, bench_input, bench_orders, steady
+from layershuffle.bench.machine import Syncs, factors, flops_of
 from layershuffle.bench.report import Conditions, report_text, throughput
-from layershuffle.bench.settings import KINDS, BenchSettings
-from layershuffle.bench.subjects import PICO, WIDTH_64, random_spec, subject
+from layershuffle.bench.settings import KINDS, WARM_UP, BenchConfig, BenchSettings, resolve
+from layershuffle.bench.timing import SMOKE, PhaseTimer, median_phases
+from layershuffle.bench.workloads import (
+    PICO,
+    WIDTH_64,
+    make_workload,
+    memory_of_merges,
+    merge_group,
+    random_spec,
+)
 from layershuffle.cli import main
 from layershuffle.errors import TrainingError, UsageError
 from layershuffle.models import image_view
@@ -30,7 +32,7 @@ from layershuffle.training.state import TrainState
 # torch's own, while it traces.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 SMALL = PICO.replace("depth=12", "depth=4")
-TINY = Chosen(
+TINY = BenchConfig(
     model=SMALL, batch=4, steps=5, device="cpu", precision="fp32", compile=False,
     orders_per_batch=1, workers=0, backend="eager",
 )  # fmt: skip
@@ -45,11 +47,10 @@ def bench(kind, **changes):
     return BENCHES[kind](replace(TINY, **changes))
 
 
-def test_training_is_told_with_its_conditions_and_phases():
+def test_training_has_its_conditions_and_phases():
     report = bench("train")
     assert list(report.phases) == ["data", "stem", "blocks", "head", "backward", "optimiser"]
     assert all(milliseconds > 0 for milliseconds in report.phases.values())
-    assert report.rate.low <= report.rate.median <= report.rate.high
     assert report.rate.steps == 5
     assert report.mfu == pytest.approx(report.rate.median * report.flops_per_image / report.ceiling)
     assert report.syncs is None  # no GPU
@@ -66,7 +67,7 @@ def test_compiled_training_has_one_graph_in_every_order():
     assert "compiled, 1 graphs, 0 recompiles after warm-up" in report_text(report)
 
 
-def test_what_fell_back_is_marked_eager(caplog):
+def test_a_backend_that_fails_is_reported_as_eager(caplog):
     report = bench("train", compile=True, backend="no-such-backend")
     assert report.mode.name == "eager"
     assert "no-such-backend" in report.mode.reason
@@ -88,40 +89,40 @@ def test_a_batch_that_does_not_fit_names_one_that_does(monkeypatch):
 
 
 @pytest.mark.parametrize(("steps_before", "copies"), [(0, 2), (1, 0)])
-def test_what_fits_leaves_room_for_the_moments_of_adam(steps_before, copies, monkeypatch):
-    """Both of them are missing until the first step is done."""
-    reserved, held = [], []
+def test_the_batch_that_fits_leaves_room_for_the_moments_of_adam(steps_before, copies, monkeypatch):
+    """Both moments are missing until the first step is done."""
+    reserved, trials = [], []
     whole, empty_like = TrainState.loss_and_logits, torch.empty_like
 
-    def loss_and_logits(self, *args, **kwargs):
-        if self.step == steps_before:
-            # Only now: before the first step the run tries a forward of its own batch.
-            monkeypatch.setattr("layershuffle.training.warmup.try_forward", try_forward)
+    def loss_and_logits(self, model, *, images, labels):
+        if len(labels) == 8 and self.step == steps_before:
             raise torch.OutOfMemoryError("out of memory")
-        return whole(self, *args, **kwargs)
+        return whole(self, model, images=images, labels=labels)
 
     def noted(tensor, **kwargs):
-        made = empty_like(tensor, **kwargs)
+        copy = empty_like(tensor, **kwargs)
         if isinstance(tensor, torch.nn.Parameter) and not kwargs:
-            reserved.append(weakref.ref(made))
-        return made
+            reserved.append(weakref.ref(copy))
+        return copy
 
-    def try_forward(state, size):
+    def trial(state, size):
         parameters = len(list(state.model.parameters()))
-        held.append((size, sum(one() is not None for one in reserved) / parameters))
+        trials.append((size, sum(copy() is not None for copy in reserved) / parameters))
         if size > 2:
             raise torch.OutOfMemoryError("out of memory")
 
     monkeypatch.setattr(TrainState, "loss_and_logits", loss_and_logits)
+    monkeypatch.setattr("layershuffle.training.warmup.try_forward", trial)
     monkeypatch.setattr(torch, "empty_like", noted)
     with pytest.raises(TrainingError, match=r"is 2\. Next: --batch 2"):
         bench("train", batch=8)
-    assert held == [(4, copies), (2, copies)]
-    assert not any(one() is not None for one in reserved)
+    assert trials == [(4, copies), (2, copies)]
+    assert not any(copy() is not None for copy in reserved)
 
 
 def test_counting_of_syncs_ends_with_the_step_that_fails(monkeypatch):
     ended = []
+    whole = TrainState.loss_and_logits
 
     @contextmanager
     def counted(self, device):
@@ -130,12 +131,11 @@ def test_counting_of_syncs_ends_with_the_step_that_fails(monkeypatch):
         finally:
             ended.append(device)
 
-    def fails(self, *args, **kwargs):
+    def fails(self, *args, **named):
         if self.step == WARM_UP + 1:
             raise FloatingPointError("no number")
-        return whole(self, *args, **kwargs)
+        return whole(self, *args, **named)
 
-    whole = TrainState.loss_and_logits
     monkeypatch.setattr(Syncs, "counted", counted)
     monkeypatch.setattr(TrainState, "loss_and_logits", fails)
     with pytest.raises(FloatingPointError):
@@ -168,31 +168,20 @@ def test_inference():
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_orders(precision, monkeypatch):
-    monkeypatch.setattr("layershuffle.bench.orders._QUICK", SMOKE)
-    report = bench("orders", batch=2, precision=precision)
+def test_orders(precision):
+    report = bench_orders(replace(TINY, batch=2, precision=precision), effort=SMOKE)
     facts = report.facts
     assert "4 block runs for 10" in facts["all truncations"]
     assert "10 block runs for 16" in facts["leave-one-out and base"]
     assert "9 block runs for 12" in facts["leave-two-out"]
-    assert report.conditions.dtype == precision
+    assert (report.conditions.dtype, report.rate.unit) == (precision, "scores")
 
 
 def test_merges():
-    report = bench("merge")
-    assert report.rate.unit == "merges"
-    assert "100 merges add" in report.facts["memory"]
-
-
-def test_merges_are_of_the_dtype_that_is_told(monkeypatch):
-    families = []
-    monkeypatch.setattr(
-        "layershuffle.bench.merge.memory_of_merges",
-        lambda family, merges: families.append(family) or Added(donors=1, tensors=0, objects=0),
-    )
-    assert bench("merge", precision="bf16").conditions.dtype == "bf16"
-    weights = [weight for donor in families[0].donors for weight in donor.parameters()]
-    assert {weight.dtype for weight in weights} == {torch.bfloat16}
+    report = bench("merge", precision="bf16")
+    assert (report.rate.unit, report.rate.steps) == ("merges", 5)
+    weights = 2 * sum(p.numel() for p in make_workload(SMALL, batch=1).model.parameters())
+    assert f"to the {12 * weights / 2**20:,.0f} MiB of 12 models" in report.facts["memory"]
 
 
 def test_input_reads_what_was_generated():
@@ -227,52 +216,50 @@ def test_flops_of_a_vit_in_closed_form():
     block = tokens * width * 3 * width + 2 * tokens * tokens * width
     block += tokens * width * width + 2 * tokens * width * hidden
     whole = 2 * (patches * 16 * width + 12 * block + width * 100)
-    model = subject(WIDTH_64, batch=1).model
+    model = make_workload(WIDTH_64, batch=1).model
     flops = flops_of(model, image_view(model))
     assert flops.forward == whole
     assert flops.training == 3 * whole - 2 * patches * 16 * width  # images need no gradient
 
 
-def test_a_ceiling_is_above_what_models_reach():
-    assert matmul_ceiling("cpu", "fp32") > 1e7
-
-
 def test_the_ceiling_multiplies_numbers_that_differ():
-    one, other = factors("cpu", "bf16"), factors("cpu", "bf16")
-    assert all(map(torch.equal, one, other))
-    assert not torch.equal(*one)
-    for matrix in one:
+    matrices, again = factors("cpu", "bf16"), factors("cpu", "bf16")
+    assert all(map(torch.equal, matrices, again))
+    assert not torch.equal(*matrices)
+    for matrix in matrices:
         assert matrix.dtype == torch.bfloat16
         assert abs(matrix.float().std() - 1) < 0.1
 
 
-def test_marks_are_read_by_step_and_phase():
+def ticking(device="cpu"):
     ticks = count()
-    marks = Marks("cpu", clock=lambda: float(next(ticks)))
+    return PhaseTimer(device, clock=lambda: float(next(ticks)))
+
+
+def test_phases_are_summed_by_step():
+    timer = ticking()
+    assert timer.steps("a") == []
     for phase in ("before", "a", "b", "a", "b", "b", "a"):
-        marks.mark(phase)
-    assert marks.steps("a") == [{"a": 1.0, "b": 1.0}, {"a": 1.0, "b": 2.0}]
-    assert median_phases(marks.steps("a")) == {"a": 1.0, "b": 1.5}
-    marks.mark("b")  # the third step has begun and not ended
-    assert len(marks.steps("a")) == 2
-    assert Marks("cpu").steps("a") == []
+        timer.begin(phase)
+    assert timer.steps("a") == [{"a": 1.0, "b": 1.0}, {"a": 1.0, "b": 2.0}]
+    assert median_phases(timer.steps("a")) == {"a": 1.0, "b": 1.5}
+    timer.begin("b")  # the third step has begun and not ended
+    assert len(timer.steps("a")) == 2
 
 
-def test_blocks_are_marked_whatever_the_order():
-    ticks = count()
-    on, marks = subject(PICO, batch=2), Marks("cpu", clock=lambda: float(next(ticks)))
-    with torch.no_grad(), running(on.model, (3, 1)), with_hooks(on.model, BlockMarks(marks)):
-        on.model(on.images)
-    assert [phase for phase, _ in marks.spans()] == ["blocks", "head", "blocks"]
+def test_blocks_are_a_phase_whatever_the_order():
+    workload, timer = make_workload(PICO, batch=2), ticking()
+    timer.begin("step")
+    with torch.no_grad(), running(workload.model, (3, 1)), with_hooks(workload.model, timer):
+        workload.model(workload.images)
+    timer.begin("step")
+    assert timer.steps("step") == [{"step": 1.0, "blocks": 2.0, "head": 2.0}]
 
 
-def test_no_throughput_without_its_conditions():
+def test_a_throughput_names_its_conditions():
     hardware = {"processor": "a processor", "gpu": None, "threads": 1}
-    said = Conditions(model="m", batch=1, dtype="fp32", hardware=hardware)
-    assert str(said) == "m, batch 1, fp32, on a processor, 1 thread(s)"
-    for unsaid in ("model", "dtype"):
-        with pytest.raises(UsageError, match=f"without its {unsaid}"):
-            replace(said, **{unsaid: ""})
+    conditions = Conditions(model="m", batch=1, dtype="fp32", hardware=hardware)
+    assert str(conditions) == "m, batch 1, fp32, on a processor, 1 thread(s)"
     rate = throughput([0.5, 1.0, 2.0], 10)
     assert (rate.median, rate.low, rate.high) == (10.0, 5.0, 20.0)
 
@@ -292,8 +279,8 @@ def test_weights_are_random_and_nothing_is_downloaded():
 
 def test_memory_of_merges_is_that_of_the_average_ends():
     """Tensors: one set of stem and head, whatever the number of merges."""
-    model = subject(SMALL, batch=1).model
-    added = memory_of_merges(family_of(model, 4), merges=5)
+    model = make_workload(SMALL, batch=1).model
+    added = memory_of_merges(merge_group(model, 4), merges=5)
     ends = [t for name, t in model.state_dict().items() if not name.startswith("blocks.")]
     total = sum(t.nbytes for t in model.state_dict().values())
     assert added.donors == 4 * total
@@ -301,10 +288,10 @@ def test_memory_of_merges_is_that_of_the_average_ends():
     assert 0 < added.objects < 5 * 50_000
 
 
-def test_choices():
-    chosen = choose(BenchSettings(device="cpu", batch=3))
-    assert (chosen.model, chosen.batch, chosen.compile) == ("bundled:digits", 3, False)
-    assert (chosen.precision, chosen.device) == ("fp32", "cpu")
+def test_settings_are_resolved_for_this_machine():
+    config = resolve(BenchSettings(device="cpu", batch=3))
+    assert (config.model, config.batch, config.compile) == ("bundled:digits", 3, False)
+    assert (config.precision, config.device) == ("fp32", "cpu")
 
 
 def test_the_command(capsys):

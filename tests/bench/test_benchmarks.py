@@ -7,17 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from _harness import Bound, Row, newest, read_result, with_claims, with_tables
 
-from layershuffle.bench.claims import read_result
-from layershuffle.bench.page import newest, with_claims, with_tables
-from layershuffle.bench.pairs import Bound, Row
 from layershuffle.errors import LayerShuffleError
 
 # torch's own, while it traces.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 ROOT = Path(__file__).resolve().parents[2]
 LOAD = ROOT / "benchmarks" / "swarm_load.py"  # a form of its own
-FILES = sorted({*(ROOT / "benchmarks").glob("*.py")} - {LOAD})
+FILES = sorted({*(ROOT / "benchmarks").glob("[!_]*.py")} - {LOAD})
 MARKS = "<!-- begin: cpu -->\n<!-- end: cpu -->\n<!-- begin: gpu --><!-- end: gpu -->\n"
 
 
@@ -50,19 +48,19 @@ def test_a_benchmark_runs(path, tmp_path, monkeypatch, capsys):
 
 def test_the_swarm_under_load_runs(tmp_path, monkeypatch, capsys):
     run_smoke(LOAD, tmp_path / "load.json", monkeypatch, capsys)
-    found = json.loads((tmp_path / "load.json").read_text())
+    results = json.loads((tmp_path / "load.json").read_text())
     for routing in ("order-free", "sequential"):
-        assert len(found[routing]["kills"]) == 2
+        assert len(results[routing]["kills"]) == 2
         shares = ("answered", "degraded", "failed", "late")
-        assert sum(found[routing][share] for share in shares) == pytest.approx(100)
-    sequential = found["sequential"]
+        assert sum(results[routing][share] for share in shares) == pytest.approx(100)
+    sequential = results["sequential"]
     # Four of 24 requests: those under way when a host dies.
     foreseen = sequential["foreseen"]["failed"]
     assert sequential["failed"] == pytest.approx(foreseen, abs=17)
-    assert found["order-free"]["failed"] == 0
-    assert found["order-free"]["degraded"] > 0
-    assert found["slow"]["p99_slow_ms"] > 0
-    assert found["memory"]["gateway_mb"][0] > 100
+    assert results["order-free"]["failed"] == 0
+    assert results["order-free"]["degraded"] > 0
+    assert results["slow"]["p99_slow_ms"] > 0
+    assert results["memory"]["gateway_mb"][0] > 100
 
 
 def test_the_page_says_what_the_result_files_say():
@@ -79,10 +77,10 @@ def test_the_page_says_what_the_result_files_say():
 def test_every_claim_has_a_result_and_every_result_a_claim():
     results = newest(ROOT / "benchmarks" / "results")
     assert all(result.complete for result in results)
-    told = {result.command.rpartition("/")[2] for result in results}
+    commands = {result.command.rpartition("/")[2] for result in results}
     files = {path.name for path in FILES}
-    assert told <= files
-    assert files - told <= {"gpu.py"}
+    assert commands <= files
+    assert files - commands <= {"gpu.py"}
 
 
 def example(**changes):

@@ -7,8 +7,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from _harness import Row
 
-from layershuffle.bench.pairs import SMOKE, Effort, Row
+from layershuffle.bench.timing import SMOKE, Effort
 from layershuffle.compiling import BlockCompiler
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,13 +7,13 @@ import subprocess
 import sys
 from contextlib import redirect_stdout
 from functools import cache
-from typing import get_args
 
 import pytest
 
 from layershuffle.analysis import ANALYSES
 from layershuffle.bench.settings import KINDS
 from layershuffle.cli import ROOT, SWARM, Group, main, swarm
+from layershuffle.swarm.chaos import KINDS as KINDS_OF_FAULTS
 from layershuffle.swarm.plan import DEFAULT_MODEL
 from layershuffle.swarm.policy import ROUTINGS
 
@@ -78,8 +78,8 @@ def test_names_that_help_texts_repeat_are_all_there():
     assert [name for name in ANALYSES if name not in analysis] == []
     (kind,) = [about for written, about in arguments_of("bench") if written == "KIND"]
     assert [name for name in KINDS if name not in kind] == []
-    assert (swarm.DEFAULT_MODEL, get_args(swarm.Routing)) == (DEFAULT_MODEL, ROUTINGS)
-    assert "[{" + ",".join(ROUTINGS) + "} [...]]" in help_of("swarm simulate")
+    assert (swarm.DEFAULT_MODEL, swarm.ROUTINGS) == (DEFAULT_MODEL, ROUTINGS)
+    assert swarm.FAULT_KINDS == KINDS_OF_FAULTS
 
 
 def test_no_help_imports_a_heavy_library():

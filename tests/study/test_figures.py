@@ -19,8 +19,8 @@ from layershuffle.study.figures import (
     inline_svg,
 )
 from layershuffle.study.paper import NUMBERS
+from layershuffle.study.store import read_study
 from layershuffle.study.summary import Summary, summarise
-from layershuffle.study.tasks import read_study
 
 
 @pytest.fixture(scope="module")

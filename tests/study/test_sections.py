@@ -16,9 +16,9 @@ from layershuffle.study.open_choices import QUESTIONS, open_choices
 from layershuffle.study.plan import read_plan, runs_of
 from layershuffle.study.report import escape_markdown, write_report
 from layershuffle.study.settings import StudySettings
+from layershuffle.study.store import read_study
 from layershuffle.study.summary import Column, summarise
 from layershuffle.study.tables import choices_table, table_1
-from layershuffle.study.tasks import read_study
 
 
 def finish(out, name, scores, *, steps=1500):
@@ -266,7 +266,7 @@ def test_every_silence_of_the_paper_is_answered():
         evaluate={"draw": "batch", "num_orders": 7},
         merging={"arms": ["truncated"], "options": {"ends": ["average", "base"]}},
     )
-    assert [question.number for question in QUESTIONS] == [f"A{n}" for n in range(1, 20)]
+    assert [question[0] for question in QUESTIONS] == [f"A{n}" for n in range(1, 20)]
     rows = {row[0]: row for row in open_choices(study).tables[0].rows}
     assert rows["A1"][3:] == ("draw pass, num_orders 20", "draw batch, num_orders 7")
     assert rows["A3"][4] == "encoding.table shared, encoding.table_init normal"

@@ -9,8 +9,8 @@ import pytest
 from fixture import LEVELS, write_study
 
 from layershuffle.study.paper import NUMBERS, paper_number
+from layershuffle.study.store import read_study
 from layershuffle.study.summary import Column, label, summarise
-from layershuffle.study.tasks import read_study
 
 
 @pytest.fixture

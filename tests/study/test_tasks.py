@@ -14,7 +14,8 @@ from fixture import merging_rows, write_merging, write_study
 from layershuffle.errors import DataError, UsageError
 from layershuffle.results import read_rows
 from layershuffle.study.report import write_report
-from layershuffle.study.tasks import StudyError, read_study
+from layershuffle.study.store import read_study
+from layershuffle.study.tasks import StudyError
 
 RUN = "layershuffle-seed0"
 
@@ -164,7 +165,7 @@ def test_a_cut_off_merging_is_refused(tmp_path: Path):
 @pytest.mark.parametrize(
     ("module", "heavy"),
     [
-        ("tasks", ["torch", "scipy", "matplotlib", "jinja2", "numpy", "pandas"]),
+        ("store", ["torch", "scipy", "matplotlib", "jinja2", "numpy", "pandas"]),
         ("report", ["torch", "matplotlib", "jinja2"]),
     ],
 )

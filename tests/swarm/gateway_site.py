@@ -20,14 +20,13 @@ from PIL import Image
 from common import DEPTH, FAMILIES, SIZE
 from layershuffle.stack import blocks_of
 from layershuffle.swarm.limits import Limits
-from layershuffle.swarm.messages import Answer
+from layershuffle.swarm.messages import Answer, pack, unpack
 from layershuffle.swarm.remote_model import RemoteModel
 from layershuffle.swarm.router import Router
 from layershuffle.swarm.server.app import create_app
 from layershuffle.swarm.server.limits import GatewayLimits
 from layershuffle.swarm.server.run import Listener, Server
 from layershuffle.swarm.state import HostView, Swarm
-from layershuffle.swarm.wire import pack, unpack
 
 T = TypeVar("T")
 VIT = FAMILIES["timm-vit"]

@@ -74,15 +74,16 @@ def wait_for(address: str, head: subprocess.Popen[bytes]) -> None:
 async def serve(ray: Any, directory: Path, log: Log) -> None:
     plan = SwarmPlan(**json.loads((directory / "plan.json").read_text()))
     bundle = SimpleNamespace(**pickle.loads((directory / "bundle.pickle").read_bytes()))
-    places = RayHosts(ray, limits=plan.limits)
-    router = Router(places.transport, depth=bundle.depth, limits=plan.limits)
-    coordinator = Coordinator(plan, router=router, places=places, bundles={plan.model: bundle})
+    hosts = RayHosts(ray, limits=plan.limits)
+    router = Router(hosts.transport, depth=bundle.depth, limits=plan.limits)
+    coordinator = Coordinator(plan, router=router, backend=hosts, bundles={plan.model: bundle})
     router.observers.append(
         lambda hop, before, after: log("hop", host=hop.host, outcome=hop.outcome, ms=hop.ms)
     )
     watch = asyncio.create_task(coordinator.run())
     missing = await coordinator.ready(within=60)
-    pids = {name: (await places.info(name)).pid for name in plan.hosts if name not in missing}
+    up = [name for name in plan.hosts if name not in missing]
+    pids = {name: (await hosts.call(name, "info")).pid for name in up}
     log("ready", missing=missing, pids=pids)
     clients = [asyncio.create_task(ask(router, bundle, directory, log)) for _ in range(CLIENTS)]
     conditions: dict[str, str] = {}

@@ -15,16 +15,19 @@ import subprocess
 import sys
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from engines import BLOCKS, CHECKS, LIMITS, PLAN, Rig, rig_of, until
+from engines import BLOCKS, CHECKS, DEPTH, LIMITS, PLAN, Rig, rig_of
 from netns import processes_with
 
+from layershuffle.swarm.chaos import ChaosBackend
 from layershuffle.swarm.coordinator import Coordinator
 from layershuffle.swarm.ray_hosts import RayHosts
 from layershuffle.swarm.ray_session import local_ray
 from layershuffle.swarm.router import Router
+from waiting import HANGS, until
 
 CHECK_SECONDS = 120.0
 END_SECONDS = 30.0
@@ -48,7 +51,7 @@ async def nothing_listens_beyond_this_machine(rig: Rig) -> None:
 
 
 async def a_client_without_the_token_gets_nothing(rig: Rig) -> None:
-    address = rig.places._ray.get_runtime_context().gcs_address
+    address = rig.ray.get_runtime_context().gcs_address
     wrong = Path(os.environ["RAY_AUTH_TOKEN_PATH"]).with_name("wrong")
     wrong.write_text("0" * 64)
     for environment, said in (
@@ -70,38 +73,42 @@ async def a_client_without_the_token_gets_nothing(rig: Rig) -> None:
 
 async def hosts_outlive_their_coordinator(rig: Rig) -> None:
     """A gateway that starts again finds the processes and their blocks; it watches by itself."""
-    before = {name: (await rig.places.info(name)).pid for name in BLOCKS}
-    places = RayHosts(rig.places._ray, limits=LIMITS)
-    router = Router(places.transport, depth=4, limits=LIMITS)
-    second = Coordinator(PLAN, router=router, places=places, bundles={"pico": rig.bundle})
+    before = await pids(rig.backend)
+    backend = ChaosBackend(RayHosts(rig.ray, limits=LIMITS), ray=rig.ray)
+    router = Router(backend.transport, depth=DEPTH, limits=LIMITS)
+    second = Coordinator(PLAN, router=router, backend=backend, bundles={"pico": rig.bundle})
     watch = asyncio.create_task(second.run())
     try:
         begun = time.monotonic()
-        assert await second.ready(within=20) == ()
+        assert await second.ready(within=HANGS) == ()
         rig.measured["adopted_s"] = time.monotonic() - begun
-        after = {name: (await places.info(name)).pid for name in BLOCKS}
-        assert after == before
+        assert await pids(backend) == before
         # Nobody visits: the watch finds a dead process, and starts another.
-        places.kill("b")
+        await backend.kill("b")
         rig.measured["noticed_s"] = await until(lambda: router.swarm["b"].condition == "gone")
-        rig.measured["replaced_s"] = await until(lambda: router.swarm["b"].usable, 30)
-        assert (await places.info("b")).pid != before["b"]
+        rig.measured["replaced_s"] = await until(lambda: router.swarm["b"].usable)
+        assert (await pids(backend))["b"] != before["b"]
     finally:
         watch.cancel()
         await asyncio.gather(watch, return_exceptions=True)
         await second.close()
     for name in BLOCKS:
-        rig.coordinator._gone(name, "another coordinator ended it")
+        rig.router.update(name, lambda view: replace(view, condition="gone"))
 
 
 async def a_frozen_process_is_ended_for_good(rig: Rig) -> None:
     """A stopped process cannot hear that it is to end."""
-    pid = (await rig.places.info("a")).pid
-    rig.places.freeze("a")
+    pid = (await pids(rig.backend))["a"]
+    await rig.inject("freeze")
     await rig.coordinator.readmit("a")
-    rig.measured["readmitted_s"] = await until(lambda: rig.router.swarm["a"].usable, 30)
-    assert (await rig.places.info("a")).pid != pid
-    await until(lambda: not Path(f"/proc/{pid}").exists(), 5)
+    rig.measured["readmitted_s"] = await until(lambda: rig.router.swarm["a"].usable)
+    assert (await pids(rig.backend))["a"] != pid
+    await until(lambda: not Path(f"/proc/{pid}").exists())
+
+
+async def pids(backend: ChaosBackend) -> dict[str, int]:
+    """Process numbers of the hosts."""
+    return {name: (await backend.call(name, "info")).pid for name in BLOCKS}
 
 
 RAY_CHECKS = {
@@ -140,8 +147,7 @@ def readable(address: str) -> str:
 
 async def run_all(ray: Any, out: Path) -> None:
     begun = time.monotonic()
-    places = RayHosts(ray, limits=LIMITS)
-    rig = await rig_of(places, places.transport)
+    rig = await rig_of(RayHosts(ray, limits=LIMITS), ray=ray)
     tell(out, "bundle", seconds=time.monotonic() - begun)
     for name, check in {**CHECKS, **RAY_CHECKS}.items():
         begun, rig.measured = time.monotonic(), {}

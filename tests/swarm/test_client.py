@@ -292,10 +292,8 @@ def test_https_from_the_flags_to_the_answer(papers, tmp_path, capsys, monkeypatc
     async def serving(tell):
         model = FAMILIES["timm-vit"].wrapped()
         cargo = Cargo(model, {"pico": make_bundle(model)}, None)
-        places = LocalHosts(list(plan.hosts), limits=plan.limits)
-        async with running_service(
-            plan, cargo, places=places, transport=places.transport, within=20
-        ) as service:
+        hosts = LocalHosts(list(plan.hosts), limits=plan.limits)
+        async with running_service(plan, cargo, backend=hosts, within=60) as service:
             await serve_service(
                 service,
                 state=state_directory(str(tmp_path / "s")),

@@ -1,4 +1,4 @@
-"""Failure plans are functions of a seed; a drill's figures against hand-made replies."""
+"""Drills: when faults happen, and their figures against hand-made replies."""
 
 import asyncio
 import math
@@ -12,6 +12,7 @@ from common import FAMILIES
 from layershuffle.cli.swarm.drill import DrillCommand
 from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.swarm.calibration import Calibration, Row
+from layershuffle.swarm.chaos import Fault, one_of_each_fault
 from layershuffle.swarm.drill import (
     Drill,
     Foreseen,
@@ -21,50 +22,14 @@ from layershuffle.swarm.drill import (
     judged,
     run_drill,
 )
-from layershuffle.swarm.faults import KINDS, Fault, check_faults, crashes, rehearsal
 from layershuffle.swarm.plan import HostPlan, SwarmPlan
-
-HOSTS = ["a", "b", "c", "d", "e", "f"]
-
-
-def test_crashes_hit_a_share_of_the_hosts_once_each():
-    faults = crashes(HOSTS, share=1 / 3, requests=1000, seed=0)
-    assert len({fault.host for fault in faults}) == len(faults) == 2
-    assert all(100 <= fault.at < 900 for fault in faults)
-    assert faults == crashes(HOSTS, share=1 / 3, requests=1000, seed=0)
-    assert faults != crashes(HOSTS, share=1 / 3, requests=1000, seed=1)
-    assert [fault.at for fault in faults] == sorted(fault.at for fault in faults)
-
-
-def test_every_host_is_hit_by_some_seed():
-    hit = {f.host for seed in range(30) for f in crashes(HOSTS, share=0.2, requests=50, seed=seed)}
-    assert hit == set(HOSTS)
-
-
-def test_a_rehearsal_has_every_kind_and_mends_it():
-    faults = rehearsal(HOSTS, requests=120, seed=3)
-    troubles = [fault for fault in faults if fault.kind != "rejoin"]
-    assert [fault.kind for fault in troubles] == [kind for kind in KINDS if kind != "rejoin"]
-    assert [fault.at for fault in troubles] == [5 + 20 * i for i in range(6)]
-    for trouble, mend in zip(faults[::2], faults[1::2], strict=True):
-        assert (mend.kind, mend.host, mend.at) == ("rejoin", trouble.host, trouble.at + 10)
-
-
-def test_too_few_requests_for_a_rehearsal():
-    with pytest.raises(UsageError, match="24 or more"):
-        rehearsal(HOSTS, requests=20, seed=0)
-
-
-def test_unknown_hosts_are_refused():
-    with pytest.raises(UsageError, match="no host 'z' to crash"):
-        check_faults([Fault(0, "z", "crash")], HOSTS)
 
 
 class Noting:
     def __init__(self):
         self.happened = []
 
-    async def happen(self, fault):
+    async def inject(self, fault):
         self.happened.append((fault, len(asked)))
 
 
@@ -189,7 +154,7 @@ def test_the_report_puts_what_happened_beside_what_was_foreseen():
 
 def test_a_fault_that_cannot_happen_ends_the_drill():
     class Refusing:
-        async def happen(self, fault):
+        async def inject(self, fault):
             raise UsageError("no such switch")
 
     async def ask(_):
@@ -244,8 +209,8 @@ def drilled(monkeypatch, operator, ask, plan=PLAN, **options):
             return SimpleNamespace(hosts=hosts)
 
     monkeypatch.setattr("layershuffle.models.load", lambda spec: FAMILIES["timm-vit"].wrapped())
-    monkeypatch.setattr("layershuffle.swarm.asking.labelled_images", lambda *_, **__: ())
-    monkeypatch.setattr("layershuffle.swarm.asking.asker", lambda *_, **__: ask)
+    monkeypatch.setattr("layershuffle.swarm.load_client.labelled_images", lambda *_, **__: ())
+    monkeypatch.setattr("layershuffle.swarm.load_client.load_client", lambda *_, **__: ask)
     monkeypatch.setattr("layershuffle.swarm.client.AsyncSwarmClient", Client)
     plan = plan.model_copy(update={"model": "timm:vit_tiny_patch16_224"})
     return DrillCommand(kinds=("crash", "freeze"), **options).drill(plan, operator)
@@ -300,7 +265,7 @@ def test_ctrl_c_mends_too_and_after_the_fault_under_way(monkeypatch):
 
 
 def test_a_host_that_cannot_be_mended_keeps_no_other_from_it(monkeypatch):
-    faults = rehearsal(["a", "b", "c"], requests=40, seed=1, kinds=("crash", "freeze"))
+    faults = one_of_each_fault(["a", "b", "c"], requests=40, seed=1, kinds=("crash", "freeze"))
     first, second = (fault.host for fault in faults)
     assert first != second
     operator = FakeOperator(("rejoin", min(first, second)))

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -20,12 +21,14 @@ from engines import BLOCKS, CHECKS, LIMITS, rig_of
 from netns import processes_with
 
 from layershuffle.errors import UsageError
-from layershuffle.swarm.local import LocalHosts, LocalTransport
+from layershuffle.swarm.chaos import signal_process
+from layershuffle.swarm.local import LocalHosts
 from layershuffle.swarm.messages import (
     Answer,
     HostFailed,
     HostGone,
     HostUnavailable,
+    Packet,
     Visit,
     WorkExpired,
 )
@@ -43,8 +46,8 @@ from layershuffle.swarm.ray_config import (
 )
 from layershuffle.swarm.ray_hosts import RayHosts, RayTransport, called
 from layershuffle.swarm.ray_session import check_answers, joined_ray
-from layershuffle.swarm.wire import Packet
 from once import once
+from waiting import HANGS, until
 
 HERE = Path(__file__).parent
 RAY_CHECKS = (
@@ -62,10 +65,9 @@ PROGRAM_SECONDS = 600
 @pytest.mark.parametrize("check", CHECKS.values(), ids=list(CHECKS))
 def test_contract_in_this_process(check):
     async def go():
-        places = LocalHosts(list(BLOCKS), limits=LIMITS)
-        rig = await rig_of(places, LocalTransport(places))
+        rig = await rig_of(LocalHosts(list(BLOCKS), limits=LIMITS))
         try:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(PROGRAM_SECONDS):
                 await rig.heal()
                 await check(rig)
         finally:
@@ -122,7 +124,8 @@ def left_of(token):
 
 
 def run_program(out):
-    paths = os.pathsep.join([str(HERE), str(HERE.parent)])
+    before = os.environ.get("PYTHONPATH")
+    paths = os.pathsep.join([str(HERE), str(HERE.parent), *([before] if before else [])])
     process = subprocess.Popen(
         [sys.executable, HERE / "ray_contract.py", out],
         env={**os.environ, "PYTHONPATH": paths},
@@ -234,7 +237,6 @@ def test_a_cancelled_call_is_dropped_at_the_host():
 
 
 STATE = Packet("fp32", np.ones((1, 2, 3), np.float32))
-SCALED = Packet("int8", np.ones((1, 2, 3), np.int8), np.ones((7, 7), np.float32))
 
 
 @pytest.mark.parametrize(
@@ -246,7 +248,6 @@ SCALED = Packet("int8", np.ones((1, 2, 3), np.int8), np.ones((7, 7), np.float32)
         (b"cno_such_module\nThing\n.", "no_such_module"),
         (pickle.dumps("hello"), "AttributeError"),
         (None, "TypeError"),
-        (pickle.dumps(Answer(SCALED, 1.0, 0.0)), "ValueError"),
         (pickle.dumps(Answer(STATE, float("nan"), 0.0)), "times that are none"),
         (pickle.dumps(Answer(STATE, 1.0, -1.0)), "times that are none"),
     ],
@@ -269,10 +270,11 @@ class Making(RayHosts):
 
     def __init__(self, ray):
         super().__init__(ray, limits=LIMITS)
-        self.made, self.all = threading.Event(), []
+        self.made, self.all, self.asked = threading.Event(), [], False
 
-    def _made(self, name, node):
-        self.made.wait(10)
+    def _actor_of(self, name, node):
+        self.asked = True
+        self.made.wait(HANGS)
         self.all.append(f"{name}@{node}")
         return self.all[-1]
 
@@ -283,12 +285,12 @@ def test_a_start_that_was_given_up_leaves_no_process():
     async def go():
         hosts = Making(FakeRay())
         starting = asyncio.create_task(hosts.start("a", node="n1"))
-        await asyncio.sleep(0.05)
+        await until(lambda: hosts.asked)
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
         assert starting.cancelled()
         ending = asyncio.create_task(hosts.end("a"))
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0)
         assert not ending.done()
         hosts.made.set()
         await ending
@@ -322,16 +324,11 @@ def raises(error):
 def test_signals_to_a_process_that_is_dead():
     ray = FakeRay()
     ray.get_runtime_context = lambda: SimpleNamespace(get_node_id=lambda: "here")
-    hosts = RayHosts(ray, limits=LIMITS)
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    hosts._processes["a"] = ("here", child.pid)
-    hosts.kill("a")
-    assert child.wait(10) == -9
-    with pytest.raises(HostUnavailable, match="not known"):
-        hosts.kill("a")
-    hosts._processes["a"] = ("here", child.pid)  # it died by itself
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as child:
+        signal_process(ray, child.pid, number=signal.SIGKILL, node="here")
+        assert child.wait() == -9
     with pytest.raises(HostUnavailable, match="is dead"):
-        hosts.kill("a")
+        signal_process(ray, child.pid, number=signal.SIGKILL, node="here")
 
 
 # --- settings -------------------------------------------------------------------------------------
@@ -362,10 +359,8 @@ def test_a_bad_token_file_is_told_at_once(tmp_path, make, says):
     """Ray itself would try for 20 seconds first."""
     path = tmp_path / "token"
     make(path)
-    begun = time.monotonic()
     with pytest.raises(UsageError, match=says) as told, joined_ray("127.0.0.1:9", token=path):
         pass
-    assert time.monotonic() - begun < 1
     assert str(path) in str(told.value)
     assert told.value.exit_code == 2
 
@@ -384,7 +379,7 @@ def test_what_is_no_address(address):
 def test_where_nobody_answers(tmp_path):
     new_token(tmp_path / "token")
     with (
-        pytest.raises(UsageError, match="No swarm answers at 127"),
+        pytest.raises(UsageError, match="No swarm answers at '127"),
         joined_ray("127.0.0.1:9", token=tmp_path / "token"),
     ):
         pass

@@ -17,11 +17,11 @@ from common import FAMILIES
 from layershuffle.errors import SettingsError, UsageError
 from layershuffle.swarm import policy
 from layershuffle.swarm.bundle import make_bundle
+from layershuffle.swarm.chaos import KINDS, ChaosBackend, Fault, FaultInjector, crashes
 from layershuffle.swarm.coordinator import Coordinator
 from layershuffle.swarm.drill import Reply, run_drill
-from layershuffle.swarm.faults import KINDS, Fault, crashes
 from layershuffle.swarm.limits import Limits
-from layershuffle.swarm.local import LocalHosts, LocalTransport
+from layershuffle.swarm.local import LocalHosts
 from layershuffle.swarm.plan import HostPlan, SwarmPlan, even_plan
 from layershuffle.swarm.planning import HostsFile, HostSpec, ModelFacts, plan
 from layershuffle.swarm.planning.hosts import hosts_of
@@ -137,8 +137,8 @@ def test_replicas_save_a_pipeline_until_both_are_gone():
 
 def test_churn_against_the_binomial():
     """Hosts are up 9 of 10 times: a pipeline has them all in 0.9^12 of the cases."""
-    churn, count = Churn(up_s=18, down_s=2), 600
-    options = {"requests": count, "churn": churn, "arrivals": Arrivals(rate=0.2), "seed": 5}
+    churn, count = Churn(up_s=9, down_s=1), 400
+    options = {"requests": count, "churn": churn, "arrivals": Arrivals(rate=0.4), "seed": 5}
     ordered, free = (
         run(spread(), routing=routing, **options) for routing in ("sequential", "order-free")
     )
@@ -175,10 +175,11 @@ def real_ends(routing):
     """How requests end on a real swarm in this process, by the drill that real swarms have."""
 
     async def main():
-        places = LocalHosts(list(PICO.hosts), limits=PICO.limits)
+        backend = ChaosBackend(LocalHosts(list(PICO.hosts), limits=PICO.limits))
         bundle = make_bundle(FAMILIES["timm-vit"].wrapped())
-        router = Router(LocalTransport(places), depth=4, limits=PICO.limits, routing=routing)
-        coordinator = Coordinator(PICO, router=router, places=places, bundles={"pico": bundle})
+        router = Router(backend.transport, depth=4, limits=PICO.limits, routing=routing)
+        coordinator = Coordinator(PICO, router=router, backend=backend, bundles={"pico": bundle})
+        engine = FaultInjector(coordinator, backend=backend)
         watch = asyncio.create_task(coordinator.run())
 
         async def ask(_):
@@ -191,7 +192,7 @@ def real_ends(routing):
         try:
             assert not await coordinator.ready(within=30)
             return await run_drill(
-                ask, PICO_REQUESTS, faults=PICO_FAULTS, engine=coordinator, concurrency=CLIENTS
+                ask, PICO_REQUESTS, faults=PICO_FAULTS, engine=engine, concurrency=CLIENTS
             )
         finally:
             watch.cancel()
@@ -468,11 +469,11 @@ def test_from_hosts_file_to_outcome():
         }
     )
     facts = ModelFacts(block_bytes=(1_000_000,) * DEPTH, state_bytes=90_000)
-    found, prediction = plan(file, facts, objective="latency")
+    found, planned = plan(file, facts, objective="latency")
     found = found.model_copy(update={"limits": QUIET})
     profile = profile_of(hosts_of(file, facts))
     outcome = simulate(found, profile=profile, requests=3, arrivals=Arrivals(clients=1))
-    assert outcome.ms[0] == pytest.approx(prediction.order_free.latency_ms, abs=1e-6)
+    assert outcome.ms[0] == pytest.approx(planned.value, abs=1e-6)
 
 
 @pytest.mark.parametrize("floor", [None, 80.0])
@@ -489,7 +490,7 @@ def test_the_router_keeps_the_shares_of_a_plan_for_batteries(floor):
         block_bytes=(1_000_000,) * DEPTH, state_bytes=0, block_ms=5.0,
         accuracy={kept: 40 + 5 * kept for kept in range(1, DEPTH + 1)},
     )  # fmt: skip
-    found, prediction = plan(file, facts, objective="lifetime", replicas=2, floor=floor)
+    found, planned = plan(file, facts, objective="lifetime", replicas=2, floor=floor)
     demand = DEPTH if floor is None else 8
     assert (found.most_blocks or DEPTH) == demand
     count = 2000
@@ -508,7 +509,7 @@ def test_the_router_keeps_the_shares_of_a_plan_for_batteries(floor):
         for host in hosts_of(file, facts)
         if outcome.served.get(host.name) and math.isfinite(host.battery)
     ]
-    assert min(lives) == pytest.approx(prediction.order_free.life, rel=0.05)
+    assert min(lives) == pytest.approx(planned.value, rel=0.05)
 
 
 def test_the_report_holds_the_figures():

@@ -68,7 +68,7 @@ def test_plan_and_simulate(capsys, tmp_path):
     hosts.write_text("hosts: {pi: {count: 4, memory_mb: 0.5, availability: 0.9}}\n")
     code, out, _ = run(capsys, "swarm", "plan", str(hosts), "--replicas", "1", "--out", str(plan))
     assert code == 0
-    assert "best pipeline" in out
+    assert "free order   in order" in out
     assert f"Next: layershuffle swarm simulate {plan}" in out
     words = ["swarm", "simulate", str(plan), "--requests", "50", "--kill", "0.5"]
     code, first, _ = run(capsys, *words, "--profile", str(hosts))
@@ -116,11 +116,9 @@ def served(tmp_path, work, model=None):
         LOOP.set(asyncio.get_running_loop())
         model = model or FAMILIES["timm-vit"].wrapped()
         cargo = Cargo(model, {"pico": make_bundle(model)}, None)
-        places = LocalHosts(list(PLAN.hosts), limits=PLAN.limits)
+        hosts = LocalHosts(list(PLAN.hosts), limits=PLAN.limits)
         state = state_directory(str(tmp_path / "s"))
-        async with running_service(
-            PLAN, cargo, places=places, transport=places.transport, within=20
-        ) as service:
+        async with running_service(PLAN, cargo, backend=hosts, within=60) as service:
             assert service.missing == ()
             async with operator_door(service, state):
                 operator = Operator(state)

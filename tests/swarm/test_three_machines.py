@@ -14,7 +14,7 @@ import netns
 import pytest
 
 from layershuffle.models import load
-from layershuffle.swarm.asking import labelled_images
+from layershuffle.swarm.load_client import labelled_images
 from layershuffle.swarm.plan import DEFAULT_MODEL, HostPlan, SwarmPlan, plan_text
 from once import once
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from layershuffle.errors import UsageError
-from layershuffle.swarm.wire import pack, unpack
+from layershuffle.swarm.messages import pack, unpack
 
 STATE = np.random.default_rng(0).normal(size=(2, 197, 768)).astype(np.float32)
 

@@ -90,7 +90,7 @@ ANALYSES = {
     ),
     "position": Analysis(
         title="Guessing the position",
-        question="Can the position be told from a block's output, and from its input?",
+        question="Can the position be read from a block's output, and from its input?",
         module="position",
     ),
 }

@@ -104,7 +104,7 @@ class BranchWatch:
 def _not_in_branches(block: nn.Module) -> DoesNotApply:
     return DoesNotApply(
         f"{type(block).__name__} is not made of branches in a row that begin with a norm each "
-        "(x + attention(norm(x)), then x + mlp(norm(x))), so what they add cannot be told apart"
+        "(x + attention(norm(x)), then x + mlp(norm(x))), so what they add cannot be separated"
     )
 
 

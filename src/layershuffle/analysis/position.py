@@ -1,11 +1,11 @@
-"""Can the position of a block be told from what it puts out, and from what it is given?
+"""Can the position of a block be read from its output, and from its input?
 
 Models with a prediction part are asked through it (paper, section 4.2: 99.99 %). Every model is
 also asked from outside: per block a linear classifier (discriminant analysis with a shrunk
 covariance) is fitted on frozen mean tokens of held-out training images and scored on test images.
 It is fitted on the block's output, as the prediction part is, and on its input, which says how much
-of the position the block was told and did not find out. The input is what the other blocks left: a
-position encoding is added behind the place where it is read.
+of the position is in the stream before the block runs. The input is what the other blocks left: a
+position encoding is added after the place where the input is read.
 """
 
 from __future__ import annotations

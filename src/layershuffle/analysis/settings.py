@@ -1,4 +1,4 @@
-"""What every analysis is told. Plain data, no torch."""
+"""The settings of all analyses. Plain data, no torch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Measuring speed and memory: paired comparisons, and the numbers of one machine in one run.
+"""`layershuffle bench`: speed and memory of one machine in one run; clocks for `benchmarks/`.
 
-A claim of speed here is a *paired ratio*: two sides timed in turn many times, the median of the
-ratios judged, the range given. Absolute throughputs never stand without hardware, dtype and batch.
+A claim about speed is a *paired ratio*: two sides are timed in turn many times; the median of the
+ratios counts, and the range is given. A throughput stands only with hardware, dtype and batch.
 """

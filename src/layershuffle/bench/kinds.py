@@ -1,18 +1,221 @@
-"""The kinds of `layershuffle bench` by name."""
+"""The kinds of `layershuffle bench`: train, eval, orders, input and merge."""
 
-from collections.abc import Callable, Mapping
+from __future__ import annotations
 
-from layershuffle.bench.choices import Chosen, choose
-from layershuffle.bench.forwards import bench_eval
-from layershuffle.bench.merge import bench_merge
-from layershuffle.bench.orders import bench_orders
-from layershuffle.bench.reading import bench_input
-from layershuffle.bench.report import Report
-from layershuffle.bench.train import bench_train
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from itertools import cycle, islice
+from pathlib import Path
 
-__all__ = ["BENCHES", "choose"]
+import torch
+from torch.utils.data import DataLoader, Sampler
 
-BENCHES: Mapping[str, Callable[[Chosen], Report]] = {
+from layershuffle.bench.machine import Memory, Syncs, flops_of, matmul_ceiling
+from layershuffle.bench.report import Measured, Report, mode_of, throughput
+from layershuffle.bench.settings import PHASED, WARM_UP, BenchConfig
+from layershuffle.bench.timing import Effort, PhaseTimer
+from layershuffle.bench.training import bench_train
+from layershuffle.bench.workloads import (
+    JPEG_QUALITY,
+    PHOTO,
+    compare_with_trie,
+    converted,
+    memory_of_merges,
+    merge_group,
+    random_spec,
+    sweeps,
+    write_photographs,
+)
+from layershuffle.data import DataOptions, open_data
+from layershuffle.machine import versions
+from layershuffle.merging.plans import sample_plans
+from layershuffle.models import image_view, load, logits_of
+from layershuffle.policies import Shuffled
+from layershuffle.stack import depth_of, running, with_hooks
+
+FILES, LEAST_INPUT_STEPS = 256, 4
+DONORS, MERGES = 12, 100
+_QUICK = Effort(pairs=5, seconds=0.0, warm_up=1)
+
+
+# --- eval -----------------------------------------------------------------------------------------
+
+
+def bench_eval(config: BenchConfig) -> Report:
+    """Forwards, each batch in an order of its own, weights and states in `config.precision`."""
+    workload = config.workload()
+    flops = flops_of(workload.model, image_view(workload.model)).forward
+    ceiling = matmul_ceiling(config.device, config.precision)
+    workload, compiler = converted(workload, config.precision), config.compiler()
+    compiler.add(workload.model)
+    images, depth = workload.images, depth_of(workload.model)
+    timer, syncs, taken = PhaseTimer(config.device), Syncs(), 0
+
+    def forwards(count: int) -> None:
+        nonlocal taken
+        for _ in range(count):
+            taken += 1
+            timer.begin("data")
+            pixels = workload.pixels.to(images.device, non_blocking=True)
+            batch = workload.finish(pixels).to(images.dtype)
+            timer.begin("stem")
+            with running(workload.model, Shuffled().draw(depth, seed=0, step=taken)):
+                logits_of(workload.model(batch))
+
+    with torch.inference_mode(), compiler.limits():
+        compiler.or_eager(lambda: forwards(WARM_UP))
+        graphs_before, memory = compiler.graphs, Memory(config.device)
+        timer = PhaseTimer(config.device)
+        with syncs.counted(config.device):
+            forwards(config.steps)
+        peak = memory.peak()
+        with with_hooks(workload.model, timer):
+            forwards(PHASED)
+    timer.begin("data")
+    times = timer.steps("data")
+    measured = Measured(
+        seconds=[sum(step.values()) for step in times[: config.steps]],
+        phases=times[config.steps :],
+        mode=mode_of(compiler, graphs_before=graphs_before),
+        memory=(peak, memory.of),
+        syncs=syncs.count,
+    )
+    facts = {"orders": "one per batch"}
+    return measured.report(
+        "eval",
+        config.conditions(),
+        device=config.device,
+        flops=flops,
+        ceiling=ceiling,
+        facts=facts,
+    )
+
+
+# --- orders ---------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def bench_orders(config: BenchConfig, *, effort: Effort = _QUICK) -> Report:
+    """Sweeps of orders over one batch. A score is one image under one of 64 random orders."""
+    workload = converted(config.workload(), config.precision)
+    facts, seconds = {}, []
+    for name, orders in sweeps(depth_of(workload.model)).items():
+        pairs, counts = compare_with_trie(workload, orders, effort=effort)
+        ratios, (naive, runs) = sorted(pairs.ratios), counts["block runs"]
+        facts[name] = (
+            f"{ratios[len(ratios) // 2]:.2f} times as fast ({ratios[0]:.2f} to {ratios[-1]:.2f}), "
+            f"{runs:,} block runs for {naive:,}"
+        )
+        seconds = [in_trie for _, in_trie in pairs.seconds]  # the random orders are the last sweep
+    return Report(
+        kind="orders",
+        conditions=config.conditions(),
+        rate=throughput(seconds, 64 * config.batch, unit="scores"),
+        facts=facts,
+        versions=versions(),
+    )
+
+
+# --- input ----------------------------------------------------------------------------------------
+
+
+class Again(Sampler[list[int]]):
+    """Batches of the numbers below `count`, ascending and from the start again, without end.
+
+    So a few files make as many batches, of the size asked for, as the processes can read.
+    """
+
+    def __init__(self, count: int, *, batch: int) -> None:
+        self._count, self._batch = count, batch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        numbers = cycle(range(self._count))
+        while True:
+            yield list(islice(numbers, self._batch))
+
+
+def bench_input(config: BenchConfig, *, files: int = FILES) -> Report:
+    """Reading for `config.model` without end; the batches of the cold start are left out.
+
+    A step is one batch from every process: each of them reads in every step.
+    """
+    view = image_view(load(random_spec(config.model)))
+    with tempfile.TemporaryDirectory(prefix="layershuffle-bench-") as place:
+        write_photographs(Path(place), files)
+        data = open_data(f"folder:{place}", view, options=DataOptions(holdout=None))
+        split = data.splits["train"]
+        loader = DataLoader(
+            split.dataset,
+            batch_sampler=Again(split.size or 1, batch=config.batch),
+            num_workers=config.workers,
+            pin_memory=config.device == "cuda",
+        )
+        seconds = steady(iter(loader), workers=config.workers, steps=config.steps)
+    return Report(
+        kind="input",
+        conditions=config.conditions("uint8"),
+        rate=throughput(seconds, max(1, config.workers) * config.batch),
+        facts={
+            "processes": config.workers,
+            "files": f"{split.size} JPEG files of {PHOTO[0]} x {PHOTO[1]}, quality {JPEG_QUALITY}, "
+            f"to {view.width} x {view.height}, read again and again",
+        },
+        versions=versions(),
+    )
+
+
+def steady(
+    batches: Iterator[object],
+    *,
+    workers: int,
+    steps: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[float]:
+    """Seconds of `steps` steps, no fewer than four, of one batch from each of `workers` processes.
+
+    The two batches that every process reads ahead while it starts are taken first and not timed.
+    """
+    each = max(1, workers)
+    deque(islice(batches, 2 * each), maxlen=0)
+    seconds = []
+    for _ in range(max(LEAST_INPUT_STEPS, steps)):
+        begun = clock()
+        deque(islice(batches, each), maxlen=0)
+        seconds.append(clock() - begun)
+    return seconds
+
+
+# --- merge ----------------------------------------------------------------------------------------
+
+
+def bench_merge(config: BenchConfig) -> Report:
+    """Merges per second, and the memory that a hundred of them add to that of twelve models."""
+    workload = converted(config.workload(), config.precision)
+    group = merge_group(workload.model, DONORS)
+    plans = sample_plans(DONORS, depth_of(workload.model), count=config.steps + 1, seed=1)
+    group.merge(plans[0])
+    seconds = []
+    for plan in plans[1:]:
+        begun = time.perf_counter()
+        group.merge(plan)
+        seconds.append(time.perf_counter() - begun)
+    added = memory_of_merges(group, merges=MERGES)
+    return Report(
+        kind="merge",
+        conditions=config.conditions(),
+        rate=throughput(seconds, 1, unit="merges"),
+        facts={
+            "memory": f"{MERGES} merges add {added.share:.2f} % to the {added.donors / 2**20:,.0f} "
+            f"MiB of {DONORS} models: {added.tensors / 2**20:.2f} MiB of tensors, "
+            f"{added.objects / MERGES / 2**10:.1f} KiB of Python objects each"
+        },
+        versions=versions(),
+    )
+
+
+BENCHES: Mapping[str, Callable[[BenchConfig], Report]] = {
     "train": bench_train,
     "eval": bench_eval,
     "orders": bench_orders,

@@ -1,10 +1,9 @@
-"""What this machine can do at most, and what a run used of it."""
+"""What this machine can do at most, and what a run uses of it."""
 
 from __future__ import annotations
 
 import copy
 import resource
-import statistics
 import sys
 import time
 import warnings
@@ -22,13 +21,13 @@ from layershuffle.models import logits_of
 
 _SIZE = {"cpu": 1024, "cuda": 8192}
 _CALLS, _ROUNDS = 4, 5
-# What torch says at every one. Its notice that the counting is a prototype has other words.
+# torch's warning at every sync. Its notice that this mode is a prototype has other words.
 _SYNC = "called a synchronizing CUDA operation"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16-pure": torch.bfloat16}
 
 
 def matmul_ceiling(device: str, precision: str) -> float:
-    """FLOP per second of a large square matrix product: what no model goes beyond. Measured."""
+    """FLOP per second of a large square matrix product, measured: no model exceeds it."""
     size = _SIZE[device]
     a, b = factors(device, precision)
     seconds = []
@@ -45,7 +44,7 @@ def matmul_ceiling(device: str, precision: str) -> float:
 def factors(device: str, precision: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Two square matrices of normal numbers, the same ones always.
 
-    Not of ones: a processor that draws less power for equal bits runs faster on them.
+    Ones would not do: equal bits draw less power, and some processors run faster on them.
     """
     generator = torch.Generator().manual_seed(0)
     shape = (_SIZE[device], _SIZE[device])
@@ -60,14 +59,17 @@ def _wait(device: str) -> None:
 
 @dataclass(frozen=True)
 class Flops:
-    """Floating-point operations of one image, matrix products and attention counted."""
+    """Floating-point operations per image in matrix products and attention.
+
+    `forward` is that of a forward alone, `training` that of forward and backward.
+    """
 
     forward: int
     training: int
 
 
 def flops_of(model: nn.Module, view: ImageView) -> Flops:
-    """Of `model` for one image, forward alone and with backward; a copy without memory runs."""
+    """The FLOPs of `model` for one image; counted on a copy on the meta device."""
     sketch = copy.deepcopy(model).to("meta").float()
     image = torch.empty(1, view.channels, view.height, view.width, device="meta")
     with FlopCounterMode(display=False) as counter:
@@ -78,7 +80,7 @@ def flops_of(model: nn.Module, view: ImageView) -> Flops:
 
 
 class Memory:
-    """The most memory in use: of the GPU since this was made, else of this process ever."""
+    """Peak memory: of the GPU since this was made, else of this process since it started."""
 
     def __init__(self, device: str) -> None:
         self._on_gpu = device == "cuda"
@@ -106,7 +108,7 @@ class Syncs:
 
     @contextmanager
     def counted(self, device: str) -> Iterator[None]:
-        """Count inside, by torch's own warnings about it."""
+        """Count inside, by torch's own warnings."""
         if device != "cuda":
             yield
             return
@@ -118,9 +120,4 @@ class Syncs:
                 yield
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-                self.count += sum(_SYNC in str(one.message) for one in caught)
-
-
-def spread(values: list[float]) -> tuple[float, float, float]:
-    """(median, lowest, highest)."""
-    return statistics.median(values), min(values), max(values)
+                self.count += sum(_SYNC in str(warning.message) for warning in caught)

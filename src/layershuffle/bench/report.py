@@ -1,4 +1,4 @@
-"""What a bench says: never a throughput without the hardware, the dtype and the batch behind it."""
+"""The report of a bench: a throughput is never given without hardware, dtype and batch."""
 
 from __future__ import annotations
 
@@ -7,22 +7,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from layershuffle.errors import UsageError
+from layershuffle.bench.machine import matmul_ceiling
+from layershuffle.bench.timing import median_phases
+from layershuffle.compiling import BlockCompiler
+from layershuffle.machine import versions
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """What every throughput here was measured under. Raises `UsageError` if one is not said."""
+    """The conditions under which a throughput was measured."""
 
     model: str
     batch: int
     dtype: str
     hardware: Mapping[str, Any]
-
-    def __post_init__(self) -> None:
-        unsaid = [name for name in ("model", "batch", "dtype", "hardware") if not vars(self)[name]]
-        if unsaid:
-            raise UsageError(f"A throughput without its {', '.join(unsaid)} means nothing")
 
     def __str__(self) -> str:
         threads = self.hardware["threads"]
@@ -45,9 +43,19 @@ class Mode:
         return f"compiled, {self.graphs} graphs, {self.recompiles} recompiles after warm-up"
 
 
+def mode_of(compiler: BlockCompiler, *, graphs_before: int) -> Mode:
+    """How the blocks ran. `graphs_before`: graphs at the end of the warm-up."""
+    return Mode(
+        name="compiled" if compiler.on else "eager",
+        reason=compiler.reason,
+        graphs=compiler.graphs,
+        recompiles=compiler.graphs - graphs_before,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Throughput:
-    """In `unit` per second: median, lowest and highest over the timed steps, warm-up left out."""
+    """`unit` per second: median, lowest and highest over the timed steps, without warm-up."""
 
     unit: str
     median: float
@@ -58,11 +66,11 @@ class Throughput:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The outcome of one bench. What does not apply is `None` or empty.
+    """The outcome of one bench. A field that does not apply is `None` or empty.
 
     `mfu`: share of `ceiling` (FLOP/s of a matrix product measured in this run) that the model's own
-    FLOPs took. `phases`: milliseconds of a step, medians. `memory`: bytes at the highest, and of
-    what. `syncs`: how often per step the host waited for the GPU. `facts`: what else was seen.
+    FLOPs took. `phases`: median milliseconds of a step by phase. `memory`: bytes at the peak, and
+    whose memory it is. `syncs`: how often per step the host waited for the GPU. `facts`: the rest.
     """
 
     kind: str
@@ -80,7 +88,7 @@ class Report:
 
 
 def throughput(seconds: Sequence[float], images: int, *, unit: str = "images") -> Throughput:
-    """Of steps that took `seconds` with `images` each."""
+    """The throughput of steps that took `seconds` with `images` each."""
     return Throughput(
         unit=unit,
         median=images / statistics.median(seconds),
@@ -88,6 +96,47 @@ def throughput(seconds: Sequence[float], images: int, *, unit: str = "images") -
         high=images / min(seconds),
         steps=len(seconds),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """`seconds` of every timed step; `phases`: seconds by phase of the steps after those; `memory`:
+    bytes at the peak, and whose; `syncs` in all timed steps together.
+    """
+
+    seconds: list[float]
+    phases: list[dict[str, float]]
+    mode: Mode
+    memory: tuple[int, str]
+    syncs: int
+
+    def report(
+        self,
+        kind: str,
+        conditions: Conditions,
+        *,
+        device: str,
+        flops: int,
+        ceiling: float,
+        facts: Mapping[str, Any],
+    ) -> Report:
+        """The report. `flops` per image; `ceiling` was measured before, and is again here."""
+        rate = throughput(self.seconds, conditions.batch)
+        ceiling = max(ceiling, matmul_ceiling(device, conditions.dtype))
+        return Report(
+            kind=kind,
+            conditions=conditions,
+            rate=rate,
+            mode=self.mode,
+            mfu=rate.median * flops / ceiling,
+            ceiling=ceiling,
+            flops_per_image=flops,
+            phases={name: 1e3 * value for name, value in median_phases(self.phases).items()},
+            memory=self.memory,
+            syncs=self.syncs / len(self.seconds) if device == "cuda" else None,
+            facts=facts,
+            versions=versions(),
+        )
 
 
 def report_text(report: Report) -> str:

@@ -1,13 +1,26 @@
-"""The settings of `layershuffle bench`. Plain data, no torch."""
+"""The settings of `layershuffle bench`, and what "auto" comes to on this machine.
+
+The command line imports this file: torch comes only when a configuration is resolved.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
+from layershuffle.errors import UsageError
 from layershuffle.settings import Positive, Settings
 
+if TYPE_CHECKING:
+    from layershuffle.bench.report import Conditions
+    from layershuffle.bench.workloads import Workload
+    from layershuffle.compiling import BlockCompiler
+
+WARM_UP, PHASED = 3, 5
+"""Steps before the timed ones, which do not count, and after them, to see the phases."""
 KINDS = {
     "train": "training steps as fit takes them: images per second, and where the time goes",
     "eval": "forwards, each batch in an order of its own",
@@ -40,3 +53,69 @@ class BenchSettings(Settings):
     """train: groups of the images of a forward, each with an order of its own."""
     workers: Annotated[int, Field(ge=0)] | None = None
     """input: loader processes (default: the cores but one, at most 16)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchConfig:
+    """`BenchSettings` with every "auto" and default resolved for this machine."""
+
+    model: str
+    batch: int
+    steps: int
+    device: Literal["cpu", "cuda"]
+    precision: Literal["fp32", "bf16", "bf16-pure"]
+    compile: bool
+    orders_per_batch: int
+    workers: int
+    backend: str = "inductor"
+
+    def conditions(self, dtype: str | None = None) -> Conditions:
+        """The conditions of a throughput. `dtype`: of the data, if it is not `precision`."""
+        from layershuffle.bench.report import Conditions
+        from layershuffle.machine import hardware
+
+        dtype = dtype or self.precision
+        return Conditions(model=self.model, batch=self.batch, dtype=dtype, hardware=hardware(dtype))
+
+    def workload(self) -> Workload:
+        """Model and images, on the device."""
+        from layershuffle.bench.workloads import make_workload
+
+        return make_workload(self.model, batch=self.batch, device=self.device)
+
+    def compiler(self) -> BlockCompiler:
+        """A compiler for the blocks, or the reason why they stay in eager mode."""
+        from layershuffle.compiling import BlockCompiler
+
+        return BlockCompiler(
+            reason=None if self.compile else "compile is off",
+            dynamic=self.orders_per_batch > 1,
+            backend=self.backend,
+        )
+
+
+def resolve(settings: BenchSettings) -> BenchConfig:
+    """The configuration on this machine. Raises `UsageError` for a GPU that is not there."""
+    import torch
+
+    from layershuffle.bench.workloads import VIT_B
+
+    has_gpu = torch.cuda.is_available()
+    if settings.device == "cuda" and not has_gpu:
+        raise UsageError("There is no GPU that torch can use here", hint="leave --device at auto")
+    device: Literal["cpu", "cuda"] = "cuda" if has_gpu and settings.device != "cpu" else "cpu"
+    has_bf16 = device == "cuda" and torch.cuda.is_bf16_supported()
+    model, batch = (VIT_B, 640) if device == "cuda" else ("bundled:digits", 64)
+    cores = len(os.sched_getaffinity(0))
+    return BenchConfig(
+        model=settings.model or model,
+        batch=settings.batch or batch,
+        steps=settings.steps,
+        device=device,
+        precision=settings.precision
+        if settings.precision != "auto"
+        else ("bf16" if has_bf16 else "fp32"),
+        compile=device == "cuda" if settings.compile is None else settings.compile,
+        orders_per_batch=settings.orders_per_batch,
+        workers=min(16, max(0, cores - 1)) if settings.workers is None else settings.workers,
+    )

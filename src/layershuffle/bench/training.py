@@ -1,26 +1,26 @@
-"""The training loop of `fit`, timed step by step on a generated batch that lies ready."""
+"""`bench train`: the training loop of `fit`, timed on one generated batch that lies ready."""
 
 from __future__ import annotations
 
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import TensorDataset
 
-from layershuffle.bench.machine import Memory, Syncs
-from layershuffle.bench.marks import BlockMarks, Marks
-from layershuffle.bench.measured import PHASED, WARM_UP, Measured, mode_of
-from layershuffle.bench.subjects import Subject
+from layershuffle.bench.machine import Memory, Syncs, flops_of, matmul_ceiling
+from layershuffle.bench.report import Measured, Report, mode_of
+from layershuffle.bench.settings import PHASED, WARM_UP, BenchConfig
+from layershuffle.bench.timing import PhaseTimer
+from layershuffle.bench.workloads import Workload
 from layershuffle.compiling import BlockCompiler
 from layershuffle.data import ImageData, Split
 from layershuffle.errors import TrainingError
-from layershuffle.models import host_of
+from layershuffle.models import host_of, image_view
 from layershuffle.position import add_position
 from layershuffle.settings import FitSettings
 from layershuffle.stack import with_hooks
@@ -31,154 +31,138 @@ from layershuffle.training.state import TrainState, new_state
 from layershuffle.training.warmup import largest_forward
 
 
-class Numbers(Dataset[int]):
-    """As many items as asked for; the collator knows the images."""
+def bench_train(config: BenchConfig) -> Report:
+    """Training steps of `fit` in shuffled orders.
 
-    def __init__(self, count: int) -> None:
-        self._count = count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
-class TimedTrainer:
-    """Runs the training loop and marks the phases of every step.
-
-    Blocks are marked too in the steps after the `timed` ones. Memory, syncs and graphs are counted
-    in the timed steps.
+    Raises `TrainingError` that names a batch that fits where this one does not.
     """
-
-    def __init__(self, job: Job, on: Subject, *, timed: range) -> None:
-        self.job, self.compiler, self.timed = job, job.compiler, timed
-        self._on = on
-        self.watch(timed, clock=time.perf_counter)
-
-    def watch(self, timed: range, *, clock: Callable[[], float]) -> None:
-        """Begin anew."""
-        self.marks, self.timed = Marks(self.job.device, clock=clock), timed
-        self.syncs, self._counting, self._hooks = Syncs(), ExitStack(), ExitStack()
-        self.memory = Memory(self.job.device)
-        self.graphs_before = self.memory_peak = 0
-
-    def end_counting(self) -> None:
-        """Of syncs, which changes settings of the process until it ends."""
-        self._counting.close()
-        self._hooks.close()
-
-    def on_phase(self, phase: str, step: int) -> None:
-        """Called by the loop where a phase begins."""
-        if phase == "data":
-            if step == self.timed.start:
-                self.memory = Memory(self.job.device)
-                self.graphs_before = self.compiler.graphs
-                self._counting.enter_context(self.syncs.counted(self.job.device))
-            if step == self.timed.stop:
-                self._counting.close()
-                self.memory_peak = self.memory.peak()
-                self._hooks.enter_context(with_hooks(self.job.model, BlockMarks(self.marks)))
-        if phase != "report":
-            self.marks.mark({"forward": "stem", "optimizer": "optimiser"}.get(phase, phase))
-
-    def run(self) -> None:
-        """Take all steps. Raises `TrainingError` naming a batch that fits where this does not."""
-        state, images = new_state(self.job), self.job.images_per_forward
-        try:
-            with self.compiler.limits():
-                train(
-                    state,
-                    tell=_tell_nobody,
-                    keep_best=_keep_nothing,
-                    on_phase=self.on_phase,
-                    batches=self._batches(state),
-                )
-        except torch.OutOfMemoryError as error:
-            traceback.clear_frames(error.__traceback__)  # they hold what does not fit
-        else:
-            self.marks.mark("data")  # which ends the last step
-            return
-        finally:
-            self.end_counting()
-        fits = largest_forward(state, below=images)
-        raise TrainingError(
-            f"A step of {images} images does not fit the memory"
-            + (f"; the largest that did fit, halving it, is {fits}" if fits else ""),
-            hint=f"--batch {fits}" if fits else "a smaller model",
-        )
-
-    def _batches(self, state: TrainState) -> Iterator[list[Batch]]:
-        device = state.accelerator.device
-        for _ in range(self.job.steps - 1):  # the loop would score the model after the last step
-            pixels = self._on.pixels.to(device, non_blocking=True)
-            yield [(pixels, self._on.labels.to(device, non_blocking=True))]
-
-
-@contextmanager
-def timed_trainer(
-    settings: FitSettings,
-    on: Subject,
-    *,
-    compiler: BlockCompiler,
-    steps: int,
-    warm_up: int = WARM_UP,
-    phased: int = PHASED,
-    clock: Callable[[], float] = time.perf_counter,
-) -> Iterator[TimedTrainer]:
-    """A trainer for `warm_up` + `steps` + `phased` steps on `on`, and its directory while needed.
-
-    `settings`: method, batch size, device, precision and the like; no data is opened.
-    """
-    total = warm_up + steps + phased + 1
-    with tempfile.TemporaryDirectory(prefix="layershuffle-bench-") as out:
-        job = _job(settings, on, steps=total, out=Path(out), compiler=compiler)
-        trainer = TimedTrainer(job, on, timed=range(warm_up, warm_up + steps))
-        trainer.watch(trainer.timed, clock=clock)
-        yield trainer
-
-
-def time_training(trainer: TimedTrainer) -> Measured:
-    """Run it. Raises `TrainingError` that names a batch that fits where this one does not."""
-    trainer.run()
-    seconds, timed = trainer.marks.steps("data"), trainer.timed
-    return Measured(
-        seconds=[sum(step.values()) for step in seconds[timed.start : timed.stop]],
-        phases=seconds[timed.stop :],
-        mode=mode_of(trainer.compiler, graphs_before=trainer.graphs_before),
-        memory=(trainer.memory_peak, trainer.memory.of),
-        syncs=trainer.syncs.count,
+    workload, settings = config.workload(), fit_settings(config)
+    flops = flops_of(host_of(workload.model), image_view(workload.model)).training
+    ceiling = matmul_ceiling(config.device, config.precision)
+    state = training_state(settings, workload, compiler=config.compiler())
+    measured = time_training(state, workload, steps=config.steps)
+    facts = {"orders": f"{config.orders_per_batch} per batch"}
+    return measured.report(
+        "train",
+        config.conditions(),
+        device=config.device,
+        flops=flops,
+        ceiling=ceiling,
+        facts=facts,
     )
 
 
-def _tell_nobody(kind: str, **facts: Any) -> None:
-    del kind, facts
+def fit_settings(config: BenchConfig) -> FitSettings:
+    """The settings with which `fit` would take the same steps."""
+    return FitSettings(
+        method="layershuffle",
+        model=config.model,
+        data="generated",
+        batch_size=config.batch,
+        orders_per_batch=config.orders_per_batch,
+        device=config.device,
+        precision=config.precision,
+        compile=config.compile,
+        workers=0,
+        log_every=1 << 30,  # logging asks the GPU for the loss, and so waits for it
+    )
 
 
-def _keep_nothing(model: object, value: float) -> None:
-    del model, value
+def training_state(
+    settings: FitSettings, workload: Workload, *, compiler: BlockCompiler
+) -> TrainState:
+    """The state of a run on `workload` that writes nothing.
 
-
-def _job(
-    settings: FitSettings, on: Subject, *, steps: int, out: Path, compiler: BlockCompiler
-) -> Job:
+    `settings`: method, batch size, device, precision and the like.
+    """
     method = settings.find_method()
-    images = Split(dataset=TensorDataset(on.pixels, on.labels), size=len(on.pixels))  # type: ignore[arg-type]
-    return Job(
+    images = TensorDataset(workload.pixels, workload.labels)
+    job = Job(
         settings=settings,
         ranks=Ranks(),
-        out=out,
+        out=Path("generated"),  # nothing is written
         method=method,
-        data=ImageData(spec="generated", classes=(), splits={"train": images}, finish=on.finish),
+        data=ImageData(
+            spec="generated",
+            classes=(),
+            splits={"train": Split(dataset=images, size=len(images))},  # type: ignore[arg-type]
+            finish=workload.finish,
+        ),
         model=add_position(
-            host_of(on.model),
+            host_of(workload.model),
             encoding=settings.encoding if method.encoding else None,
             prediction=settings.prediction if method.prediction else None,
             seed=settings.seed,
         ),
         compiler=compiler,
         images_per_forward=settings.batch_size,
-        steps=steps,
-        eval_every=steps,
+        steps=1 << 30,
+        eval_every=1 << 30,
         select_by="sequential",
     )
+    return new_state(job)
+
+
+def time_training(
+    state: TrainState,
+    workload: Workload,
+    *,
+    steps: int,
+    warm_up: int = WARM_UP,
+    phased: int = PHASED,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Measured:
+    """Train for `warm_up`, `steps` and `phased` steps on one batch that lies ready.
+
+    May be called again: the run continues. Raises `TrainingError` that names a batch that fits
+    where this one does not.
+    """
+    device, compiler = state.accelerator.device, state.job.compiler
+    timer, syncs, memory = PhaseTimer(device, clock=clock), Syncs(), Memory(device.type)
+    first = state.step + warm_up
+    last, end = first + steps, first + steps + phased
+    graphs_before = peak = 0
+
+    def batches() -> Iterator[list[Batch]]:
+        for _ in range(state.step, end):
+            pixels = workload.pixels.to(device, non_blocking=True)
+            yield [(pixels, workload.labels.to(device, non_blocking=True))]
+
+    with compiler.limits(), ExitStack() as counting, ExitStack() as hooks:
+
+        def on_phase(phase: str, step: int) -> None:
+            nonlocal graphs_before, peak, memory
+            if phase == "data" and step == first:
+                graphs_before, memory = compiler.graphs, Memory(device.type)
+                counting.enter_context(syncs.counted(device.type))
+            if phase == "data" and step == last:
+                counting.close()
+                peak = memory.peak()
+                hooks.enter_context(with_hooks(state.model, timer))
+            if phase != "report":  # logs and scores are not due here
+                timer.begin({"forward": "stem", "optimizer": "optimiser"}.get(phase, phase))
+
+        try:
+            train(state, batches=batches(), tell=_ignore, keep_best=_ignore, on_phase=on_phase)
+        except torch.OutOfMemoryError as error:
+            traceback.clear_frames(error.__traceback__)  # they hold the tensors that do not fit
+        else:
+            times = timer.steps("data")
+            return Measured(
+                seconds=[sum(step.values()) for step in times[warm_up : warm_up + steps]],
+                phases=times[warm_up + steps :],
+                mode=mode_of(compiler, graphs_before=graphs_before),
+                memory=(peak, memory.of),
+                syncs=syncs.count,
+            )
+    images = state.job.images_per_forward
+    fitting = largest_forward(state, below=images)
+    raise TrainingError(
+        f"A step of {images} images does not fit the memory"
+        + (f"; the largest that did fit, halving it, is {fitting}" if fitting else ""),
+        hint=f"--batch {fitting}" if fitting else "a smaller model",
+    )
+
+
+def _ignore(*args: Any, **kwargs: Any) -> None:
+    """For the events and new best models of a run that has none."""

@@ -33,13 +33,14 @@ class BenchCommand(Command):
                 hint=did_you_mean(self.kind, KINDS, otherwise="layershuffle bench --help"),
             )
 
-        from layershuffle.bench.kinds import BENCHES, choose
+        from layershuffle.bench.kinds import BENCHES
         from layershuffle.bench.report import report_text
+        from layershuffle.bench.settings import resolve
         from layershuffle.machine import torch_threads
 
         # torch keeps its own choice, which depends on the machine, unless a number is asked for.
         threads = self.settings.threads
         with torch_threads(threads) if threads else nullcontext():
-            report = BENCHES[self.kind](choose(self.settings))
+            report = BENCHES[self.kind](resolve(self.settings))
         print(json.dumps(asdict(report), indent=2) if self.json else report_text(report))
         return 0

@@ -11,15 +11,14 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, TypeVar, cast
+from typing import Literal, cast
 
 import numpy as np
 import torch
-import torchvision.transforms.v2.functional as TF
+import torch.nn.functional as F
 from PIL import Image
 from timm.data import create_transform
 from torch import Tensor
-from torchvision.transforms import InterpolationMode
 
 from layershuffle.data.decode import pixel_tensor
 from layershuffle.data.view import ImageView
@@ -27,7 +26,13 @@ from layershuffle.errors import UsageError
 
 Resize = Literal["crop", "squash"]
 Transform = Callable[[Image.Image], Tensor]
-_Picture = TypeVar("_Picture", Image.Image, Tensor)
+_Size = tuple[int, int]
+
+_RESAMPLING = {
+    "nearest": Image.Resampling.NEAREST,
+    "bilinear": Image.Resampling.BILINEAR,
+    "bicubic": Image.Resampling.BICUBIC,
+}
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,10 @@ class PlainTransform:
 
     def __call__(self, image: Image.Image) -> Tensor:
         """Pixels uint8 [C, H, W]."""
-        return pixel_tensor(_resized(image, image.size, self)).contiguous()
+        size, (left, top) = _size_and_corner(image.size, self.view, self.resize)
+        sized = image.resize(size, _RESAMPLING[self.view.interpolation])
+        box = (left, top, left + self.view.width, top + self.view.height)
+        return pixel_tensor(sized.crop(box)).contiguous()
 
 
 @dataclass(frozen=True)
@@ -63,19 +71,23 @@ class PixelTransform:
 
     def __call__(self, pixels: Tensor) -> Tensor:
         """Pixels uint8 [C, H, W] of the view's size, from such pixels of any size."""
-        size = pixels.shape[-1], pixels.shape[-2]
-        return _resized(pixels, size, self).contiguous()
+        view, size = self.view, (pixels.shape[-1], pixels.shape[-2])
+        (width, height), (left, top) = _size_and_corner(size, view, self.resize)
+        if size != (width, height):
+            # torchvision.transforms.v2 gives the same bytes and takes 2 to 5 % longer per image.
+            pixels = F.interpolate(
+                pixels[None], size=(height, width), mode=view.interpolation, antialias=True
+            )[0]
+        return pixels[:, top : top + view.height, left : left + view.width].contiguous()
 
 
-def _resized(
-    picture: _Picture, size: tuple[int, int], transform: PlainTransform | PixelTransform
-) -> _Picture:
-    # torchvision hands Pillow images to Pillow and tensors to torch's uint8 kernels, bit for bit.
-    view, whole = transform.view, transform.resize == "squash"
-    width, height = (view.width, view.height) if whole else resized_size(size, view)
-    mode = InterpolationMode(view.interpolation)
-    resized = TF.resize(picture, [height, width], interpolation=mode, antialias=True)
-    return cast(_Picture, resized if whole else TF.center_crop(resized, list(view.size)))
+def _size_and_corner(size: _Size, view: ImageView, resize: Resize) -> tuple[_Size, _Size]:
+    """The (width, height) to resize to, and the (left, top) of the crop that follows."""
+    if resize == "squash":
+        return (view.width, view.height), (0, 0)
+    width, height = resized_size(size, view)
+    corner = round((width - view.width) / 2), round((height - view.height) / 2)
+    return (width, height), corner
 
 
 def resized_size(size: tuple[int, int], view: ImageView) -> tuple[int, int]:

@@ -106,7 +106,7 @@ def _architecture(donor: nn.Module) -> dict[str, Any]:
 
 def _base(donor: nn.Module) -> dict[str, Any]:
     provenance = _provenance(origin_of(host_of(donor)).record)
-    # The fingerprint of the weights says more than the name, which may stand for random ones.
+    # A digest of the weights identifies a base; the name of a random one does not.
     base = provenance.get("base_sha256") or provenance.get("base")
     blocks = provenance.get("blocks_of_base")
     return {"base": f"{base}, blocks {blocks}" if blocks else base}

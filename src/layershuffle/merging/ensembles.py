@@ -116,7 +116,7 @@ class _Pass:
         return tuple(
             self.mode.policy().draw(
                 depth, seed=self.seed, step=step, micro_batch=micro,
-                # The stream's rank, which otherwise tells processes apart, tells members apart.
+                # The rank of the stream, otherwise that of a process, distinguishes members.
                 rank=member if self.orders == "independent" else 0,
             )
             for member, depth in enumerate(self.depths)
@@ -148,7 +148,7 @@ def _all_logits(
 def combined(logits: Tensor, combine: Combine) -> Tensor:
     """Logits `[batch, classes]` of the ensemble, from its members' `[members, batch, classes]`.
 
-    The logarithm of mean probabilities stands for logits: it has those probabilities.
+    For probabilities it is the logarithm of their mean, whose softmax is that mean.
     """
     if combine == "logits":
         return logits.mean(dim=0)

@@ -165,7 +165,7 @@ class MergeGroup:
         return encoding.table
 
 
-# `layershuffle.Family`, the first public name of the class, goes on working.
+# `layershuffle.Family` was the first public name of the class and stays one.
 Family = MergeGroup
 
 

@@ -67,8 +67,8 @@ def score_merging(
     """Score donors, merges, soups and ensembles on the test split of `data`, all in one order mode.
 
     `donors` and `base` are model specs; `base` is needed for ends from there, by default the one
-    that the donors name. `names` stand for the specs in the rows. The greedy soup is put together
-    on the held-out split. `note` is called with every sentence that a reader should know. Raises
+    that the donors name. `names` replace the specs in the rows. The greedy soup is chosen on the
+    held-out split. `note` is called with every sentence that a reader should know. Raises
     `UsageError` for donors that do not fit together or impossible settings, `DataError` if the
     classes of the data are not as many as the models'.
     """

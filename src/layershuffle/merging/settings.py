@@ -61,7 +61,7 @@ class MergingSettings(_Scored):
     ensemble_combine: Combine = "logits"
     """Average logits (the paper) or probabilities. Both are reported; this is the main one."""
 
-    # The rows of two equal ends could not be told apart.
+    # The rows of two equal ends could not be distinguished.
     @model_validator(mode="after")
     def _check(self) -> MergingSettings:
         if len(set(self.ends)) < len(self.ends):

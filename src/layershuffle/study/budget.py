@@ -37,6 +37,7 @@ def budget_points(study: Study) -> tuple[Point, ...]:
     for run in study.runs:
         arm = _base_arm(run.task)
         for row in run.result.rows if run.result and arm in arms else ():
+            # Pruned scores have no place on the curve.
             if run.result and row.choose == "":  # the full stack
                 key = (arms.index(arm), run.result.steps, row.mode)
                 groups.setdefault(key, {}).setdefault(row.seed, []).append(row)
@@ -125,6 +126,7 @@ def _draw(curves: dict[tuple[str, str], dict[int, Estimate]], lengths: Sequence[
             capsize=2.5,
             label=f"{label(arm)}, {mode}",
         )
+    # Lengths differ by factors; on a linear axis the short ones would lie on each other.
     axes.set_xscale("log")
     axes.set_xticks(lengths, [f"{steps:,}" for steps in lengths], minor=False)
     axes.minorticks_off()

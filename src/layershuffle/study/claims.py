@@ -80,6 +80,7 @@ def between(
         if min(map(len, pair)) < (2 if interval else 1):
             return None
         points, text = difference(*pair)
+        # Without an interval one model of each arm is enough to judge by.
         low, high = welch_interval(*pair) if interval else (points, points)
         within = holds[0] <= low and high <= holds[1]
         return grade(within, partly[0] <= points <= partly[1]), text
@@ -99,6 +100,7 @@ def _works_in_any_order(s: Summary) -> Judgement:
     if not (base and shuffled and ours):
         return None
     top, low, high = mean(base), mean(shuffled), mean(ours)
+    # Shares of the baseline, not points: the level depends on the data.
     parts = (low <= top / 10, high >= top / 2)
     text = f"baseline {top:.1f} -> {low:.1f}, LayerShuffle {high:.1f} in arbitrary order"
     return grade(all(parts), any(parts)), text
@@ -115,6 +117,7 @@ def _price_of_arbitrary_order(s: Summary) -> Judgement:
     if not (base and ours):
         return None
     loss, text = difference(base, ours)
+    # A smaller loss than the paper's is no failure, and not what the paper says either.
     verdict = grade(abs(loss - 19.84) < PAR, loss < 19.84)
     return verdict, f"{text}, {100 * loss / mean(base):.1f} % of the baseline's accuracy"
 
@@ -131,6 +134,7 @@ def _sequential_in_between(s: Summary) -> Judgement:
     base = s.means("baseline", "sequential")
     if min(len(ours), len(shuffled), len(base)) < 2:
         return None
+    # Both intervals must be apart from 0: the differences are small beside the spread over seeds.
     parts = (welch_interval(ours, shuffled)[0] > 0, welch_interval(ours, base)[1] < 0)
     return grade(all(parts), any(parts)), (
         f"sequential minus arbitrary {difference(ours, shuffled)[1]}; "
@@ -267,6 +271,7 @@ def _refined_at_depth_is_better(s: Summary) -> Judgement:
         others = [s.means(arm, "sequential", kept=kept) for arm in ("layershuffle", "layerdrop")]
         if len(refined) < 2 or not all(len(means) > 1 for means in others):
             return None
+        # Above the better of the two is above both.
         better = max(others, key=mean)
         apart.append(welch_interval(refined, better)[0] > 0)
         text = difference(refined, better)[1]
@@ -330,6 +335,7 @@ def _identity_draw(s: Summary) -> Judgement:
     "by chance",
 )
 def _outputs_depend_on_position(s: Summary) -> Judgement:
+    # The mean token: of the class token 33 % against 58 % are near, on digit pairs.
     share = s.fact("umap", "layershuffle", path=("tokens", "mean", "purity"))
     chance = s.fact("umap", "layershuffle", path=("tokens", "mean", "chance"))
     if share is None or chance is None:
@@ -370,6 +376,7 @@ def _merges_lose_little(s: Summary) -> Judgement:
     if min(len(merged), len(single)) < 2:
         return None
     points, text = difference(merged, single)
+    # The upper end: as long as it reaches 0, nothing speaks against "no loss".
     verdict = grade(welch_interval(merged, single)[1] >= 0, points >= -PAR)
     return verdict, f"single {mean(single):.2f}, merged {mean(merged):.2f}: {text}"
 
@@ -396,6 +403,7 @@ def _merged_baselines_fail(s: Summary) -> Judgement:
     "model, order) scores",
 )
 def _merges_vary_more(s: Summary) -> Judgement:
+    # Over single orders on both sides: a merge is scored in one order, a model in several.
     rows = s.merging_rows("layershuffle")
     single, merged = (
         deviation([row.top1 for row in rows if row.kind == kind]) for kind in ("donor", "merge")

@@ -114,13 +114,14 @@ def forecast(
     results = [
         (run, result)
         for run in runs.values()
-        if (result := read_outcome(run, RunResult, out).result) is not None
+        if (result := read_outcome(run, RunResult, out=out).result) is not None
     ]
     for run, result in results:
         done = work_of(run, subject(run))
         trained, executed = trained + done.trained, executed + done.block_runs
         train_seconds += result.train_seconds
         eval_seconds += result.eval_seconds
+    # Two rates, pooled over the runs: training by images and blocks, scoring by block runs.
     seconds = None
     if trained and executed:
         seconds = sum(
@@ -169,6 +170,7 @@ def work_of(task: Task, subject: Subject) -> Work:
         fitted, depth = task.settings, task.settings.kept or subject.depth
         steps = float(fitted.steps or 0)
         if fitted.steps is None and subject.train_images is not None:
+            # The last batch of an epoch may be smaller; it is a step all the same.
             batches = math.ceil(subject.train_images / fitted.batch_size)
             steps = (fitted.epochs or DEFAULT_EPOCHS) * batches
         images = min(subject.test_images, task.evaluate.max_images or subject.test_images)

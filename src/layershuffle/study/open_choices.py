@@ -59,6 +59,7 @@ def _fit(*paths: str, method: str = "") -> Answer:
             data="none",
             kept=1 if method == "truncated" else None,  # which this method cannot do without
         )
+        # Settings do not depend on the seed: the first one stands for all.
         arms = [arm for arm in study.arms if method in ("", arm.method)]
         used = (_show(study.fit_settings(arm, study.seeds_of(arm)[0]), *paths) for arm in arms)
         return _show(default, *paths), "; ".join(unique(used)) or "not in this study"

@@ -132,6 +132,7 @@ def _budget_runs(study: StudySettings) -> tuple[RunSpec, ...]:
 
 def _with_steps(arm: Arm, steps: int) -> Arm:
     """The arm at another length, evaluated four times on the way as the checkpoint is picked."""
+    # An arm that is given in epochs would contradict the number of steps.
     fit = {**arm.fit, "steps": steps, "epochs": None, "eval_every": max(1, steps // 4)}
     fields = {**arm.model_dump(), "name": f"{arm.label}-{steps}-steps", "fit": fit}
     return Arm(**{**fields, "evaluate": {**arm.evaluate, "modes": "sequential,arbitrary"}})
@@ -173,6 +174,7 @@ def is_finished(task: Task, out: Path) -> bool:
     path = task.directory(out) / RESULT_FILE
     if not path.is_file():
         return False
+    # More seeds mean more donors: such a merging is done again.
     if isinstance(task, MergingSpec):
         donors: list[str] = json.loads(path.read_text(encoding="utf-8")).get("donors", [])
         return donors == list(task.needs)
@@ -184,6 +186,7 @@ def write_plan(study: StudySettings, out: Path) -> None:
 
     A study may grow: more arms, seeds, lengths, analyses. What is finished must stay as it is.
     """
+    # All of its runs would count as unfinished and be trained again beside the kept results.
     if (out / KEPT_FILE).exists():
         raise UsageError(
             "This directory holds the kept results of a study, without its models",
@@ -203,6 +206,7 @@ def write_plan(study: StudySettings, out: Path) -> None:
 
 def _check_unchanged(old: StudySettings, new: StudySettings, out: Path) -> None:
     planned = {task.name: task for task in tasks_of(new)}
+    # What is not done yet may change freely: nothing of it is on disk.
     done = [task for task in tasks_of(old) if is_finished(task, out)]
     changed = [task.name for task in done if not _same(task, planned.get(task.name))]
     if old.name != new.name or changed:

@@ -86,6 +86,7 @@ class LocalPool:
         """SIGTERM to all, wait for their checkpoints, SIGKILL to those that do not end."""
         for process in self.processes.values():
             process.send_signal(signal.SIGTERM)
+        # One deadline for all: they save their checkpoints at the same time.
         deadline = time.monotonic() + STOP_SECONDS
         for process in self.processes.values():
             try:

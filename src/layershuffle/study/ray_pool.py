@@ -7,10 +7,8 @@ of other tasks. That is checked before anything starts.
 
 from __future__ import annotations
 
-import logging
 import os
 import platform
-import socket
 import subprocess
 import time
 from collections.abc import Collection, Mapping
@@ -20,6 +18,7 @@ from typing import Any
 
 from layershuffle.errors import UsageError
 from layershuffle.files import write_text
+from layershuffle.ray_cluster import connect_ray
 from layershuffle.study.plan import FAILURE_FILE, RESULT_FILE, Task
 from layershuffle.study.pool import LOG_FILE, STOP_SECONDS, fresh_directory, worker_command
 from layershuffle.study.runner import MakePool
@@ -30,7 +29,6 @@ _STOPPED = 143
 _LOST = 1
 _FIND_SECONDS = 60.0
 _RETRIES = 5
-_CONNECT_SECONDS = 5.0
 
 
 def ray_pool(address: str) -> MakePool:
@@ -41,7 +39,13 @@ def ray_pool(address: str) -> MakePool:
     """
 
     def make(study: StudySettings, out: Path) -> tuple[RayPool, int]:
-        ray = _connected(address)
+        ray = connect_ray(
+            address,
+            namespace="layershuffle",
+            cluster="Ray cluster",
+            extra="ray",
+            hint="start one with `ray start --head`, or leave --ray out",
+        )
         check_shared(ray, out.absolute())
         gpus = int(ray.cluster_resources().get("GPU", 0))
         cpus = int(ray.cluster_resources().get("CPU", 1))
@@ -49,44 +53,6 @@ def ray_pool(address: str) -> MakePool:
         return pool, study.workers or gpus or cpus
 
     return make
-
-
-def _connected(address: str) -> Any:
-    try:
-        import ray
-    except ImportError as error:
-        raise UsageError(
-            "Ray is not installed", hint="pip install 'layershuffle[ray]', on all machines"
-        ) from error
-    _check_answers(address)
-    try:
-        ray.init(
-            address=address,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            namespace="layershuffle",
-        )
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        raise _no_cluster(address, error) from error
-    return ray
-
-
-def _check_answers(address: str) -> None:
-    # Ray ends the whole process where nothing listens, without an exception.
-    host, _, port = address.rpartition(":")
-    if not port.isdecimal():
-        return
-    try:
-        socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
-    except (OSError, OverflowError) as error:
-        raise _no_cluster(address, error) from error
-
-
-def _no_cluster(address: str, error: Exception) -> UsageError:
-    return UsageError(
-        f"No Ray cluster answers at {address!r} ({' '.join(str(error).split())[:200]})",
-        hint="start one with `ray start --head`, or leave --ray out",
-    )
 
 
 def check_shared(ray: Any, out: Path) -> None:

@@ -29,6 +29,7 @@ from layershuffle.study.merging_report import merging_section
 from layershuffle.study.open_choices import open_choices
 from layershuffle.study.paper import SETTING
 from layershuffle.study.plan import RunSpec
+from layershuffle.study.store import read_study
 from layershuffle.study.summary import Cell, Column, Summary, label, printable, summarise
 from layershuffle.study.tables import (
     NOT_DONE,
@@ -47,10 +48,11 @@ from layershuffle.study.tables import (
     table_text,
     unique,
 )
-from layershuffle.study.tasks import AnalysisResult, RunResult, Study, read_study
+from layershuffle.study.tasks import AnalysisResult, RunResult, Study
 
 if TYPE_CHECKING:
     import jinja2
+    from matplotlib.figure import Figure
 
 FIT_DIRECTORY = "fit"
 """What a run trains into, below its directory; `layershuffle eval` takes it."""
@@ -82,35 +84,45 @@ def write_report(out: Path) -> Report:
     study = read_study(out)
     summary = summarise(study)
     pictures: dict[str, bytes] = {}
+    drawn: list[str] = []
+
+    def draw(figure: Figure, name: str, *, kind: Literal["png", "svg"]) -> str:
+        """The file that holds the figure, drawn now."""
+        file = f"{name}.{kind}"
+        drawn.append(file)
+        # Kept figures have a palette: drawn again, they would differ in every byte.
+        if study.kept and (out / file).exists():
+            pictures[file] = (out / file).read_bytes()
+        else:
+            pictures[file] = figure_bytes(figure, kind, dpi=KEPT_DPI if study.kept else 150)
+        return file
+
+    kind: Literal["png", "svg"] = "png" if study.kept else "svg"
     if summary.cells:
         figure = draw_figure(summary)
+        draw(figure, "figure1", kind=kind)
         if not study.kept:
-            pictures["figure1.svg"] = figure_bytes(figure, "svg")
-        dpi = KEPT_DPI if study.kept else 150
-        pictures["figure1.png"] = figure_bytes(figure, "png", dpi=dpi)
-    shown = dict(pictures)  # with those that are on disk already
+            draw(figure, "figure1", kind="png")  # for pages that cannot show SVG
     parts = []
     for section in sections(summary):
-        named = []
+        files = []
         for picture in section.pictures:
-            if picture.figure is None:
-                shown[picture.file] = (out / picture.file).read_bytes()
-                named.append(picture)
-                continue
-            kind: Literal["png", "svg"] = "png" if study.kept else "svg"
-            file = f"{picture.file}.{kind}"
-            pictures[file] = figure_bytes(picture.figure, kind, dpi=KEPT_DPI)
-            named.append(replace(picture, file=file))
+            if picture.figure is not None:
+                files.append(draw(picture.figure, picture.file, kind=kind))
+            else:
+                pictures[picture.file] = (out / picture.file).read_bytes()
+                files.append(picture.file)
+        named = (replace(p, file=f) for p, f in zip(section.pictures, files, strict=True))
         parts.append(replace(section, pictures=tuple(named)))
-    texts = render(summary, parts, pictures=shown | pictures)
+    texts = render(summary, parts, pictures=pictures)
     write_rows(out / "results.csv", study.rows, padded=False)
     for name, text in texts.items():
         write_text(out / name, text)
-    for name, content in pictures.items():
-        write_bytes(out / name, content)
+    for name in drawn:
+        write_bytes(out / name, pictures[name])
     return Report(
         summary=summary,
-        files=tuple(out / name for name in ("results.csv", *texts, *pictures)),
+        files=tuple(out / name for name in ("results.csv", *texts, *drawn)),
         html=out / "report.html",
         complete={outcome.state for outcome in study.outcomes} <= {"done"},
     )
@@ -167,6 +179,7 @@ def render(summary: Summary, parts: list[Section], *, pictures: dict[str, bytes]
         environment.filters["code"] = lambda text: printable(text).replace("```", "'''")
         return environment
 
+    # Markdown escapes by a filter of its own; HTML entities would show in a code block.
     markdown, html = environment(escape=False), environment(escape=True)
     pages = {
         f"{page}.md": markdown.get_template(f"{page}.md.j2").render(values).rstrip() + "\n"
@@ -192,6 +205,7 @@ def _data_uri(file: str, content: bytes) -> str:
 
 def headline(summary: Summary) -> str:
     """The one sentence to remember, from the numbers: arbitrary order, baseline against ours."""
+    # The paper's own comparison, where the study has both sides of it.
     paper_arms = [arm for arm in summary.arms if arm in ("baseline", "layershuffle")]
     column = Column("arbitrary", summary.depth)
     arms = paper_arms or summary.arms[:_ARMS_IN_HEADLINE]
@@ -307,6 +321,7 @@ def _analysis_sections(study: Study) -> list[Section]:
     for outcome in study.analyses:
         task = outcome.task
         if outcome.result is not None:
+            # One question of several models is one section.
             group = groups.setdefault(task.options.name, [])
             group.append((task.name, task.arm, outcome.result))
     return [
@@ -360,6 +375,7 @@ def _selection(study: Study) -> tuple[str, ...]:
         f"{', '.join(unique(names))}: the checkpoint with the best {metric}."
         for metric, names in arms.items()
     ]
+    # Runs of both protocols may stand side by side; then both sentences do.
     if any(result.paper_protocol for result in study.results):
         sentences.append(
             "Paper protocol: the checkpoint was picked on the same images that the scores are "

@@ -81,11 +81,13 @@ def run_study(
         started = time.monotonic()
         try:
             while not stopping():
+                # What ended is never started again here: a task that fails would loop.
                 ready = startable(tasks, out, running=pool.running, ended=codes)
                 for task in ready[: max(0, (workers or limit) - len(pool.running))]:
                     pool.start(task)
                 if not pool.running:
                     break
+                # Files are polled: that works for processes here and on a cluster alike.
                 time.sleep(_POLL_SECONDS)
                 ended = pool.reap()
                 codes.update(ended)

@@ -39,6 +39,7 @@ def tasks_for(study: StudySettings, only: str | None) -> tuple[Task, ...]:
                 hint="add it to the recipe (docs/commands/reproduce.md), or leave --only out",
             )
         wanted |= members
+    # Needs are runs, which need nothing themselves: one step is enough.
     wanted |= {need for task in tasks if task.name in wanted for need in task.needs}
     return tuple(task for task in tasks if task.name in wanted)
 

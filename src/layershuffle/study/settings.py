@@ -91,6 +91,7 @@ class StudySettings(Settings):
         for seeds in (self.seeds, *(arm.seeds for arm in self.arms)):
             if seeds is not None and len(set(seeds)) < len(seeds):
                 raise ValueError(f"a seed is named twice: {list(seeds)}")
+        # All settings are built now: a mistake in the last arm would else show after hours.
         for arm in self.arms:
             self.evaluate_settings(arm)
             for seed in self.seeds_of(arm):

@@ -76,6 +76,7 @@ class Summary:
             if (cell.arm, cell.mode, cell.kept) == (arm, column.mode, column.kept)
             and cell.choose in ("", self.choose)
         ]
+        # One order per pass gives a spread over orders; one per batch averages it away.
         return min(fitting, key=lambda cell: DRAWS.index(cell.draw), default=None)
 
     def paper(self, arm: str, column: Column) -> PaperNumber | None:
@@ -129,6 +130,7 @@ class Summary:
 
     def _levels(self) -> list[int]:
         levels = sorted({cell.kept for cell in self.cells if cell.kept < self.depth}, reverse=True)
+        # More columns would not fit a page; the figure shows every level.
         if len(levels) <= _MOST_LEVELS:
             return levels
         targets = [self.depth * quarter / 4 for quarter in _QUARTERS]
@@ -148,6 +150,7 @@ def summarise(study: Study, part: str = "main") -> Summary:
     rows: list[ScoreRow] = []
     for run in runs:
         for row in run.result.rows if run.result else ():
+            # Most blocks first, as in the tables.
             place = (arms.index(shown_arm(run.task)), MODES.index(row.mode), -row.kept)
             key = (*place, CHOICES.index(row.choose), DRAWS.index(row.draw))
             groups.setdefault(key, []).append(row)
@@ -183,11 +186,13 @@ def printable(text: str) -> str:
 
 def _depth_shown(row: ScoreRow) -> int:
     """Blocks the model has at least, as far as this row shows."""
+    # A run of a pruned model shows the depth by its highest block id alone.
     return max([row.kept, *(int(block) + 1 for block in row.order.split(",") if block)])
 
 
 def _cell(rows: Sequence[ScoreRow], *, arm: str) -> Cell:
     first = rows[0]
+    # The fewest images give the widest interval.
     images = min(row.n for row in rows)
     seeds = sorted({row.seed for row in rows})
 

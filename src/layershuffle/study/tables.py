@@ -96,6 +96,7 @@ def choice_text(choose: str) -> str:
 
 def duration(seconds: float) -> str:
     """ "2 min 30 s": the two largest units."""
+    # Rounded first: 59.6 s are a minute, not 60 s.
     whole = round(seconds)
     minutes, rest = divmod(whole, 60)
     if whole < 60:
@@ -107,6 +108,7 @@ def duration(seconds: float) -> str:
 
 def describe_data(study: Study) -> str:
     """Our own data and model in a few words, from the finished runs or else the recipe."""
+    # What was trained on, which the recipe may have changed since.
     specs = sorted({result.data.spec for result in study.results})
     data = " and ".join(specs) or study.settings.data
     shown = data.replace("digit-pairs", "digit pairs", 1)
@@ -118,6 +120,7 @@ def table_notes(summary: Summary) -> list[str]:
     shown = [summary.cell(arm, column) for arm in summary.arms for column in summary.columns]
     cells = [cell for cell in shown if cell is not None]
     intervals = []
+    # The interval covers the widest source of spread there is data for, so cells can differ.
     for kind, text in (
         ("models", "t over the means of {} models"),
         ("orders", "t over {} draws of one model"),
@@ -193,6 +196,7 @@ def _arm_rows(summary: Summary, arm: str, columns: Sequence[Column]) -> list[tup
         ("  the paper", *(str(number).split(" +-")[0] if number else NONE for number in numbers)),
     ]
     means = row(label(arm), lambda score: f"{score.mean:.1f}")
+    # A line without any number would only make the table longer.
     return [means, *(cells for cells in below if set(cells[1:]) != {NONE})]
 
 
@@ -309,6 +313,7 @@ def choices_table(summary: Summary) -> Section | None:
                 figure=draw_figure(replace(summary, choose=choose)),
             )
             for choose in choices
+            # That is the main figure.
             if choose != "random"
         ),
         tables=(
@@ -396,6 +401,7 @@ def settings_tables(
         arms_with: dict[str, list[str]] = {}
         for arm, values in settings:
             arms_with.setdefault(values.get(key, NONE), []).append(arm)
+        # Older runs may lack a setting: then it differs too.
         if len(arms_with) == 1:
             shared.append((key, *arms_with))
         else:

@@ -25,14 +25,11 @@ from layershuffle.merging.rows import MergingRow, rows_from_csv
 from layershuffle.results import ScoreRow, read_rows
 from layershuffle.study.plan import (
     FAILURE_FILE,
-    KEPT_FILE,
     RESULT_FILE,
     AnalysisSpec,
     MergingSpec,
     RunSpec,
     Task,
-    read_plan,
-    tasks_of,
 )
 from layershuffle.study.settings import StudySettings
 from layershuffle.text import one_line
@@ -129,7 +126,7 @@ class Study:
     """All of a study that is on disk.
 
     `unplanned`: directories of runs that the plan does not name, ignored. `kept`: only results and
-    report are here (`layershuffle.study.kept`).
+    report are here (`layershuffle.study.store`).
     """
 
     settings: StudySettings
@@ -155,54 +152,24 @@ class Study:
         return tuple(row for result in self.results for row in result.rows)
 
 
-def read_study(out: Path) -> Study:
-    """The study in directory `out`, finished or not.
-
-    Raises `UsageError` if there is no plan, `StudyError` or `DataError` for a file that is cut off
-    or contradicts the plan.
-    """
-    if (out / KEPT_FILE).exists():
-        from layershuffle.study.kept import read_kept
-
-        return read_kept(out)
-    settings = read_plan(out)
-    tasks = tasks_of(settings)
-    planned = {task.name for task in tasks}
-    directories = sorted(path.name for path in (out / "runs").glob("[!.]*") if path.is_dir())
-    return Study(
-        settings=settings,
-        runs=tuple(
-            read_outcome(task, RunResult, out) for task in tasks if isinstance(task, RunSpec)
-        ),
-        mergings=tuple(
-            read_outcome(task, MergingResult, out)
-            for task in tasks
-            if isinstance(task, MergingSpec)
-        ),
-        analyses=tuple(
-            read_outcome(task, AnalysisResult, out)
-            for task in tasks
-            if isinstance(task, AnalysisSpec)
-        ),
-        unplanned=tuple(name for name in directories if name not in planned),
-    )
-
-
-def read_outcome(task: SpecT, kind: type[ResultT], out: Path) -> Outcome[SpecT, ResultT]:
+def read_outcome(task: SpecT, kind: type[ResultT], *, out: Path) -> Outcome[SpecT, ResultT]:
     """What `task` left in the study's directory `out`, as a model of `kind`."""
     directory = task.directory(out)
     failure = directory / FAILURE_FILE
     if not (directory / RESULT_FILE).exists():
         # A run that was killed between its scores and result.json is not done: it goes on.
         if failure.exists():
+            # A full disk may have cut the text inside a character.
             text = failure.read_text(encoding="utf-8", errors="replace").strip()
             return Outcome(task=task, state="failed", failure=text)
         return Outcome(task=task, state="missing")
     place = directory / RESULT_FILE
     try:
         fields = _json_object(place)
+        # pydantic models have a method of the name `schema`.
         fields["schema_version"] = fields.pop("schema", 1)
         if isinstance(task, AnalysisSpec):
+            # It is written before result.json, so it is whole here.
             place = directory / "files" / "summary.json"
             fields = {**_json_object(place), "seconds": fields.get("seconds")}
             names = (name for name in fields.get("files", ()) if name.endswith(".svg"))
@@ -242,6 +209,7 @@ def check_result(
         raise StudyError(
             f'The field "{name}" is wrong: {first["msg"]}', place=place, hint=AGAIN
         ) from error
+    # A result under the right name can still be of another study: copied, or of an older recipe.
     if isinstance(task, RunSpec) and isinstance(result, RunResult):
         settings = task.settings
         planned = (task.name, task.arm, settings.method, settings.seed)

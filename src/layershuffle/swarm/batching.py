@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from layershuffle.swarm.messages import Answer
+from layershuffle.swarm.messages import Answer, Packet
 from layershuffle.swarm.program import Block
-from layershuffle.swarm.wire import Packet
 
-PATIENCE = 8
+MAX_SKIPS = 8
 """Turns after which the oldest visit goes first, however few others need its block."""
 
 
@@ -41,23 +41,41 @@ class Job:
         return self.packet.images
 
     @property
-    def meets(self) -> object:
-        """Visits for which this is equal can go through their next block together."""
+    def batch_key(self) -> object:
+        """Visits of one key can go through their next block together."""
         return self if self.alone else self.steps[self.done]
 
 
-def choose(jobs: Sequence[Job], *, images: int) -> list[Job]:
+class Waiting(Protocol):
+    """What the choice reads of a visit that waits; the simulation's visits have it too."""
+
+    @property
+    def images(self) -> int:
+        """Number of images in its state."""
+
+    @property
+    def batch_key(self) -> object:
+        """Visits of one key can go through their next block together."""
+
+    passed: int
+    """How often others went before it."""
+
+
+_Waiting = TypeVar("_Waiting", bound=Waiting)
+
+
+def next_batch(jobs: Sequence[_Waiting], *, images: int) -> list[_Waiting]:
     """Of the waiting `jobs` (oldest first) those that go together through one block next.
 
     The block that most of them need; of several such the one that the oldest needs. As many as
     `images` allows, at least one. A visit that was passed over too often goes first.
     """
-    groups: dict[object, list[Job]] = {}
+    groups: dict[object, list[_Waiting]] = {}
     for job in jobs:
-        groups.setdefault(job.meets, []).append(job)
+        groups.setdefault(job.batch_key, []).append(job)
     oldest = jobs[0]
-    patient = oldest.passed < PATIENCE
-    group = max(groups.values(), key=len) if patient else groups[oldest.meets]
+    patient = oldest.passed < MAX_SKIPS
+    group = max(groups.values(), key=len) if patient else groups[oldest.batch_key]
     chosen, total = group[:1], group[0].images
     for job in group[1:]:
         if total + job.images <= images:

@@ -18,22 +18,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from layershuffle.errors import StackError, UsageError
 from layershuffle.models.store import host_of, image_view
 from layershuffle.position import PositionedModel
 from layershuffle.stack import blocks_of
-from layershuffle.swarm.donors import Lineage, lineage_of, read_lineage
 from layershuffle.swarm.export import Alone, Call, export, state_of
+from layershuffle.swarm.lineage import Lineage, lineage_of, read_lineage
+from layershuffle.swarm.messages import State
 from layershuffle.swarm.program import Block, digest_of, pack_tensors, read_program
 
 _SEED = 20407
 _CHECKED = (1, 3)  # images per batch at which program and block are compared
-State = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -90,9 +88,9 @@ def make_bundle(model: nn.Module, *, blocks: Sequence[int] | None = None) -> Bun
     tensors, outputs = dict[int, bytes](), dict[int, State]()
     for block in chosen:
         tensors[block] = pack_tensors(modules[block].state_dict())
-        held = bound.bind(tensors[block])
-        _check_same(Alone(modules[block], calls[block]), held, block=block, states=states)
-        outputs[block] = held(states[:1]).numpy()
+        program_block = bound.bind(tensors[block])
+        _check_same(Alone(modules[block], calls[block]), program_block, block=block, states=states)
+        outputs[block] = program_block(states[:1]).numpy()
     canary = Canary(states[:1].clone().numpy(), outputs)
     return Bundle(program, tensors, len(modules), bound.shape, lineage_of(model), canary)
 
@@ -108,9 +106,9 @@ def check_sibling(bundle: Bundle, other: Bundle | str | Path) -> None:
     differences = list(_differences(bundle.lineage, theirs))
     if isinstance(other, Bundle) and other.program != bundle.program:
         differences.append(("the computation of a block", "one", "another"))
-    for what, ours, found in differences:
+    for what, there, here in differences:
         raise UsageError(
-            f"These blocks cannot stand in for the swarm's: {what} is {ours} there, {found} here",
+            f"These blocks cannot stand in for the swarm's: {what} is {there} there, {here} here",
             place=path,
             hint="take blocks of a model refined from the same base (the same recipe with another "
             "seed)",
@@ -124,7 +122,7 @@ def _differences(ours: Lineage, theirs: Lineage) -> Iterator[tuple[str, str, str
     if ours.depth != theirs.depth:
         yield "the number of blocks", str(ours.depth), str(theirs.depth)
     for name in sorted(ours.shapes.keys() | theirs.shapes.keys()):
-        shapes = [str(one.shapes.get(name, "absent")) for one in (ours, theirs)]
+        shapes = [str(lineage.shapes.get(name, "absent")) for lineage in (ours, theirs)]
         if shapes[0] != shapes[1]:
             yield f"the shape of a block's {name}", shapes[0], shapes[1]
     if ours.view != theirs.view:
@@ -142,7 +140,8 @@ def _chosen(model: nn.Module, blocks: Sequence[int] | None) -> tuple[int, ...]:
         )
     if any(module.training for module in model.modules()):
         raise UsageError("The model is in training mode", hint="call model.eval()")
-    kinds = {(one.device.type, one.dtype) for one in model.parameters() if one.is_floating_point()}
+    floating = [weight for weight in model.parameters() if weight.is_floating_point()]
+    kinds = {(weight.device.type, weight.dtype) for weight in floating}
     if kinds != {("cpu", torch.float32)}:
         raise UsageError("Blocks travel as float32 from the CPU", hint="call model.float().cpu()")
     depth = len(blocks_of(host_of(model)))
@@ -186,7 +185,7 @@ def _check_calls(calls: Sequence[Call], *, depth: int) -> None:
     first = calls[0]
     if first.state.dim() != 3 or first.state.dtype != torch.float32:
         raise StackError(
-            f"The state between the blocks is {_told(first.state)}; hosts take float32 "
+            f"The state between the blocks is {_describe(first.state)}; hosts take float32 "
             "(images, tokens, width)"
         )
     for call, after in zip(calls, [*calls[1:], None], strict=True):
@@ -208,25 +207,27 @@ def _is_plain(value: object) -> bool:
     if isinstance(value, Call):
         return _is_plain((value.rest, *value.named.values()))
     if isinstance(value, tuple | list):
-        return all(_is_plain(one) for one in value)
+        return all(_is_plain(item) for item in value)
     return value is None or isinstance(value, bool | int | float | str)
 
 
 def _extras(call: Call) -> str:
-    named = [f"{name} {_told(value)}" for name, value in call.named.items() if not _is_plain(value)]
-    rest = [f"argument {i + 2} {_told(v)}" for i, v in enumerate(call.rest) if not _is_plain(v)]
+    named = [
+        f"{name} {_describe(value)}" for name, value in call.named.items() if not _is_plain(value)
+    ]
+    rest = [f"argument {i + 2} {_describe(v)}" for i, v in enumerate(call.rest) if not _is_plain(v)]
     return ", ".join([*rest, *named]) or "other arguments than the other blocks"
 
 
-def _told(value: object) -> str:
+def _describe(value: object) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
     return f"({type(value).__name__})"
 
 
-def _check_same(module: Alone, held: Block, *, block: int, states: Tensor) -> None:
+def _check_same(module: Alone, program: Block, *, block: int, states: Tensor) -> None:
     for images in _CHECKED:
-        got = held(states[:images])
+        got = program(states[:images])
         wanted = _computed(module, states[:images], gradient=False)
         if torch.equal(wanted, got):
             continue

@@ -209,10 +209,12 @@ def _classify_request(
     several = images if isinstance(images, list | tuple) else [images]
     if not several:
         raise UsageError("There is no image to classify", hint="give one or several")
+    # What is not given is not sent: the gateway's own defaults hold, not those of this version.
     fields = {name: value for name, value in options.items() if value is not None}
     order = fields.get("order")
     if order is not None and not isinstance(order, str):
         fields["order"] = ",".join(map(str, cast("Sequence[int]", order)))
+    # A part is a file only if it has a file name, whatever that is; the gateway reads none.
     return http.build_request(
         "POST",
         "/v1/classify",
@@ -238,7 +240,7 @@ def _content(image: Any) -> bytes:
             hint="give a path, the bytes of an image file, or a Pillow image",
         )
     buffer = io.BytesIO()
-    image.save(buffer, format="PNG")
+    image.save(buffer, format="PNG")  # without loss: the answer is that of the pixels given here
     return buffer.getvalue()
 
 
@@ -270,6 +272,7 @@ def _read(response: httpx.Response, kind: type[_A]) -> _A:
     try:
         if answers:
             return kind.model_validate_json(response.content)
+        # A proxy on the way has errors of its own, in HTML: those are not shown as the gateway's.
         problem = ErrorAnswer.model_validate_json(response.content).error
     except ValidationError as error:
         raise SwarmError(
@@ -278,6 +281,7 @@ def _read(response: httpx.Response, kind: type[_A]) -> _A:
             hint="check the address",
             status=response.status_code,
         ) from error
+    # HTTP also allows a date here, which our gateway never sends.
     seconds = response.headers.get("retry-after", "")
     raise SwarmError(
         problem.cause if problem.id is None else f"{problem.cause} (id {problem.id})",

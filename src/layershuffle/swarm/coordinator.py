@@ -1,7 +1,7 @@
 """The coordinator: starts block hosts where machines are, watches them, and tells the router.
 
-A thin shell around `placement.reconcile`. What runs the processes is a `placement.Places`: Ray
-(`ray_engine.RayHosts`), or objects in this process. Used from the router's event loop only.
+A thin shell around `placement.reconcile`. What runs the processes is a `placement.HostBackend`:
+Ray (`ray_hosts.RayHosts`), or objects in this process. Used from the router's event loop only.
 """
 
 from __future__ import annotations
@@ -9,23 +9,28 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Awaitable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.swarm import state
-from layershuffle.swarm.bounded import bounded
-from layershuffle.swarm.faults import SLOW_FACTOR, Fault
-from layershuffle.swarm.health import Health, known_of
-from layershuffle.swarm.placement import Action, Hosted, Node, Places, Refill, Start, reconcile
+from layershuffle.swarm.health import Health, known_answers
+from layershuffle.swarm.placement import (
+    Action,
+    HostBackend,
+    HostRecord,
+    Node,
+    Reload,
+    Start,
+    reconcile,
+)
 from layershuffle.swarm.plan import SwarmPlan
 from layershuffle.swarm.router import Router
 from layershuffle.swarm.state import HostView
 
 if TYPE_CHECKING:
     from layershuffle.swarm.bundle import Bundle
-    from layershuffle.swarm.host import Misbehaviour
 
 _Result = TypeVar("_Result")
 _MILLI = 1000.0
@@ -36,10 +41,10 @@ _log = logging.getLogger(__name__)
 class Coordinator:
     """Brings the hosts of `plan` up and keeps them so; `run` does it, until cancelled.
 
-    `bundles`: by model, as `plan` names them: the plan's own and its donors'. `strangers`: (host,
-    block) where other weights than those of the plan's model may answer; `watching`: whether
-    `run` does its work now; `restarts`: how often it began anew (`service.running_service`).
-    Implements `drill.Engine`.
+    `bundles`: by model, as `plan` names them: the plan's own and its donors'. `foreign_blocks`:
+    (host, block) where other weights than those of the plan's model may answer; `watching`:
+    whether `run` does its work now; `restarts`: how often it began anew
+    (`service.running_service`).
 
     What is decided about a host stands in `hosts` at once, and ends what was begun before; what
     that means for its process comes after, one thing at a time for each host.
@@ -50,21 +55,21 @@ class Coordinator:
         plan: SwarmPlan,
         *,
         router: Router,
-        places: Places,
+        backend: HostBackend,
         bundles: Mapping[str, Bundle],
         seed: int = 0,
     ) -> None:
-        self.plan, self.router, self.places = plan, router, places
+        self.plan, self.router, self.backend = plan, router, backend
         self.health = Health(router, seed=seed)
         self.base = bundles[plan.model]
-        self.hosts: dict[str, Hosted] = {}
+        self.hosts: dict[str, HostRecord] = {}
         self.watching, self.restarts = False, 0
         self._donors = {
             (name, block): checked_donor(bundles[model], self.base, block=block)
             for name, host in plan.hosts.items()
             for block, model in host.donors.items()
         }
-        self.strangers = frozenset(place for place in self._donors if self._is_strange(place))
+        self.foreign_blocks = frozenset(filter(self._is_foreign, self._donors))
         self._starting: dict[str, asyncio.Task[None]] = {}
         self._ending: set[asyncio.Task[None]] = set()
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -72,6 +77,11 @@ class Coordinator:
         for name, host in plan.hosts.items():
             absent = self._fresh(name, frozenset(host.blocks))
             self._show(replace(absent, condition="gone", why="it has not come yet"))
+
+    @property
+    def traces(self) -> set[str]:
+        """Names of the hosts that anything is kept of: one that has left leaves no trace."""
+        return {*self.hosts, *self._starting, *self._locks, *self.health.traces}
 
     async def run(self) -> None:
         """Watch machines and hosts, ask canaries, start what is missing; until cancelled.
@@ -97,7 +107,7 @@ class Coordinator:
         """
         clock = self.router.clock
         end = clock() + within
-        while missing := [name for name in self.plan.hosts if not self._is_up(name)]:
+        while missing := [name for name in self.plan.hosts if not self.is_up(name)]:
             if clock() >= end:
                 break
             await asyncio.sleep(_POLL)
@@ -118,8 +128,8 @@ class Coordinator:
         Waits at most as long as a request may take. A host that is not up (it starts, or is dead)
         has nothing to finish: its process ends, and it stays away until `readmit`.
         """
-        self._known_host(name)
-        self._hold(name, "it is leaving")
+        self.record_of(name)
+        self.hold(name, "it is leaving")
         view = self.router.swarm.get(name)
         if view is None or view.condition == "gone":
             self._gone(name, "it has left")
@@ -127,7 +137,7 @@ class Coordinator:
             return True
         self.router.update(name, state.draining)
         end = self.router.clock() + self.router.limits.max_deadline_ms / _MILLI
-        await self._bounded(self.places.drain(name), name)
+        await self._call(name, self.backend.call(name, "drain"))
         while (view := self.router.swarm.get(name)) and view.waiting and self.router.clock() < end:
             await asyncio.sleep(_POLL)
         return view is None or not view.waiting
@@ -144,7 +154,7 @@ class Coordinator:
         """End the process of `name` and start a new one, in the background: shut-out, drained,
         left and dead hosts come back that way.
         """
-        host = self._known_host(name)
+        host = self.record_of(name)
         self._gone(name, "it is starting")
         self._begin(Start(name, host.node, host.blocks), anew=True)
 
@@ -155,18 +165,17 @@ class Coordinator:
         `LayerShuffleError` if the host is not up, or does not answer the donor's canary: then it is
         shut out.
         """
-        if block not in self._known_host(name).blocks:
+        if block not in self.record_of(name).blocks:
             raise UsageError(f"Host {name} does not hold block {block}")
         checked_donor(donor, self.base, block=block)
-        known = await asyncio.to_thread(known_of, donor, [block])
-        host = self._known_host(name)
+        answers = await asyncio.to_thread(known_answers, donor, [block])
+        host = self.record_of(name)
         if host.phase == "starting":
             raise LayerShuffleError(f"Host {name} is starting", hint="swap once it is up")
         before = self.health.forget(name, [block])
-        tensors = {block: donor.tensors[block]}
-        self.strangers |= {(name, block)}  # from now on nobody knows which weights answer
+        self.foreign_blocks |= {(name, block)}  # from now on nobody knows which weights answer
         try:
-            await self._bounded(self.places.load(name, donor.program, tensors=tensors), name)
+            await self._call(name, self._loaded(name, donor, [block]))
         except LayerShuffleError:
             if self.hosts.get(name) is host:
                 self.health.expect(name, before)  # if it took it all the same, this finds out
@@ -174,35 +183,10 @@ class Coordinator:
         if self.hosts.get(name) is not host:  # another process, or one that is to end
             raise LayerShuffleError(f"Host {name} came or went while it took block {block}")
         self._donors[name, block] = donor
-        self.health.expect(name, known)
+        self.health.expect(name, answers)
         if why := await self.health.check(name, blocks=[block]):
             raise LayerShuffleError(f"Host {name} took block {block}, but {why}")
-        self._know_strangers(name, [block])
-
-    async def happen(self, fault: Fault) -> None:
-        """Make the fault happen; see `faults.Fault`. A crashed host stays dead until rejoin."""
-        name = fault.host
-        self._known_host(name)
-        if fault.kind == "crash":
-            self.places.kill(name)
-            self._hold(name, "it crashed")
-        elif fault.kind == "freeze":
-            self.places.freeze(name)
-        elif fault.kind == "cut":
-            self.places.cut(name)
-        elif fault.kind == "leave":
-            await self.leave(name)
-        elif fault.kind in ("slow", "wrong"):
-            await self._misbehave(name, fault.kind, factor=SLOW_FACTOR)
-        elif self._is_up(name) and self.router.swarm[name].condition not in ("shut-out", "gone"):
-            self.places.mend(name)
-            self.places.thaw(name)
-            await self._misbehave(name, "none", factor=1.0)
-        else:
-            await self.readmit(name)
-
-    async def _misbehave(self, name: str, kind: Misbehaviour, *, factor: float) -> None:
-        await self._bounded(self.places.misbehave(name, kind, factor=factor), name)
+        self._mark_foreign(name, [block])
 
     # --- how hosts come and go --------------------------------------------------------------------
 
@@ -210,7 +194,7 @@ class Coordinator:
         """Start the host `name` now, and wait for it. Raises `LayerShuffleError` if it fails."""
         self._begin(Start(name, node, frozenset(blocks)), anew=name in self.hosts)
         await asyncio.wait({self._starting[name]})
-        if not self._is_up(name):
+        if not self.is_up(name):
             why = self.hosts[name].why if name in self.hosts else "it was dropped"
             raise LayerShuffleError(f"Host {name} does not come up: {why}")
 
@@ -234,7 +218,7 @@ class Coordinator:
     async def _machines(self) -> Sequence[Node]:
         """Ask for the machines, once at a time: a question that hangs may hold a thread."""
         limit = self.router.limits.watch_ms
-        self._asking = self._asking or asyncio.ensure_future(self.places.nodes())
+        self._asking = self._asking or asyncio.ensure_future(self.backend.nodes())
         done, _ = await asyncio.wait({self._asking}, timeout=limit / _MILLI)
         if not done:
             raise LayerShuffleError(f"there was no answer within {limit:g} ms")
@@ -245,7 +229,7 @@ class Coordinator:
         name = action.name
         if isinstance(action, Start):
             self._begin(action, anew=name in self.hosts)
-        elif isinstance(action, Refill):
+        elif isinstance(action, Reload):
             self._begin(Start(name, self.hosts[name].node, action.blocks), anew=False)
         else:
             self._stop(name)
@@ -263,9 +247,9 @@ class Coordinator:
         before = self.hosts.get(start.name)
         tries = before.tries if before is not None and before.node == start.node else 0
         self._stop(start.name)
-        self.hosts[start.name] = Hosted(start.name, start.node, start.blocks, tries=tries)
+        self.hosts[start.name] = HostRecord(start.name, start.node, start.blocks, tries=tries)
         self._starting[start.name] = asyncio.create_task(self._bring_up(start, anew=anew))
-        self._starting[start.name].add_done_callback(_told)
+        self._starting[start.name].add_done_callback(_log_failure)
 
     async def _bring_up(self, start: Start, *, anew: bool) -> None:
         """Process, blocks, canaries; only then is the router told."""
@@ -274,7 +258,7 @@ class Coordinator:
             if anew:
                 await self._end_process(name)
             try:
-                why = await self._bounded(self._filled(start), name)
+                why = await self._call(name, self._filled(start))
             except LayerShuffleError as error:
                 why = error.cause
             if why:
@@ -297,35 +281,39 @@ class Coordinator:
     async def _filled(self, start: Start) -> str:
         """What is wrong with the host once it runs and holds its blocks; "" if nothing."""
         name = start.name
-        info = await self.places.start(name, node=start.node)
+        info = await self.backend.start(name, node=start.node)
         sources = {block: self._donors.get((name, block), self.base) for block in start.blocks}
         self.health.drop(name)
-        for bundle in {id(one): one for one in sources.values()}.values():
-            mine = sorted(block for block, one in sources.items() if one is bundle)
-            known = await asyncio.to_thread(known_of, bundle, mine)
-            missing = [block for block in mine if info.blocks.get(block) != known[block].digest]
+        for bundle in {id(source): source for source in sources.values()}.values():
+            mine = sorted(block for block, source in sources.items() if source is bundle)
+            answers = await asyncio.to_thread(known_answers, bundle, mine)
+            missing = [block for block in mine if info.blocks.get(block) != answers[block].digest]
             if missing:
-                tensors = {block: bundle.tensors[block] for block in missing}
-                await self.places.load(name, bundle.program, tensors=tensors)
-            self.health.expect(name, known)
-        self._know_strangers(name, start.blocks)
+                await self._loaded(name, bundle, missing)
+            self.health.expect(name, answers)
+        self._mark_foreign(name, start.blocks)
         return await self.health.check(name, limit=self.router.limits.start_ms / _MILLI)
 
-    def _know_strangers(self, name: str, blocks: Iterable[int]) -> None:
+    async def _loaded(self, name: str, bundle: Bundle, blocks: Sequence[int]) -> None:
+        """`blocks` of `bundle` are at the host."""
+        tensors = [bundle.tensors[block] for block in blocks]
+        await self.backend.call(name, "load", bundle.program, blocks, *tensors)
+
+    def _mark_foreign(self, name: str, blocks: Iterable[int]) -> None:
         """These blocks of the host are what `_donors` says."""
         places = {(name, block) for block in blocks}
-        self.strangers = (self.strangers - places) | set(filter(self._is_strange, places))
+        self.foreign_blocks = (self.foreign_blocks - places) | set(filter(self._is_foreign, places))
 
-    def _is_strange(self, place: tuple[str, int]) -> bool:
+    def _is_foreign(self, place: tuple[str, int]) -> bool:
         block, donor = place[1], self._donors.get(place, self.base)
         return donor is not self.base and donor.tensors[block] != self.base.tensors[block]
 
     async def _trim(self, start: Start) -> None:
         """Take from an adopted host what it holds beyond its blocks."""
         try:
-            info = await self._bounded(self.places.info(start.name), start.name)
-            if strange := sorted(set(info.blocks) - start.blocks):
-                await self._bounded(self.places.unload(start.name, strange), start.name)
+            info = await self._call(start.name, self.backend.call(start.name, "info"))
+            if surplus := sorted(set(info.blocks) - start.blocks):
+                await self._call(start.name, self.backend.call(start.name, "unload", surplus))
         except LayerShuffleError as error:
             _log.warning("Host %s may hold more than its blocks: %s", start.name, error.cause)
 
@@ -347,14 +335,28 @@ class Coordinator:
 
     async def _end_process(self, name: str) -> None:
         try:
-            await self._bounded(self.places.end(name), name)
+            await self._call(name, self.backend.end(name))
         except LayerShuffleError as error:
             _log.warning("The process of host %s may still run: %s", name, error.cause)
 
-    def _bounded(self, work: Awaitable[_Result], name: str) -> Coroutine[Any, Any, _Result]:
-        return bounded(work, host=name, limit_ms=self.router.limits.start_ms)
+    async def _call(self, name: str, work: Coroutine[Any, Any, _Result]) -> _Result:
+        """What `work` with that host returns, in time. Every failure is a `LayerShuffleError`."""
+        limit = self.router.limits.start_ms
+        try:
+            async with asyncio.timeout(limit / _MILLI):
+                outcome = await asyncio.gather(work, return_exceptions=True)
+        except TimeoutError as error:
+            raise LayerShuffleError(f"Host {name} did not answer within {limit:g} ms") from error
+        result: _Result | BaseException = outcome[0]
+        if not isinstance(result, BaseException):
+            return result
+        if isinstance(result, LayerShuffleError):
+            raise result
+        _log.error("Work with host %s broke", name, exc_info=result)  # a defect: all of it is told
+        raise LayerShuffleError(f"Host {name} failed ({type(result).__name__}: {result})")
 
-    def _hold(self, name: str, why: str) -> None:
+    def hold(self, name: str, why: str) -> None:
+        """Nothing starts `name` from now on, until `readmit`."""
         self._stop(name)
         self.hosts[name] = replace(self.hosts[name], phase="held", why=why)
 
@@ -371,10 +373,11 @@ class Coordinator:
     def _show(self, view: HostView) -> None:
         self.router.swarm = self.router.swarm.with_host(view)
 
-    def _is_up(self, name: str) -> bool:
+    def is_up(self, name: str) -> bool:
         return name in self.hosts and self.hosts[name].phase == "up"
 
-    def _known_host(self, name: str) -> Hosted:
+    def record_of(self, name: str) -> HostRecord:
+        """What is decided about `name`. Raises `UsageError` for a host that is not there."""
         if name not in self.hosts:
             raise UsageError(
                 f"There is no host {name!r}", hint=f"hosts: {', '.join(self.hosts) or 'none'}"
@@ -382,7 +385,7 @@ class Coordinator:
         return self.hosts[name]
 
 
-def _told(task: asyncio.Task[None]) -> None:
+def _log_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()):
         _log.error("A host's start broke", exc_info=error)
 

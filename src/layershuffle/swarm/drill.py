@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from layershuffle.swarm.calibration import Calibration, expected_over
-from layershuffle.swarm.faults import Fault
+from layershuffle.swarm.chaos import Fault
 from layershuffle.swarm.plan import SwarmPlan
 from layershuffle.swarm.policy import Routing
 
@@ -24,7 +24,7 @@ Ended = Literal["answered", "degraded", "failed", "late"]
 class Engine(Protocol):
     """What can be done to the hosts of a running swarm."""
 
-    async def happen(self, fault: Fault) -> None:
+    async def inject(self, fault: Fault) -> None:
         """Make the fault happen. Raises `LayerShuffleError` where the engine cannot."""
 
 
@@ -89,7 +89,7 @@ async def run_drill(
     async def happened(fault: Fault) -> None:
         assert engine is not None, "faults need an engine"
         begun = time.perf_counter()
-        await engine.happen(fault)
+        await engine.inject(fault)
         drill.fired.append((fault, time.perf_counter() - begun))
 
     workers = [asyncio.ensure_future(work()) for _ in range(concurrency)]
@@ -159,12 +159,12 @@ def foreseen(
             fault = pending.pop(0)
             if fault.kind != "slow" or routing == "order-free":
                 (out.discard if fault.kind == "rejoin" else out.add)(fault.host)
-        held = _reachable(plan, out, routing)
+        reachable = _reachable(plan, out, routing)
         if routing == "order-free":
-            failed += not held
-            degraded += 0 < len(held) < wanted
+            failed += not reachable
+            degraded += 0 < len(reachable) < wanted
         else:
-            failed += len(held) < depth
+            failed += len(reachable) < depth
     return Foreseen(100 * degraded / requests, 100 * failed / requests)
 
 

@@ -21,6 +21,7 @@ from layershuffle.swarm.program import (
     kind_of,
     pack_tensors,
 )
+from layershuffle.text import one_line
 
 _MOST_IMAGES = 4096
 # What torch.export raises for a block that it cannot follow.
@@ -73,9 +74,8 @@ def export(module: Alone, states: Tensor) -> bytes:
                 module, (states[:2].clone(),), dynamic_shapes=({0: images},), strict=False
             )
     except _REFUSED as error:
-        why = " ".join(str(error).split())[:300]
         raise StackError(
-            f"torch.export cannot follow the blocks ({type(error).__name__}: {why})",
+            f"torch.export cannot follow the blocks ({type(error).__name__}: {one_line(error)})",
             hint="serve a model whose blocks compute the same steps for every state",
         ) from error
     return _written(exported, prefix="block.")
@@ -140,8 +140,8 @@ def _state_shape(exported: ExportedProgram) -> list[int]:
 def _output(exported: ExportedProgram) -> fx.Node:
     kinds = [spec.kind.name for spec in exported.graph_signature.output_specs]
     if kinds != ["USER_OUTPUT"]:
-        told = ", ".join(kind.lower() for kind in kinds)
-        raise StackError(f"A block cannot travel as a program: its outputs are {told}")
+        names = ", ".join(kind.lower() for kind in kinds)
+        raise StackError(f"A block cannot travel as a program: its outputs are {names}")
     node: fx.Node = exported.graph.output_node().args[0][0]
     return node
 
@@ -162,9 +162,9 @@ def _encoded(value: object, number: Mapping[fx.Node, int]) -> Any:
     if isinstance(value, fx.Node):
         return {"value": number[value]}
     if isinstance(value, list | tuple):
-        return [_encoded(one, number) for one in value]
+        return [_encoded(item, number) for item in value]
     if isinstance(value, dict):
-        return {key: _encoded(one, number) for key, one in value.items()}
+        return {key: _encoded(item, number) for key, item in value.items()}
     if isinstance(value, torch.device):
         return {"device": str(value)}
     if isinstance(value, NAMED):

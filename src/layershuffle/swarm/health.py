@@ -25,11 +25,19 @@ import numpy as np
 from layershuffle.draws import Stream
 from layershuffle.swarm import policy, state
 from layershuffle.swarm.limits import Limits
-from layershuffle.swarm.messages import Visit, Visited, VisitError, WorkExpired
+from layershuffle.swarm.messages import (
+    State,
+    Visit,
+    Visited,
+    VisitError,
+    Wire,
+    WorkExpired,
+    pack,
+    unpack,
+)
 from layershuffle.swarm.program import digest_of
-from layershuffle.swarm.router import Router, State, fault_of
+from layershuffle.swarm.router import Router, unpacked
 from layershuffle.swarm.state import HostView, Swarm
-from layershuffle.swarm.wire import Wire, pack, unpack
 
 if TYPE_CHECKING:
     from layershuffle.swarm.bundle import Bundle
@@ -39,12 +47,11 @@ _AUDITS = 8  # under way at a time; what comes while there are more is not audit
 _MILLI = 1000.0
 # What rounding on the wire may add to a difference, relative to the largest value.
 _ROUNDING: Mapping[Wire, float] = {"fp32": 0.0, "fp16": 2.0**-10, "int8": 1 / 127}
-_UNREADABLE = (AttributeError, TypeError, ValueError)  # of an answer that is none
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
-class Known:
+class KnownAnswer:
     """What a block answers: `start` and `output`, float32 `[1, tokens, width]`.
 
     Two hosts hold the same weights of a block if their `digest` of it is the same.
@@ -55,11 +62,11 @@ class Known:
     digest: str
 
 
-def known_of(bundle: Bundle, blocks: Sequence[int]) -> dict[int, Known]:
+def known_answers(bundle: Bundle, blocks: Sequence[int]) -> dict[int, KnownAnswer]:
     """What hosts of these blocks of `bundle` are held to."""
     canary = bundle.canary
     return {
-        block: Known(canary.state, canary.outputs[block], digest_of(bundle.tensors[block]))
+        block: KnownAnswer(canary.state, canary.outputs[block], digest_of(bundle.tensors[block]))
         for block in blocks
     }
 
@@ -73,12 +80,12 @@ class Check:
     limit: float
 
 
-Expectations = Mapping[str, Mapping[int, Known]]
+Expectations = Mapping[str, Mapping[int, KnownAnswer]]
 
 
 def due(
     swarm: Swarm,
-    known: Expectations,
+    expectations: Expectations,
     *,
     asked: Mapping[str, tuple[float, int]],
     now: float,
@@ -93,7 +100,7 @@ def due(
     """
     checks = []
     for host in swarm.values() if names is None else map(swarm.__getitem__, names):
-        blocks = sorted(known.get(host.name, ()))
+        blocks = sorted(expectations.get(host.name, ()))
         last, times = asked.get(host.name, (-np.inf, 0))
         if blocks and _is_due(host, last, now=now, limits=limits):
             limit = patience(host, swarm, limits=limits)
@@ -118,13 +125,13 @@ def patience(host: HostView, swarm: Swarm, *, limits: Limits) -> float:
     return max(probe, policy.hop_limit(wanted, left=np.inf, limits=limits))
 
 
-def agrees(answer: State, known: State, *, tolerance: float) -> bool:
-    """Whether no value of `answer` is further from `known` than `tolerance` x its largest value."""
-    return bool(np.abs(answer - known).max() <= tolerance * np.abs(known).max())
+def agrees(answer: State, wanted: State, *, tolerance: float) -> bool:
+    """Whether no value of `answer` is off by more than `tolerance` x the largest of `wanted`."""
+    return bool(np.abs(answer - wanted).max() <= tolerance * np.abs(wanted).max())
 
 
 def replicas(
-    hop: Visited, swarm: Swarm, *, known: Expectations, apart: Collection[str] = ()
+    hop: Visited, swarm: Swarm, *, expectations: Expectations, apart: Collection[str] = ()
 ) -> tuple[str, ...] | None:
     """For each block of an answered hop a usable host other than its own, with the same weights.
 
@@ -133,13 +140,13 @@ def replicas(
     """
     chosen = []
     for block in hop.blocks:
-        mine = known.get(hop.host, {}).get(block)
+        mine = expectations.get(hop.host, {}).get(block)
         others = [
             host
             for host in swarm.holders(block)
             if host.name not in (hop.host, *apart)
             and mine is not None
-            and _same(known, host.name, block, mine)
+            and _same(expectations, host.name, block, mine)
         ]
         if not others:
             return None
@@ -147,8 +154,8 @@ def replicas(
     return tuple(chosen)
 
 
-def _same(known: Expectations, host: str, block: int, mine: Known) -> bool:
-    theirs = known.get(host, {}).get(block)
+def _same(expectations: Expectations, host: str, block: int, mine: KnownAnswer) -> bool:
+    theirs = expectations.get(host, {}).get(block)
     return theirs is not None and theirs.digest == mine.digest
 
 
@@ -172,22 +179,23 @@ def odd_one(hop: Visited, after: State, *, second: Again, third: Again, toleranc
     if not same(after, third.states[-1]):
         return ""
     steps = zip(second.hosts, second.states, third.states, strict=True)
-    return next(host for host, one, other in steps if not same(one, other))
+    return next(host for host, state, other in steps if not same(state, other))
 
 
 class Health:
     """Keeps asking the hosts of `router`; what it learns goes into `router.swarm`.
 
     `seed` fixes which hops are audited, by their number. `audited` hops were computed again,
-    `disagreed` of them came out otherwise. One event loop, that of the router.
+    `disagreed` of them came out otherwise. `doubts`: how often these hosts differed, and nobody
+    could tell which of them erred. One event loop, that of the router.
     """
 
     def __init__(self, router: Router, *, seed: int = 0) -> None:
         self.router, self.seed = router, seed
         self.audited, self.disagreed = 0, 0
-        self._known: dict[str, dict[int, Known]] = {}
+        self._expected: dict[str, dict[int, KnownAnswer]] = {}
         self._since: dict[str, float] = {}
-        self._doubts: Counter[tuple[str, ...]] = Counter()
+        self.doubts: Counter[tuple[str, ...]] = Counter()
         self._asked: dict[str, tuple[float, int]] = {}
         self._next: dict[str, float] = {}
         self._alarms: list[tuple[float, str]] = []  # a heap; stale where `_next` says otherwise
@@ -196,24 +204,40 @@ class Health:
         self._hops = 0
         router.observers.append(self._observe)
 
-    def expect(self, host: str, known: Mapping[int, Known]) -> None:
+    @property
+    def auditing(self) -> int:
+        """How many audits are under way."""
+        return len(self._audits)
+
+    @property
+    def traces(self) -> set[str]:
+        """Names of the hosts that anything is kept of: a dropped one leaves no trace."""
+        return {
+            *self._expected,
+            *self._since,
+            *self._asked,
+            *self._next,
+            *(name for names in self.doubts for name in names),
+        }
+
+    def expect(self, host: str, answers: Mapping[int, KnownAnswer]) -> None:
         """From now on `host` is held to these answers, beside those of its other blocks."""
-        self._known[host] = {**self._known.get(host, {}), **known}
+        self._expected[host] = {**self._expected.get(host, {}), **answers}
         self._since[host] = self.router.clock()
         if host not in self._next:
             self._set_alarm(host, self.router.clock())
 
-    def forget(self, host: str, blocks: Iterable[int]) -> dict[int, Known]:
+    def forget(self, host: str, blocks: Iterable[int]) -> dict[int, KnownAnswer]:
         """Ask `host` no more about `blocks`; what it was held to."""
-        known = self._known.get(host, {})
-        return {block: known.pop(block) for block in blocks if block in known}
+        answers = self._expected.get(host, {})
+        return {block: answers.pop(block) for block in blocks if block in answers}
 
     def drop(self, host: str) -> None:
         """Know nothing of `host` any more: it has left, or begins anew."""
-        for kept in (self._known, self._since, self._asked, self._next):
-            kept.pop(host, None)
-        for names in [names for names in self._doubts if host in names]:
-            del self._doubts[names]
+        for record in (self._expected, self._since, self._asked, self._next):
+            record.pop(host, None)
+        for names in [names for names in self.doubts if host in names]:
+            del self.doubts[names]
 
     async def run(self) -> None:
         """Ask whoever is due, until cancelled."""
@@ -222,7 +246,7 @@ class Health:
                 now = self.router.clock()
                 checks = due(
                     self.router.swarm,
-                    self._known,
+                    self._expected,
                     asked=self._asked,
                     now=now,
                     limits=self.router.limits,
@@ -262,7 +286,7 @@ class Health:
         held against the host as any other visit's is, a wrong answer shuts it out.
         """
         limit = self.router.limits.hop_cap_ms / _MILLI if limit is None else limit
-        for block in sorted(self._known.get(host, {}) if blocks is None else blocks):
+        for block in sorted(self._expected.get(host, {}) if blocks is None else blocks):
             if why := await self._canary(Check(host, block, limit)):
                 return why
         return ""
@@ -280,21 +304,21 @@ class Health:
             await self._canary(check)
         finally:
             self._busy.discard(check.host)
-            if check.host in self._known:
+            if check.host in self._expected:
                 times = self._asked.get(check.host, (0.0, 0))[1]
                 now = self.router.clock()
                 self._asked[check.host] = (now, times + 1)
                 self._set_alarm(check.host, now + self.router.limits.canary_every_ms / _MILLI)
 
     async def _canary(self, check: Check) -> str:
-        known = self._known.get(check.host, {}).get(check.block)
-        if known is None:
+        answer_key = self._expected.get(check.host, {}).get(check.block)
+        if answer_key is None:
             return ""
-        hop, answer = await self._ask(check, known.start)
-        if self._known.get(check.host, {}).get(check.block) is not known:
+        hop, answer = await self._ask(check, answer_key.start)
+        if self._expected.get(check.host, {}).get(check.block) is not answer_key:
             return ""  # its weights were swapped meanwhile: the answer says nothing
         tolerance = self.router.limits.tolerance
-        if answer is not None and not agrees(answer, known.output, tolerance=tolerance):
+        if answer is not None and not agrees(answer, answer_key.output, tolerance=tolerance):
             hop = _wrong(hop, f"it failed its canary on block {check.block}")
         if hop.outcome != "answered":
             self.router.report(hop)
@@ -319,11 +343,7 @@ class Health:
             _log.error("A canary of host %s broke", check.host, exc_info=answer)
             why = f"its canary broke ({type(answer).__name__}: {answer})"
             return replace(hop, outcome="failed", why=why), None
-        try:
-            after = unpack(answer.packet)
-            fault = fault_of(after, like=start)
-        except _UNREADABLE as error:
-            fault = f"its answer cannot be read ({error})"
+        after, fault = unpacked(answer, like=start)
         if fault:
             return _wrong(hop, fault), None
         return replace(
@@ -339,7 +359,7 @@ class Health:
         swapped = begun < self._since.get(hop.host, np.inf)  # it may have run on other weights
         if not chance or swapped or len(self._audits) >= _AUDITS:
             return
-        chosen = replicas(hop, self.router.swarm, known=self._known)
+        chosen = replicas(hop, self.router.swarm, expectations=self._expected)
         if chosen is not None:
             task = asyncio.ensure_future(self._audit(hop, chosen, before[:1], after[:1]))
             self._audits.add(task)
@@ -355,7 +375,10 @@ class Health:
     ) -> None:
         """Compute the hop's first image again, block by block on the replicas, and compare."""
         wire = self.router.wire
-        start, mine = unpack(pack(before, wire)), self._held([hop.host] * len(hop.blocks), hop)
+        start, mine = (
+            unpack(pack(before, wire)),
+            self._weights_of([hop.host] * len(hop.blocks), hop),
+        )
         tolerance = self.router.limits.tolerance + _ROUNDING[wire]
         second = await self._again(hop, chosen, start)
         if second is None:
@@ -366,23 +389,27 @@ class Health:
         self.disagreed += 1
         names = sorted({hop.host, *chosen})
         failed = any(await asyncio.gather(*map(self.check, names)))
-        if failed or self._held([hop.host] * len(hop.blocks), hop) != mine:
+        if failed or self._weights_of([hop.host] * len(hop.blocks), hop) != mine:
             return
-        others = replicas(hop, self.router.swarm, known=self._known, apart=chosen)
+        others = replicas(hop, self.router.swarm, expectations=self._expected, apart=chosen)
         third = None if others is None else await self._again(hop, others, start)
         odd = ""
         if third is not None:
             odd = odd_one(hop, after, second=second, third=third, tolerance=tolerance)
         if not odd:
             self._doubt(names, hop)
-        elif self._held([hop.host] * len(hop.blocks), hop) == mine:
+        elif self._weights_of([hop.host] * len(hop.blocks), hop) == mine:
             blocks = ", ".join(map(str, hop.blocks))
             why = f"it disagrees with two others over blocks {blocks}"
             self.router.report(_wrong(replace(hop, host=odd), why))
 
     async def _again(self, hop: Visited, hosts: tuple[str, ...], start: State) -> Again | None:
         """The hop's blocks on `hosts`; `None` if one does not answer, or came to hold others."""
-        held, limit, states = self._held(hosts, hop), self.router.limits.hop_cap_ms, list[State]()
+        weights, limit, states = (
+            self._weights_of(hosts, hop),
+            self.router.limits.hop_cap_ms,
+            list[State](),
+        )
         for host, block in zip(hosts, hop.blocks, strict=True):
             before = states[-1] if states else start
             again, after = await self._ask(Check(host, block, limit / _MILLI), before)
@@ -390,19 +417,19 @@ class Health:
                 self.router.report(again)
                 return None
             states.append(after)
-        return Again(hosts, tuple(states)) if self._held(hosts, hop) == held else None
+        return Again(hosts, tuple(states)) if self._weights_of(hosts, hop) == weights else None
 
-    def _held(self, hosts: Sequence[str], hop: Visited) -> list[Known | None]:
+    def _weights_of(self, hosts: Sequence[str], hop: Visited) -> list[KnownAnswer | None]:
         """What the host of each block of the hop is held to; another value after every change."""
         pairs = zip(hosts, hop.blocks, strict=True)
-        return [self._known.get(host, {}).get(block) for host, block in pairs]
+        return [self._expected.get(host, {}).get(block) for host, block in pairs]
 
     def _doubt(self, names: list[str], hop: Visited) -> None:
         """One of these answers wrongly, and nobody can tell which: in the end all are suspects."""
         blocks = ", ".join(map(str, hop.blocks))
         _log.warning("Hosts %s differ over blocks %s, and all pass their canaries", names, blocks)
-        self._doubts[tuple(names)] += 1
-        if self._doubts[tuple(names)] >= self.router.limits.audit_strikes:
+        self.doubts[tuple(names)] += 1
+        if self.doubts[tuple(names)] >= self.router.limits.audit_strikes:
             why = f"{' and '.join(names)} differ over blocks {blocks}, and no third host decides"
             for name in names:
                 self.router.report(replace(hop, host=name, outcome="failed", why=why))

@@ -10,32 +10,31 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import Literal
 
 import torch
-from torch import Tensor
 
 from layershuffle.errors import UsageError
-from layershuffle.swarm.batching import Job, choose
+from layershuffle.swarm.batching import Job, next_batch
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import (
     Answer,
     HostFailed,
     HostUnavailable,
+    Packet,
     VisitError,
     WorkExpired,
+    pack,
+    unpack,
 )
 from layershuffle.swarm.program import Block, digest_of, read_program
-from layershuffle.swarm.wire import Packet, pack, unpack
+from layershuffle.text import one_line
 
-Misbehaviour = Literal["slow", "wrong", "none"]
 _MILLI = 1000.0
-_NOISE_SEED = 20407
 
 
 @dataclass(frozen=True)
@@ -61,14 +60,20 @@ class BlockHost:
     by default the number stays as it is.
     """
 
-    def __init__(self, name: str, *, limits: Limits, threads: int | None = None) -> None:
-        self.name, self._limits = name, limits
+    def __init__(
+        self,
+        name: str,
+        *,
+        limits: Limits,
+        threads: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.name, self._limits, self._clock = name, limits, clock
         self._blocks: dict[int, Block] = {}
         self._lock = Lock()  # over all that follows: the loop and the worker share it
         self._jobs: list[Job] = []
         self._turn_of: list[Job] = []
         self._busy = self._draining = self._closed = False
-        self._misbehaviour: tuple[Misbehaviour, float] = ("none", 1.0)
         # A thread of torch's begins with a number of its own, and results depend on it.
         self._worker = ThreadPoolExecutor(
             max_workers=1,
@@ -79,20 +84,21 @@ class BlockHost:
 
     # --- what it holds ----------------------------------------------------------------------------
 
-    def load(self, program: bytes, tensors: Mapping[int, bytes]) -> None:
-        """Add or replace blocks in one step; visits that are here finish with the old ones.
+    def load(self, program: bytes, blocks: Sequence[int], *tensors: bytes) -> None:
+        """Add or replace `blocks`, of these weights, in one step.
 
-        Raises `ModelFileError` for what is damaged or does not fit together, `UsageError` for
-        blocks of another shape of state than those held; the host is then as before.
+        Visits that are here finish with the old ones. Raises `ModelFileError` for what is damaged
+        or does not fit together, `UsageError` for blocks of another shape of state than those
+        held; the host is then as before.
         """
-        known = {block.program.digest: block.program for block in self._blocks.values()}
-        code = known.get(digest_of(program)) or read_program(program)
-        new = {block: code.bind(content) for block, content in tensors.items()}
-        others = [one for block, one in self._blocks.items() if block not in new]
-        if any(one.program.shape != code.shape for one in others):
+        # Weights are arguments of their own because Ray hands those over without another copy.
+        programs = {block.program.digest: block.program for block in self._blocks.values()}
+        code = programs.get(digest_of(program)) or read_program(program)
+        new = {block: code.bind(content) for block, content in zip(blocks, tensors, strict=True)}
+        rest = [block.program.shape for id_, block in self._blocks.items() if id_ not in new]
+        if any(shape != code.shape for shape in rest):
             raise UsageError(
-                f"Host {self.name} holds blocks for states {others[0].program.shape}, these are "
-                f"for {code.shape}",
+                f"Host {self.name} holds blocks for states {rest[0]}, these are for {code.shape}",
                 hint="a host serves one model: load all its blocks, or unload the old ones first",
             )
         with self._lock:
@@ -101,13 +107,13 @@ class BlockHost:
     def unload(self, blocks: Sequence[int]) -> None:
         """Forget blocks; visits that are here finish with them."""
         with self._lock:
-            self._blocks = {k: one for k, one in self._blocks.items() if k not in blocks}
+            self._blocks = {id_: block for id_, block in self._blocks.items() if id_ not in blocks}
 
     def info(self) -> HostInfo:
         """What the host holds and does now."""
         with self._lock:
             jobs = [job for job in self._jobs if job not in self._turn_of]
-            blocks = {block: one.digest for block, one in sorted(self._blocks.items())}
+            blocks = {id_: block.digest for id_, block in sorted(self._blocks.items())}
             draining = self._draining
         waiting = sum(not job.future.cancelled() for job in jobs)
         return HostInfo(self.name, blocks, os.getpid(), _resident(), waiting, draining)
@@ -115,14 +121,6 @@ class BlockHost:
     def drain(self) -> None:
         """Take no new visits; those that are here finish."""
         self._draining = True
-
-    def misbehave(self, kind: Misbehaviour, factor: float) -> None:
-        """For rehearsals of failures, by whoever runs the host; nothing in a visit leads here.
-
-        "slow": compute takes `factor` times as long. "wrong": answers are finite and false, off by
-        noise of `factor` times their own spread, the same for equal states. "none": all is well.
-        """
-        self._misbehaviour = (kind, factor)
 
     def close(self) -> None:
         """Turn all visits away, those that are here too. The thread ends with its turn."""
@@ -142,7 +140,7 @@ class BlockHost:
         drops it. Raises `HostUnavailable` (queue full, draining, block not held), `WorkExpired`
         (not done within the budget when its turn came), `HostFailed` (it cannot be computed).
         """
-        now = time.monotonic()
+        now = self._clock()
         with self._lock:
             job = Job(self._steps(blocks, packet), packet, now, now + budget_ms / _MILLI)
             self._drop_the_dead(now)
@@ -188,21 +186,21 @@ class BlockHost:
     def _turn(self) -> None:
         """Run one block on the visits that go next."""
         with self._lock:
-            self._drop_the_dead(time.monotonic())
+            self._drop_the_dead(self._clock())
             if not self._jobs:
                 return
-            jobs = self._turn_of = choose(self._jobs, images=self._limits.max_batch)
+            jobs = self._turn_of = next_batch(self._jobs, images=self._limits.max_batch)
             for job in self._jobs:
                 job.passed = 0 if job in jobs else job.passed + 1
         for job in jobs:
             if job.state is None:
                 # A copy: what arrives may be read-only, or in use by the sender.
                 job.state = torch.tensor(unpack(job.packet))
-        begun = time.monotonic()
+        begun = self._clock()
         states = [job.state for job in jobs if job.state is not None]
         block = jobs[0].steps[jobs[0].done]
-        after = self._computed(block, states[0] if len(states) == 1 else torch.cat(states))
-        took = time.monotonic() - begun
+        after = block(states[0] if len(states) == 1 else torch.cat(states))
+        took = self._clock() - begun
         parts = torch.split(after, [job.images for job in jobs])
         last = [job.done + 1 == len(job.steps) for job in jobs]
         packets = [
@@ -213,17 +211,6 @@ class BlockHost:
         for job, part, packet in zip(jobs, parts, packets, strict=True):
             job.state, job.packet, job.done = part, packet, job.done + 1
             job.compute, job.each = job.compute + took, job.each + took / len(after)
-
-    def _computed(self, block: Block, state: Tensor) -> Tensor:
-        kind, factor = self._misbehaviour
-        begun = time.monotonic()
-        after = block(state)
-        if kind == "slow":
-            time.sleep(max(0.0, factor - 1) * (time.monotonic() - begun))
-        if kind == "wrong":
-            noise = torch.randn(after.shape, generator=torch.Generator().manual_seed(_NOISE_SEED))
-            after = after + noise * (factor * after.std())
-        return after
 
     def _after(self, turn: Future[None]) -> None:
         """Answer the visits that are done, or failed; go on with the others."""
@@ -236,7 +223,7 @@ class BlockHost:
                 elif error is not None:
                     self._end(job, _failure(self.name, error))
                 elif job.done == len(job.steps):
-                    self._end(job, _answer(job))
+                    self._end(job, _answer(job, now=self._clock()))
             self._jobs = [job for job in self._jobs if not job.future.done()]
             self._wake()
 
@@ -250,8 +237,8 @@ class BlockHost:
             job.future.set_exception(outcome)
 
 
-def _answer(job: Job) -> Answer:
-    spent = time.monotonic() - job.arrived
+def _answer(job: Job, *, now: float) -> Answer:
+    spent = now - job.arrived
     return Answer(
         packet=job.packet,
         compute_ms=job.compute * _MILLI,
@@ -261,8 +248,7 @@ def _answer(job: Job) -> Answer:
 
 
 def _failure(name: str, error: BaseException) -> HostFailed:
-    why = " ".join(str(error).split())[:300]
-    return HostFailed(f"Host {name} cannot compute it ({type(error).__name__}: {why})")
+    return HostFailed(f"Host {name} cannot compute it ({type(error).__name__}: {one_line(error)})")
 
 
 def _begin(threads: int) -> None:

@@ -1,16 +1,74 @@
-"""What router, transports and hosts say to each other. Plain data and the failures of a visit."""
+"""What router, transports and hosts send to each other: states, visits, answers and failures.
+
+A state travels as float32, as float16, or as int8 with a scale per token: that of one image in a
+ViT-B/16 (197 x 768) takes 591, 296 or 148 KiB. Plain data and numpy.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Any, Literal, Protocol
 
-from layershuffle.errors import LayerShuffleError
+import numpy as np
+from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from layershuffle.swarm.wire import Packet
+from layershuffle.errors import LayerShuffleError, UsageError
 
+State = NDArray[np.float32]
+Wire = Literal["fp32", "fp16", "int8"]
+_LEVELS = 127
 Outcome = Literal["answered", "late", "lost", "unavailable", "wrong", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Packet:
+    """A state `[images, tokens, width]`: `values` in the wire's type, `scales` for int8 only."""
+
+    wire: Wire
+    values: NDArray[Any]
+    scales: NDArray[np.float32] | None = None
+
+    @property
+    def images(self) -> int:
+        """Number of images in the state."""
+        return len(self.values)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the wire, without the envelope."""
+        return int(self.values.nbytes) + (0 if self.scales is None else int(self.scales.nbytes))
+
+
+def pack(state: State, wire: Wire) -> Packet:
+    """`state` float32 `[images, tokens, width]` for the wire. Raises `UsageError` for other types.
+
+    fp32 is exact; fp16 rounds to 11 bits; int8 rounds each token to 1/127 of its largest value.
+    """
+    if state.dtype != np.float32:
+        raise UsageError(f"A state travels from float32, not {state.dtype}")
+    if wire == "fp32":
+        return Packet(wire, np.ascontiguousarray(state))
+    if wire == "fp16":
+        limits = np.finfo(np.float16)
+        small = np.clip(state, limits.min, limits.max)
+        # What is not finite stays so: the router is to see it.
+        return Packet(wire, np.where(np.isfinite(state), small, state).astype(np.float16))
+    largest = np.abs(state).max(axis=-1, keepdims=True)
+    scales = np.where(largest == 0, 1, largest / _LEVELS).astype(np.float32)
+    broken = ~np.isfinite(scales)
+    scales[broken] = np.nan  # so that its whole token comes out as not finite
+    levels = state / scales
+    np.rint(levels, out=levels)
+    if broken.any():
+        np.nan_to_num(levels, copy=False)
+    return Packet(wire, levels.astype(np.int8), scales)
+
+
+def unpack(packet: Packet) -> State:
+    """The state of a packet, float32 `[images, tokens, width]`."""
+    if packet.scales is None:
+        return packet.values.astype(np.float32, copy=False)
+    return packet.values.astype(np.float32) * packet.scales
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Which block host runs on which machine: the coordinator's decisions, and what carries them out.
 
-Decisions (`reconcile`) are pure, time is an argument. `Places` is what every engine offers.
+Decisions (`reconcile`) are pure, time is an argument. `HostBackend` is what every engine offers.
 
 Hosts of the plan run where a machine bears their name. Machines that the plan does not name get the
 blocks that the fewest hosts hold.
@@ -12,10 +12,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median_low
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from layershuffle.swarm.messages import Transport
 
 if TYPE_CHECKING:
-    from layershuffle.swarm.host import HostInfo, Misbehaviour
+    from layershuffle.swarm.host import HostInfo
     from layershuffle.swarm.plan import SwarmPlan  # reads YAML, which hosts do not need
 
 Phase = Literal["starting", "up", "dead", "held"]
@@ -31,8 +33,16 @@ class Node:
     address: str
 
 
-class Places(Protocol):
-    """Where hosts' processes run. Everything raises `LayerShuffleError` where it fails."""
+HostCall = Literal["load", "unload", "info", "drain"]
+"""What a host can be asked beside visits: the methods of `host.BlockHost` of these names."""
+
+
+class HostBackend(Protocol):
+    """What runs the processes of hosts. Everything raises `LayerShuffleError` where it fails."""
+
+    @property
+    def transport(self) -> Transport:
+        """Carries visits to the hosts that run here."""
 
     async def nodes(self) -> Sequence[Node]:
         """The living machines."""
@@ -40,42 +50,15 @@ class Places(Protocol):
     async def start(self, name: str, *, node: str) -> HostInfo:
         """A process for `name` on that machine; may be one that holds blocks already."""
 
-    async def load(self, name: str, program: bytes, *, tensors: Mapping[int, bytes]) -> None:
-        """Give it blocks."""
-
-    async def unload(self, name: str, blocks: Sequence[int]) -> None:
-        """Take blocks from it."""
-
-    async def info(self, name: str) -> HostInfo:
-        """What it holds and does."""
-
-    async def drain(self, name: str) -> None:
-        """It takes no new visits."""
-
     async def end(self, name: str) -> None:
         """End its process, if there is one."""
 
-    async def misbehave(self, name: str, kind: Misbehaviour, *, factor: float) -> None:
-        """For drills: "slow", "wrong" or "none"."""
-
-    def kill(self, name: str) -> None:
-        """For drills: its process dies."""
-
-    def freeze(self, name: str) -> None:
-        """For drills: it falls silent."""
-
-    def thaw(self, name: str) -> None:
-        """Undo `freeze`."""
-
-    def cut(self, name: str) -> None:
-        """For drills: nothing reaches it and nothing comes from it, while it goes on."""
-
-    def mend(self, name: str) -> None:
-        """Undo `cut`. Ending its process does so too."""
+    async def call(self, name: str, method: HostCall, *args: Any) -> Any:
+        """What that method of `host.BlockHost` returns for `args`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Hosted:
+class HostRecord:
     """A block host as the coordinator sees it, on the machine `node`.
 
     starting  its process, its blocks or its canaries are not there yet
@@ -113,21 +96,21 @@ class Drop:
 
 
 @dataclass(frozen=True, slots=True)
-class Refill:
+class Reload:
     """Make the host hold exactly `blocks`, as the plan now says."""
 
     name: str
     blocks: frozenset[int]
 
 
-Action = Start | Drop | Refill
+Action = Start | Drop | Reload
 
 
 def reconcile(
     plan: SwarmPlan,
     nodes: Sequence[Node],
     *,
-    hosts: Mapping[str, Hosted],
+    hosts: Mapping[str, HostRecord],
     now: float,
     depth: int,
 ) -> tuple[Action, ...]:
@@ -147,11 +130,11 @@ def reconcile(
             holding[name] = blocks
             actions.append(Start(name, homes[name], blocks))
         elif host.phase == "up" and planned not in (None, host.blocks):
-            actions.append(Refill(name, planned or host.blocks))
+            actions.append(Reload(name, planned or host.blocks))
     return tuple(actions)
 
 
-def homes_of(nodes: Iterable[Node], hosts: Mapping[str, Hosted]) -> dict[str, str]:
+def homes_of(nodes: Iterable[Node], hosts: Mapping[str, HostRecord]) -> dict[str, str]:
     """The machine of each host name.
 
     Of two machines with one name the one that has it already keeps it, else the first by id; the
@@ -168,15 +151,17 @@ def homes_of(nodes: Iterable[Node], hosts: Mapping[str, Hosted]) -> dict[str, st
     return homes
 
 
-def _has(hosts: Mapping[str, Hosted], name: str, node: str) -> bool:
+def _has(hosts: Mapping[str, HostRecord], name: str, node: str) -> bool:
     return name in hosts and hosts[name].node == node
 
 
-def spare_blocks(plan: SwarmPlan, held: Iterable[frozenset[int]], *, depth: int) -> frozenset[int]:
-    """What a host that the plan does not name is to hold, beside hosts that hold `held`.
+def spare_blocks(
+    plan: SwarmPlan, others: Iterable[frozenset[int]], *, depth: int
+) -> frozenset[int]:
+    """What a host that the plan does not name is to hold, beside hosts that hold `others`.
 
     As many blocks as the plan's median host has: those that the fewest hold, low ids first.
     """
     size = median_low(len(host.blocks) for host in plan.hosts.values())
-    holders = Counter(block for blocks in held for block in blocks)
+    holders = Counter(block for blocks in others for block in blocks)
     return frozenset(sorted(range(depth), key=lambda block: (holders[block], block))[:size])

@@ -22,8 +22,8 @@ from layershuffle.errors import SettingsError, UsageError
 from layershuffle.recipes import read_recipe
 from layershuffle.settings import Name, Positive, Settings
 from layershuffle.swarm.limits import Limits
+from layershuffle.swarm.messages import Wire
 from layershuffle.swarm.policy import Routing
-from layershuffle.swarm.wire import Wire
 
 BlockId = Annotated[int, Field(ge=0)]
 DEFAULT_MODEL = "bundled:digits-swarm"
@@ -78,8 +78,8 @@ class SwarmPlan(Settings):
                     f"Host {name} is to hold block {over[0]}, the model's last is {depth - 1}",
                     hint="name blocks that are there",
                 )
-        held = {block for host in self.hosts.values() for block in host.blocks}
-        missing = sorted(set(range(depth)) - held)
+        everywhere = {block for host in self.hosts.values() for block in host.blocks}
+        missing = sorted(set(range(depth)) - everywhere)
         if missing:
             raise UsageError(
                 f"No host holds block {', '.join(map(str, missing))}",
@@ -96,17 +96,17 @@ def even_plan(
     """
     if not 1 <= replicas <= hosts:
         raise UsageError(f"{replicas} replicas do not fit {hosts} hosts")
-    held: dict[int, list[int]] = {host: [] for host in range(hosts)}
+    blocks_of: dict[int, list[int]] = {host: [] for host in range(hosts)}
     for block in range(depth):
         for copy in range(replicas):
-            held[(block + copy) % hosts].append(block)
-    if not all(held.values()):
+            blocks_of[(block + copy) % hosts].append(block)
+    if not all(blocks_of.values()):
         raise UsageError(
             f"{hosts} hosts are too many for {depth} blocks", hint="take fewer, or more replicas"
         )
     return SwarmPlan(
         model=model,
-        hosts={f"host-{host + 1}": HostPlan(blocks=tuple(ids)) for host, ids in held.items()},
+        hosts={f"host-{host + 1}": HostPlan(blocks=tuple(ids)) for host, ids in blocks_of.items()},
     )
 
 

@@ -305,7 +305,7 @@ def _reason(block: int, progress: Progress, swarm: Swarm, *, ending: Ending, lim
     if not holders:
         return "no host holds it"
     if not usable:
-        return "; ".join(f"host {one.name} is {one.condition}: {one.why}" for one in holders)
-    if ending == "unreachable" and all(is_slow(one, pace=pace, limits=limits) for one in usable):
-        return "; ".join(f"host {one.name} is slow" for one in usable)
+        return "; ".join(f"host {host.name} is {host.condition}: {host.why}" for host in holders)
+    if ending == "unreachable" and all(is_slow(host, pace=pace, limits=limits) for host in usable):
+        return "; ".join(f"host {host.name} is slow" for host in usable)
     return "the deadline was near" if ending in ("deadline", "lost") else "its turn had passed"

@@ -58,12 +58,13 @@ class BlockProgram:
         Raises `ModelFileError` if they are damaged, or not those of a block of this program.
         """
         tensors = _loaded(content)
-        found = {name: kind_of(tensor) for name, tensor in tensors.items()}
-        for name in sorted(found.keys() | self.weights.keys()):
-            if found.get(name) != self.weights.get(name):
+        kinds = {name: kind_of(tensor) for name, tensor in tensors.items()}
+        for name in sorted(kinds.keys() | self.weights.keys()):
+            if kinds.get(name) != self.weights.get(name):
                 raise ModelFileError(
                     f"These are not the weights of such a block: {name} is "
-                    f"{_told(found.get(name))}, the program needs {_told(self.weights.get(name))}",
+                    f"{_describe(kinds.get(name))}, the program needs "
+                    f"{_describe(self.weights.get(name))}",
                     hint="take blocks of one model, or of siblings of it",
                 )
         # Copies, because tensors lie in `content` at odd addresses, and asking for gradients as in
@@ -72,7 +73,7 @@ class BlockProgram:
             name: tensor.clone().requires_grad_(name in self._trained)
             for name, tensor in tensors.items()
         }
-        values = [ready[one] if isinstance(one, str) else one for one in self._inputs]
+        values = [ready[source] if isinstance(source, str) else source for source in self._inputs]
         return Block(self, digest_of(content), tuple(values))
 
 
@@ -87,7 +88,7 @@ class Block:
     def __call__(self, state: Tensor) -> Tensor:
         """The state after the block, float32 `[images, tokens, width]` as the one before."""
         with torch.inference_mode():
-            return self.program._run(*(state if one is None else one for one in self._values))
+            return self.program._run(*(state if value is None else value for value in self._values))
 
 
 def digest_of(content: bytes) -> str:
@@ -168,7 +169,7 @@ def _operation(target: str) -> Callable[..., Any]:
 
 def _decoded(value: Any, nodes: Sequence[fx.Node]) -> Any:
     if isinstance(value, list):
-        return [_decoded(one, nodes) for one in value]
+        return [_decoded(item, nodes) for item in value]
     if not isinstance(value, dict):
         return value
     if "value" in value:
@@ -186,5 +187,5 @@ def kind_of(tensor: Tensor) -> tuple[str, tuple[int, ...]]:
     return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
 
 
-def _told(kind: tuple[str, tuple[int, ...]] | None) -> str:
+def _describe(kind: tuple[str, tuple[int, ...]] | None) -> str:
     return "absent" if kind is None else f"{kind[0]} {kind[1]}"

@@ -127,7 +127,7 @@ def environment(
     `store` (head): a directory in which the head keeps its state, so that a restarted one loses
     nothing. `loopback`: nothing listens on any other address. `threads`: of torch, per host.
     """
-    made = {
+    variables = {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token.absolute()),
         "RAY_worker_niceness": "0",  # else a host starves beside any other program
@@ -137,17 +137,17 @@ def environment(
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0" if loopback else "1",
     }
     if not loopback:
-        made["DASHBOARD_METRIC_PORT"] = str(HEAD_PORT + _METRIC_PORT)
+        variables["DASHBOARD_METRIC_PORT"] = str(HEAD_PORT + _METRIC_PORT)
     if tls is not None:
-        made |= {
+        variables |= {
             "RAY_USE_TLS": "1",
             "RAY_TLS_SERVER_CERT": str(tls.certificate.absolute()),
             "RAY_TLS_SERVER_KEY": str(tls.key.absolute()),
             "RAY_TLS_CA_CERT": str(tls.authority.absolute()),
         }
     if store is not None:
-        made |= {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": str(store.absolute())}
-    return made
+        variables |= {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": str(store.absolute())}
+    return variables
 
 
 def head_command(directory: Path, *, ip: str, port: int = HEAD_PORT) -> list[str]:

@@ -9,14 +9,15 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import socket
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from layershuffle.errors import LayerShuffleError, UsageError
+from layershuffle import ray_cluster
+from layershuffle.errors import LayerShuffleError
+from layershuffle.ray_cluster import connect_ray, import_ray
 from layershuffle.swarm.ray_config import (
     CALL_CONFIG,
     LOOPBACK,
@@ -29,10 +30,11 @@ from layershuffle.swarm.ray_config import (
     host_resources,
     new_token,
 )
+from layershuffle.text import one_line
 
-_CONNECT_SECONDS = 5.0
+_CLUSTER, _EXTRA = "swarm", "swarm"
+_HINT = "start one with `layershuffle swarm head`, or check the address"
 _log = logging.getLogger(__name__)
-_INSTALL = "pip install 'layershuffle[swarm]', on all machines"
 
 
 @contextmanager
@@ -47,7 +49,8 @@ def local_ray(names: Sequence[str], *, threads: int = 1) -> Iterator[Any]:
     new_token(token)
     try:
         with _set(environment(token, threads=threads, loopback=True)):
-            ray = _imported()
+            ray = import_ray(extra=_EXTRA)
+            _log_dead_hosts(ray)
             try:
                 _start(ray, directory / "ray", names)
                 yield ray
@@ -98,7 +101,7 @@ class _Started:
     ) -> None:
         if isinstance(error, Exception):
             raise LayerShuffleError(
-                f"Ray does not start ({_words(error)})",
+                f"Ray does not start ({one_line(error)})",
                 place=self._directory,
                 hint="if this machine is busy, wait until it is less so, then try again",
             ) from error
@@ -114,24 +117,17 @@ def joined_ray(address: str, *, token: Path, tls: Tls | None = None) -> Iterator
     check_token(token)
     if tls is not None:
         check_tls(tls)
-    check_answers(address)
+    check_answers(address)  # before anything of Ray is imported, which takes a second
     with _set(environment(token, tls=tls)):
-        ray = _imported()
-        try:
-            # Ray's own way in tries a wrong token for 20 seconds.
-            ray._raylet.GcsClient(address=address)
-            ray.init(
-                address=address,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                namespace=NAMESPACE,
-            )
-        except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
-            raise UsageError(
-                f"The swarm's head does not let this client in ({_words(error)})",
-                place=address,
-                hint="use the head's token (and its TLS files), on a machine of the swarm",
-            ) from error
+        _log_dead_hosts(import_ray(extra=_EXTRA))
+        ray = connect_ray(
+            address,
+            namespace=NAMESPACE,
+            cluster=_CLUSTER,
+            extra=_EXTRA,
+            hint=_HINT,
+            refused="use the head's token (and its TLS files), on a machine of the swarm",
+        )
         try:
             yield ray
         finally:
@@ -139,18 +135,8 @@ def joined_ray(address: str, *, token: Path, tls: Tls | None = None) -> Iterator
 
 
 def check_answers(address: str) -> None:
-    """Raises `UsageError` if `address` is not HOST:PORT, or nothing listens there."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
-        raise UsageError(f"{address!r} is no address", hint="give HOST:PORT, as 10.0.0.1:6400")
-    try:
-        socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
-    except (OSError, OverflowError) as error:
-        # Ray ends the whole process where nothing listens, without an exception.
-        raise UsageError(
-            f"No swarm answers at {address} ({_words(error)})",
-            hint="start one with `layershuffle swarm head`, or check the address",
-        ) from error
+    """Raises `UsageError` if `address` is not HOST:PORT, or no swarm's head listens there."""
+    ray_cluster.check_answers(address, cluster=_CLUSTER, hint=_HINT)
 
 
 @contextmanager
@@ -167,20 +153,14 @@ def _set(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _imported() -> Any:
-    try:
-        import ray
-    except ImportError as error:
-        raise UsageError("Ray is not installed", hint=_INSTALL) from error
-    # Else a paragraph lands on standard output whenever a host's process dies.
-    ray._private.worker.print_to_stdstream = _noted
-    return ray
+def _log_dead_hosts(ray: Any) -> None:
+    """Ray's paragraph about a process that died goes to the log, not to standard output.
+
+    To be called before Ray connects, which is when it looks the function up.
+    """
+    ray._private.worker.print_to_stdstream = _log_lines
 
 
-def _noted(data: Mapping[str, Any], ignore_prefix: bool) -> None:
+def _log_lines(data: Mapping[str, Any], ignore_prefix: bool) -> None:
     del ignore_prefix
     _log.debug("%s", data.get("lines"))
-
-
-def _words(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]

@@ -22,8 +22,8 @@ from layershuffle.models import host_of, logits_of, num_classes_of
 from layershuffle.models.origin import trained_with
 from layershuffle.position import PositionedModel
 from layershuffle.stack import blocks_of, depth_of, stack_of, wrap
-from layershuffle.swarm.messages import Route
-from layershuffle.swarm.router import Router, State
+from layershuffle.swarm.messages import Route, State
+from layershuffle.swarm.router import Router
 from layershuffle.trie import run_head, run_stem
 
 _MILLI = 1000.0
@@ -176,11 +176,11 @@ def drop_blocks(model: nn.Module) -> int:
     """
     rest = set(_around(model, stack_of(model)))
     inside = {module for block in blocks_of(model) for module in block.modules()} - rest
-    held = {id(one): one for module in inside for one in _tensors(module)}
+    dropped = {id(tensor): tensor for module in inside for tensor in _tensors(module)}
     for module in inside:
         module.to_empty(device="meta", recurse=False)
-    kept = {id(one) for module in rest for one in _tensors(module)}
-    return sum(one.nbytes for key, one in held.items() if key not in kept)
+    shared = {id(tensor) for module in rest for tensor in _tensors(module)}
+    return sum(tensor.nbytes for key, tensor in dropped.items() if key not in shared)
 
 
 def _around(module: nn.Module, stack: nn.Module) -> Iterator[nn.Module]:
@@ -211,9 +211,9 @@ def class_names(model: nn.Module) -> tuple[str, ...]:
     count = num_classes_of(host)
     names = getattr(getattr(host, "config", None), "id2label", None)
     if isinstance(names, dict) and set(names) == set(range(count)):
-        known = tuple(str(names[index]) for index in range(count))
-        if known != tuple(f"LABEL_{index}" for index in range(count)):  # transformers' filler
-            return known
+        labels = tuple(str(names[index]) for index in range(count))
+        if labels != tuple(f"LABEL_{index}" for index in range(count)):  # transformers' filler
+            return labels
     if str(trained_with(host).get("data", "")).startswith("digit-pairs") and count == len(CLASSES):
         return CLASSES
     return tuple(str(index) for index in range(count))

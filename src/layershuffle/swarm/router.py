@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 
 import numpy as np
-from numpy.typing import NDArray
 
 from layershuffle.swarm import policy, state
 from layershuffle.swarm.limits import Limits
@@ -23,17 +22,21 @@ from layershuffle.swarm.messages import (
     Ending,
     Outcome,
     Route,
+    State,
     Transport,
     Visit,
     Visited,
     VisitError,
+    Wire,
+    pack,
+    unpack,
 )
 from layershuffle.swarm.policy import Finish, Progress, Routing, Wait
 from layershuffle.swarm.state import HostView, Swarm
-from layershuffle.swarm.wire import Wire, pack, unpack
+from layershuffle.text import one_line
 
-State = NDArray[np.float32]
 NOT_FINITE = "it answered with numbers that are not finite"
+_UNREADABLE = (AttributeError, TypeError, ValueError)  # of an answer that is none
 _MILLI = 1000.0
 _GROWTH = 1e4
 """A visit that makes the largest value grow so many times is false: blocks add to their state."""
@@ -178,7 +181,7 @@ class Router:
         racing = [call] if walk.late is None else [walk.late, call]
         while call in racing:
             left = call.started + visit.limit - self.clock()
-            tasks = {one.task for one in racing}
+            tasks = {racer.task for racer in racing}
             try:
                 done, _ = await asyncio.wait(
                     tasks, timeout=left, return_when=asyncio.FIRST_COMPLETED
@@ -191,7 +194,7 @@ class Router:
                 _drop(walk.late)
                 walk.late = call
                 return
-            for ended in [one for one in racing if one.task in done]:
+            for ended in [racer for racer in racing if racer.task in done]:
                 racing.remove(ended)
                 if self._take(walk, ended):
                     for other in racing:
@@ -220,8 +223,7 @@ class Router:
         except VisitError as error:
             self._fail(walk, call, outcome=error.outcome, why=error.cause)
             return False
-        after = unpack(answer.packet)
-        fault = fault_of(after, like=walk.state)
+        after, fault = unpacked(answer, like=walk.state)
         if fault:
             # A host that wrote the state before may be to blame: a probe tells who is honest.
             doubtful = fault == NOT_FINITE and walk.progress.done
@@ -261,19 +263,24 @@ class Router:
             observe(hop, walk.state, after)
 
 
-def fault_of(after: State, *, like: State) -> str:
-    """What is wrong with a host's answer to the state `like`, or "".
+def unpacked(answer: Answer, *, like: State) -> tuple[State, str]:
+    """The state in a host's answer to the state `like`, and what is wrong with it, or "".
 
-    Another shape, numbers that are not finite (`NOT_FINITE`), or so large that no block made them.
+    Wrong is what cannot be read, another shape, numbers that are not finite (`NOT_FINITE`), or so
+    large that no block made them. What cannot be read comes back as `like`.
     """
+    try:
+        after = unpack(answer.packet)
+        largest = float(np.abs(after).max(initial=0.0))
+    except _UNREADABLE as error:
+        return like, f"its answer cannot be read ({one_line(error)})"
     if after.shape != like.shape:
-        return f"it answered with the shape {after.shape}, not {like.shape}"
-    most = float(np.abs(after).max(initial=0.0))
-    if not math.isfinite(most):
-        return NOT_FINITE
-    if most > _GROWTH * max(1.0, float(np.abs(like).max(initial=0.0))):
-        return f"it answered with numbers up to {most:.1g}"
-    return ""
+        return after, f"it answered with the shape {after.shape}, not {like.shape}"
+    if not math.isfinite(largest):
+        return after, NOT_FINITE
+    if largest > _GROWTH * max(1.0, float(np.abs(like).max(initial=0.0))):
+        return after, f"it answered with numbers up to {largest:.1g}"
+    return after, ""
 
 
 def _drop(call: Call | None) -> None:

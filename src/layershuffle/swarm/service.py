@@ -1,6 +1,6 @@
 """A whole swarm: model, bundles, router, coordinator, and the front that requests go through.
 
-The same for every engine: `places` runs the hosts' processes, `transport` carries the visits.
+The same for every engine: a `placement.HostBackend` runs the hosts and carries the visits.
 """
 
 from __future__ import annotations
@@ -23,22 +23,19 @@ from layershuffle.models.spec import parse_spec
 from layershuffle.stack import blocks_of, depth_of
 from layershuffle.swarm.bundle import Bundle, Canary, check_sibling, make_bundle
 from layershuffle.swarm.calibration import Calibration, calibration_path, read_calibration
+from layershuffle.swarm.chaos import ChaosBackend, FaultInjector
 from layershuffle.swarm.coordinator import Coordinator
-from layershuffle.swarm.donors import check_blocks, lineage_of, read_block, read_lineage
-from layershuffle.swarm.messages import Transport
-from layershuffle.swarm.placement import Places
+from layershuffle.swarm.lineage import check_blocks, lineage_of, read_block, read_lineage
+from layershuffle.swarm.messages import Wire
+from layershuffle.swarm.placement import HostBackend
 from layershuffle.swarm.plan import SwarmPlan
 from layershuffle.swarm.planning.hosts import ModelFacts, facts_of
 from layershuffle.swarm.program import pack_tensors, read_program
 from layershuffle.swarm.remote_model import RemoteModel, served_host
 from layershuffle.swarm.router import Router
-from layershuffle.swarm.wire import Wire
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from layershuffle.swarm.local import LocalHosts
-    from layershuffle.swarm.ray_hosts import RayHosts
 
 _TIMED = 30
 _MILLI = 1000.0
@@ -99,7 +96,7 @@ def donor_bundle(donor: str, base: Bundle, *, blocks: Sequence[int]) -> Bundle:
         tensors = {block: pack_tensors(modules[block].state_dict()) for block in blocks}
     start, program = base.canary.state, read_program(base.program)
     state = torch.from_numpy(start.copy())
-    outputs = {block: program.bind(one)(state).numpy() for block, one in tensors.items()}
+    outputs = {block: program.bind(content)(state).numpy() for block, content in tensors.items()}
     return replace(base, tensors=tensors, canary=Canary(start, outputs))
 
 
@@ -152,12 +149,13 @@ def _block_ms(bundle: Bundle) -> float:
 class Service:
     """A running swarm. `missing`: hosts of the plan that were not there in time.
 
-    `coordinator.watching` says whether its hosts are watched.
+    `coordinator.watching` says whether its hosts are watched; `faults` breaks them, for drills.
     """
 
     plan: SwarmPlan
     router: Router
     coordinator: Coordinator
+    faults: FaultInjector
     front: RemoteModel
     calibration: Calibration | None
     missing: tuple[str, ...]
@@ -168,29 +166,32 @@ async def running_service(
     plan: SwarmPlan,
     cargo: Cargo,
     *,
-    places: Places,
-    transport: Transport,
+    backend: HostBackend,
+    ray: Any | None = None,
     within: float = START_SECONDS,
 ) -> AsyncIterator[Service]:
     """The swarm of `plan`, once its hosts are up or `within` seconds have passed.
 
+    `ray`: the connected module if `backend` runs its hosts on Ray, for drills that kill processes.
     Ends its hosts on leaving. `cargo.model` is taken over: it loses its blocks' weights.
     """
     depth = cargo.bundles[plan.model].depth
+    chaos = ChaosBackend(backend, ray=ray)
     router = Router(
-        transport,
+        chaos.transport,
         depth=depth,
         limits=plan.limits,
         routing=plan.routing,
         wire=plan.wire,
         most_blocks=plan.most_blocks,
     )
-    coordinator = Coordinator(plan, router=router, places=places, bundles=cargo.bundles)
-    watch = asyncio.create_task(_watch(coordinator))
+    coordinator = Coordinator(plan, router=router, backend=chaos, bundles=cargo.bundles)
+    faults = FaultInjector(coordinator, backend=chaos)
+    watch = asyncio.create_task(keep_watching(coordinator))
     front = RemoteModel(cargo.model, router)
     try:
         missing = await coordinator.ready(within=within)
-        yield Service(plan, router, coordinator, front, cargo.calibration, missing)
+        yield Service(plan, router, coordinator, faults, front, cargo.calibration, missing)
     finally:
         watch.cancel()
         await asyncio.gather(watch, return_exceptions=True)
@@ -198,7 +199,7 @@ async def running_service(
         await asyncio.to_thread(front.close)
 
 
-async def _watch(coordinator: Coordinator) -> None:
+async def keep_watching(coordinator: Coordinator) -> None:
     """`coordinator.run`, anew whenever it ends by an error; until cancelled."""
     while True:
         (error,) = await asyncio.gather(coordinator.run(), return_exceptions=True)
@@ -214,14 +215,12 @@ async def swarm_on(ray: Any | None, plan: SwarmPlan) -> AsyncIterator[Service]:
     For demonstrations and measurements: no other host takes part. Raises what `load_cargo` raises.
     """
     if ray is None:
-        from layershuffle.swarm.local import LocalHosts as Hosts
+        from layershuffle.swarm.local import LocalHosts
 
-        places: LocalHosts | RayHosts = Hosts(list(plan.hosts), limits=plan.limits)
+        backend: HostBackend = LocalHosts(list(plan.hosts), limits=plan.limits)
     else:
-        from layershuffle.swarm.ray_hosts import RayHosts as Actors
+        from layershuffle.swarm.ray_hosts import RayHosts
 
-        places = Actors(ray, limits=plan.limits, only=plan.hosts)
-    async with running_service(
-        plan, load_cargo(plan), places=places, transport=places.transport
-    ) as service:
+        backend = RayHosts(ray, limits=plan.limits, only=plan.hosts)
+    async with running_service(plan, load_cargo(plan), backend=backend, ray=ray) as service:
         yield service

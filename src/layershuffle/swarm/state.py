@@ -12,15 +12,17 @@ any one monotonic clock. Conditions:
 
 from __future__ import annotations
 
+from array import array
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from layershuffle.swarm.indexes import by_block, middle, moved, retimed, sorted_times, toggled
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Visited
 
 Condition = Literal["healthy", "suspect", "shut-out", "draining", "gone"]
+_Names = dict[int, tuple[str, ...]]  # of hosts, by block
 _ROW = 64  # about the square root of a large swarm
 
 
@@ -71,15 +73,15 @@ class Swarm(Mapping[str, HostView]):
     """
 
     def __init__(self, hosts: Iterable[HostView] = ()) -> None:
-        known = {host.name: host for host in sorted(hosts, key=lambda host: host.name)}
-        views = list(known.values())
-        self._place = {name: place for place, name in enumerate(known)}
+        by_name = {host.name: host for host in sorted(hosts, key=lambda host: host.name)}
+        views = list(by_name.values())
+        self._place = {name: place for place, name in enumerate(by_name)}
         self._rows = [tuple(views[i : i + _ROW]) for i in range(0, len(views), _ROW)]
-        self._held = by_block((one.name, one.blocks) for one in views)
-        self._usable = by_block((one.name, one.blocks) for one in views if one.usable)
-        self._suspects = tuple(one.name for one in views if one.condition == "suspect")
-        self._compute = sorted_times(_times(one)[0] for one in views)
-        self._link = sorted_times(_times(one)[1] for one in views)
+        self._held = _by_block((view.name, view.blocks) for view in views)
+        self._usable = _by_block((view.name, view.blocks) for view in views if view.usable)
+        self._suspects = tuple(view.name for view in views if view.condition == "suspect")
+        self._compute = _sorted_times(_times(view)[0] for view in views)
+        self._link = _sorted_times(_times(view)[1] for view in views)
 
     def __getitem__(self, name: str) -> HostView:
         row, column = divmod(self._place[name], _ROW)
@@ -105,7 +107,7 @@ class Swarm(Mapping[str, HostView]):
 
     def without(self, name: str) -> Swarm:
         """This swarm without the host `name`."""
-        return Swarm(one for one in self.values() if one.name != name)
+        return Swarm(host for host in self.values() if host.name != name)
 
     def holders(self, block: int) -> tuple[HostView, ...]:
         """Usable hosts that hold `block`, by name."""
@@ -127,8 +129,8 @@ class Swarm(Mapping[str, HostView]):
     def pace(self, limits: Limits) -> Pace:
         """Medians over the usable hosts that were measured; the priors where there are none."""
         return Pace(
-            compute=middle(self._compute, otherwise=limits.prior_compute_ms / 1000),
-            link=middle(self._link, otherwise=limits.prior_link_ms / 1000),
+            compute=_middle(self._compute, otherwise=limits.prior_compute_ms / 1000),
+            link=_middle(self._link, otherwise=limits.prior_link_ms / 1000),
         )
 
     def _index(self, before: HostView, after: HostView) -> None:
@@ -136,14 +138,14 @@ class Swarm(Mapping[str, HostView]):
         if _indexed(before) == _indexed(after):
             return
         name, out = after.name, frozenset[int]()
-        self._held = moved(self._held, name, was=before.blocks, now=after.blocks)
-        was, now = (one.blocks if one.usable else out for one in (before, after))
-        self._usable = moved(self._usable, name, was=was, now=now)
+        self._held = _moved(self._held, name, was=before.blocks, now=after.blocks)
+        was, now = (view.blocks if view.usable else out for view in (before, after))
+        self._usable = _moved(self._usable, name, was=was, now=now)
         if (before.condition == "suspect") != (after.condition == "suspect"):
-            self._suspects = toggled(self._suspects, name)
-        old, new = (_times(one) for one in (before, after))
-        self._compute = retimed(self._compute, old[0], after=new[0])
-        self._link = retimed(self._link, old[1], after=new[1])
+            self._suspects = _toggled(self._suspects, name)
+        old, new = (_times(view) for view in (before, after))
+        self._compute = _retimed(self._compute, old[0], after=new[0])
+        self._link = _retimed(self._link, old[1], after=new[1])
 
 
 def _indexed(host: HostView) -> tuple[object, ...]:
@@ -154,6 +156,55 @@ def _indexed(host: HostView) -> tuple[object, ...]:
 def _times(host: HostView) -> tuple[float | None, float | None]:
     """Compute and link time as far as they join the medians."""
     return (host.compute, host.link) if host.usable else (None, None)
+
+
+def _by_block(hosts: Iterable[tuple[str, frozenset[int]]]) -> _Names:
+    """_Names by block, in the order of `hosts`: each a name and the blocks it stands under."""
+    names: dict[int, list[str]] = {}
+    for name, blocks in hosts:
+        for block in blocks:
+            names.setdefault(block, []).append(name)
+    return {block: tuple(holders) for block, holders in names.items()}
+
+
+def _moved(names: _Names, name: str, *, was: frozenset[int], now: frozenset[int]) -> _Names:
+    """`names` with `name` under the blocks `now`, no longer under those it `was` under."""
+    if was == now:
+        return names
+    return names | {block: _toggled(names.get(block, ()), name) for block in was ^ now}
+
+
+def _toggled(names: tuple[str, ...], name: str) -> tuple[str, ...]:
+    """Sorted `names` without `name` if it is there, else with it."""
+    place = bisect_left(names, name)
+    if names[place : place + 1] == (name,):
+        return names[:place] + names[place + 1 :]
+    return (*names[:place], name, *names[place:])
+
+
+def _sorted_times(times: Iterable[float | None]) -> array[float]:
+    """The times there are, ascending."""
+    return array("d", sorted(time for time in times if time is not None))
+
+
+def _retimed(times: array[float], before: float | None, *, after: float | None) -> array[float]:
+    """Sorted `times` with `after` in the place of `before`; `None` is no time."""
+    if before == after:
+        return times
+    changed = times[:]
+    if before is not None:
+        del changed[bisect_left(changed, before)]
+    if after is not None:
+        insort(changed, after)
+    return changed
+
+
+def _middle(times: array[float], *, otherwise: float) -> float:
+    """Median of sorted `times`; `otherwise` if there are none."""
+    half = len(times) // 2
+    if not times:
+        return otherwise
+    return times[half] if len(times) % 2 else (times[half - 1] + times[half]) / 2
 
 
 def expected(host: HostView, blocks: int, *, pace: Pace, images: int = 1) -> float:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from layershuffle.draws import Stream
-from layershuffle.errors import DataError, TrainingError
+from layershuffle.errors import TrainingError
 from layershuffle.evaluation import evaluate
 from layershuffle.modes import Mode
 from layershuffle.text import one_line
@@ -259,7 +259,7 @@ def _batches(state: TrainState) -> Iterator[list[Batch]]:
         rest.set_epoch(epoch)
         # accelerate forgets this in a loader that skips; every copy would be waited for.
         rest._non_blocking = accelerator.non_blocking
-        iterator, empty = iter(rest), True
+        iterator = iter(rest)
         while True:
             # Where an epoch starts torch's loader draws a seed for its processes. If the epoch
             # started before the checkpoint, that draw is in the checkpoint's random state already.
@@ -267,11 +267,9 @@ def _batches(state: TrainState) -> Iterator[list[Batch]]:
                 micro_batches = list(islice(iterator, accumulate))
             if not micro_batches:
                 break
-            empty, done = False, 0
+            done = 0
             if reread:
                 reread -= 1
             else:
                 yield micro_batches
-        if empty:
-            raise DataError("The training data hold no image", place=job.settings.data)
         epoch, done = epoch + 1, 0

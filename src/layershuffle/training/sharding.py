@@ -1,4 +1,4 @@
-"""What data-parallel training needs to know of the model: its shards, and its idle parameters."""
+"""Data-parallel training: shards of a model (FSDP2), and parameters that get no gradient (DDP)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -28,7 +28,7 @@ _WHOLE = StateDictOptions(full_state_dict=True)
 
 
 def shard(model: nn.Module) -> None:
-    """FSDP2, in place: a group of parameters per block, and one for all others.
+    """Shard the model in place with FSDP2: one group of parameters per block, one for all others.
 
     accelerate's own wrapping does nothing on CPUs, without an error, so nothing could be tested.
     """
@@ -39,11 +39,6 @@ def shard(model: nn.Module) -> None:
     fully_shard(model, mesh=mesh)
 
 
-def is_sharded(model: nn.Module) -> bool:
-    """Whether `shard` was here."""
-    return isinstance(model, FSDPModule)
-
-
 def gathered(model: nn.Module, *, into: nn.Module) -> nn.Module:
     """`into` with the whole weights of the sharded `model`; all processes must call it."""
     into.load_state_dict(get_model_state_dict(model, options=_WHOLE))
@@ -51,7 +46,11 @@ def gathered(model: nn.Module, *, into: nn.Module) -> nn.Module:
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """The whole state of a sharded model's optimiser; all processes must call it."""
+    """The whole state of a sharded model's optimiser; all processes must call it.
+
+    Its keys are names of parameters. An unsharded optimiser, whose keys are numbers, loads it too,
+    because torch pairs the two by their order.
+    """
     return get_optimizer_state_dict(model, optimizer, options=_WHOLE)
 
 
@@ -61,28 +60,28 @@ def load_optimizer_state(model: nn.Module, optimizer: Optimizer, *, state: dict[
 
 
 def all_finite(model: nn.Module) -> bool:
-    """Whether every weight that this process holds is finite; waits for the device, once."""
-    held = [w.to_local() if isinstance(w, DTensor) else w for w in model.parameters()]
-    return bool(torch.stack([torch.isfinite(weight).all() for weight in held]).all())
+    """Whether every weight in this process is finite; waits for the device once."""
+    weights = [w.to_local() if isinstance(w, DTensor) else w for w in model.parameters()]
+    # One flag for all weights: a flag per weight would make the host wait as many times.
+    return bool(torch.stack([torch.isfinite(weight).all() for weight in weights]).all())
 
 
 def idle_parameters(model: PositionedModel) -> Sequence[str]:
     """Parameters that no loss reaches although every block runs, such as a mask token's.
 
-    Found by one forward and backward of two grey images in evaluation mode, which leaves nothing
-    behind.
+    DDP waits for a gradient of every parameter and has to be told that some get none. A forward and
+    backward of two grey images in evaluation mode finds them; gradients are removed afterwards.
     """
     view = image_view(model)
     images = torch.zeros(2, view.channels, view.height, view.width)
+    images = images.to(next(model.parameters()).device)
     model.eval()
-    _some_loss(model, images.to(next(model.parameters()).device)).backward()  # type: ignore[no-untyped-call]
-    idle = [name for name, w in model.named_parameters() if w.requires_grad and w.grad is None]
-    model.zero_grad()
-    return idle
-
-
-def _some_loss(model: PositionedModel, images: Tensor) -> Tensor:
     guessing = model.guessing() if model.prediction is not None else contextlib.nullcontext()
     with guessing as guesses:
         loss = logits_of(model(images)).float().sum()
-    return loss if guesses is None else loss + guesses.loss()
+    if guesses is not None:
+        loss = loss + guesses.loss()
+    loss.backward()  # type: ignore[no-untyped-call]
+    idle = [name for name, w in model.named_parameters() if w.requires_grad and w.grad is None]
+    model.zero_grad()
+    return idle

@@ -1,10 +1,8 @@
-"""Pure bf16 with fp32 weights behind it: forwards in a lower precision than weights are kept in.
+"""`bf16-pure`: forwards in bf16 whose weights are kept, trained and saved in fp32.
 
-Under autocast only products are computed in bf16; the state between blocks, norms and sums stay
-fp32, and every product casts what it gets. Here all of a forward is bf16, from weights rounded anew
-for every forward, and the optimiser goes on from the fp32 ones: steps smaller than bf16 can tell
-are not lost. Nothing else changes: the model's parameters are its fp32 weights as before, for
-optimiser, checkpoints, moving average and data parallelism.
+Autocast computes only products in bf16, and casts what goes into each. Here a whole forward is
+bf16, from weights that are rounded anew for every forward; the optimiser moves the fp32 ones, so
+that steps too small for bf16 are not lost.
 """
 
 from __future__ import annotations
@@ -16,68 +14,65 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-_Tensors = dict[str, Any]  # nn.Module's own types allow a Parameter, which a copy is not
-# By module: its exact buffers with their versions, and the rounded ones. Some classes compute
-# theirs on the host, which in every forward would make the host wait for the GPU.
-_BUFFERS: WeakKeyDictionary[nn.Module, tuple[list[tuple[Tensor, int]], _Tensors]] = (
+_Tensors = dict[str, Any]  # torch's own type allows only `Parameter` where a cast weight will stand
+# By module: its buffers, their versions when they were cast, and the casts. Some classes cast on
+# the host (timm's rotary tables), for which the host would wait for the GPU in every forward. The
+# buffers are in it so that no new tensor gets the id of one that was freed.
+_BUFFER_CASTS: WeakKeyDictionary[nn.Module, tuple[_Tensors, list[Any], _Tensors]] = (
     WeakKeyDictionary()
 )
 
 
 @contextmanager
 def weights_cast_to(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Inside, `model` computes with its weights and floating buffers rounded to `dtype`.
+    """Inside, `model` computes with its weights and floating-point buffers cast to `dtype`.
 
-    Its input has to be of that dtype too. Gradients reach the true weights in their own dtype. Keep
-    `backward` inside where activations are recomputed. Norms with running statistics, which change
-    in place and take any input, stay as they are; what a forward writes into another floating
-    buffer is lost.
+    Its input has to be of `dtype` too. Gradients reach the original weights in their own dtype.
+    `backward` has to be inside if activations are recomputed. Norms with running statistics stay as
+    they are: they change in place. What a forward writes into another floating buffer is lost.
     """
-    made: dict[int, Tensor] = {}
-    places: list[tuple[_Tensors, _Tensors]] = []
-    for module in model.modules():
-        if not isinstance(module, _NormBase):
-            places += [
-                (module._parameters, _rounded_weights(module, dtype, made)),
-                (module._buffers, _rounded_buffers(module, dtype)),
-            ]
-    before = [{name: place[name] for name in new} for place, new in places]
+    casts: dict[int, Any] = {}  # by id of the weight, so that modules that share one share its cast
+    originals: list[tuple[_Tensors, _Tensors]] = []
     try:
-        for place, new in places:
-            place.update(new)
+        for module in model.modules():
+            if isinstance(module, _NormBase):
+                continue
+            weights = _floating(module._parameters)
+            for weight in weights.values():
+                casts.setdefault(id(weight), weight.to(dtype))
+            originals += [
+                (module._parameters, weights),
+                (module._buffers, _floating(module._buffers)),
+            ]
+            buffer_casts = _cast_buffers(module, dtype)
+            module._parameters.update({name: casts[id(w)] for name, w in weights.items()})
+            module._buffers.update(buffer_casts)
         yield
     finally:
-        for (place, _), old in zip(places, before, strict=True):
-            place.update(old)
+        for place, tensors in originals:
+            place.update(tensors)
 
 
-def _rounded_weights(module: nn.Module, dtype: torch.dtype, made: dict[int, Tensor]) -> _Tensors:
-    """What is shared stays shared: `made` holds the copies by the weights they are of."""
-    held = {n: w for n, w in module._parameters.items() if w is not None and w.is_floating_point()}
-    for weight in held.values():
-        if id(weight) not in made:
-            made[id(weight)] = weight.to(dtype)
-    return {name: made[id(weight)] for name, weight in held.items()}
+def _floating(place: _Tensors) -> _Tensors:
+    return {
+        n: tensor
+        for n, tensor in place.items()
+        if tensor is not None and tensor.is_floating_point()
+    }
 
 
-def _rounded_buffers(module: nn.Module, dtype: torch.dtype) -> _Tensors:
-    """As `.to(dtype)` makes them: some classes keep theirs exact, such as timm's rotary periods."""
-    held = {n: b for n, b in module._buffers.items() if b is not None and b.is_floating_point()}
-    if not held:
-        return {}
-    exact, made = _BUFFERS.get(module, ([], {}))
-    as_before = len(exact) == len(held) and all(
-        one is other and version == other._version
-        for (one, version), other in zip(exact, held.values(), strict=True)
-    )
-    if as_before:
-        return made
-    twin = copy.copy(module)
-    twin._parameters, twin._modules, twin._buffers = {}, {}, dict(module._buffers)
-    twin.to(dtype)
-    made = {name: twin._buffers[name] for name in held}
-    _BUFFERS[module] = [(buffer, buffer._version) for buffer in held.values()], made
-    return made
+def _cast_buffers(module: nn.Module, dtype: torch.dtype) -> _Tensors:
+    """As `module.to(dtype)` makes them: some classes keep theirs exact."""
+    buffers = _floating(module._buffers)
+    versions = [(id(buffer), buffer._version) for buffer in buffers.values()]
+    _, cast_versions, casts = _BUFFER_CASTS.get(module, ({}, [], {}))
+    if versions != cast_versions:
+        twin = copy.copy(module)
+        twin._parameters, twin._modules, twin._buffers = {}, {}, dict(module._buffers)
+        twin.to(dtype)
+        casts = {name: twin._buffers[name] for name in buffers}
+        _BUFFER_CASTS[module] = buffers, versions, casts
+    return casts

@@ -48,7 +48,7 @@ class DemoCommand(Command):
     async def _start(self) -> None:
         from layershuffle.models import load
         from layershuffle.stack import depth_of
-        from layershuffle.swarm.asking import labelled_images
+        from layershuffle.swarm.load_client import labelled_images
         from layershuffle.swarm.plan import even_plan
         from layershuffle.swarm.ray_session import local_ray
         from layershuffle.swarm.service import swarm_on
@@ -65,16 +65,16 @@ class DemoCommand(Command):
         print("The swarm has ended. To keep one running: layershuffle swarm up")
 
     async def _show(self, service: Service, images: Any) -> None:
-        from layershuffle.swarm.asking import asker, client_inside
+        from layershuffle.swarm.chaos import crashes
         from layershuffle.swarm.drill import run_drill
-        from layershuffle.swarm.faults import crashes
+        from layershuffle.swarm.load_client import client_inside, load_client
 
         faults = crashes(
             list(service.plan.hosts), share=1 / 3, requests=self.requests, seed=self.seed
         )
         rows = []
         async with client_inside(service) as client:
-            ask = asker(client, images, deadline_ms=self.deadline_ms)
+            ask = load_client(client, images, deadline_ms=self.deadline_ms)
 
             async def phase(name: str, **drill_options: Any) -> None:
                 print(f"{self.requests} requests: {name} ...", flush=True)
@@ -83,7 +83,7 @@ class DemoCommand(Command):
 
             await phase("all hosts up")
             killed = ", ".join(fault.host for fault in faults)
-            await phase(f"{killed} killed meanwhile", faults=faults, engine=service.coordinator)
+            await phase(f"{killed} killed meanwhile", faults=faults, engine=service.faults)
             await phase(f"{len(faults)} of {self.hosts} hosts dead")
             # The hosts stay dead: a pipeline needs every block, so all its requests fail.
             service.router.routing = "sequential"

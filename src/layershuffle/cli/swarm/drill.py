@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from layershuffle.cli.swarm import Routing
+from layershuffle.cli.swarm import FAULT_KINDS, FaultKind, Routing
 from layershuffle.cli.swarm.asking import ServerOptions, client_options
 from layershuffle.cli.swarm.serving import require_extra
 from layershuffle.errors import LayerShuffleError, UsageError
-from layershuffle.swarm.faults import KINDS, Fault, Kind, crashes, rehearsal
 
 if TYPE_CHECKING:
+    from layershuffle.swarm.chaos import Fault
     from layershuffle.swarm.client import AsyncSwarmClient
     from layershuffle.swarm.plan import SwarmPlan
     from layershuffle.swarm.server.admin import Operator
@@ -36,7 +36,7 @@ class DrillCommand(ServerOptions):
     """Plan that the swarm is expected to run; the drill is refused if it runs another."""
     requests: int = 300
     """Number of requests, per routing."""
-    kinds: tuple[Kind, ...] = KINDS
+    kinds: tuple[FaultKind, ...] = FAULT_KINDS
     """Failures to rehearse, one after the other; rejoin brings each host back after a while."""
     kill: float | None = None
     """Instead of --kinds, kill this share of the hosts at random moments; none comes back."""
@@ -69,9 +69,9 @@ class DrillCommand(ServerOptions):
     async def drill(self, plan: SwarmPlan, operator: Operator) -> int:
         """The drill of a swarm that runs `plan`; the exit code."""
         from layershuffle.models import load
-        from layershuffle.swarm.asking import asker, labelled_images
         from layershuffle.swarm.client import AsyncSwarmClient
         from layershuffle.swarm.drill import drill_report, foreseen, judged, run_drill
+        from layershuffle.swarm.load_client import labelled_images, load_client
         from layershuffle.swarm.remote_model import served_host
         from layershuffle.swarm.service import calibration_of
 
@@ -90,7 +90,7 @@ class DrillCommand(ServerOptions):
         # and the clients of the running service get the routing back that they had.
         routing_before = operator.routing(self.routings[0])
         async with AsyncSwarmClient(self.address, **client_options(self)) as client:
-            ask = asker(client, images, deadline_ms=self.deadline_ms)
+            ask = load_client(client, images, deadline_ms=self.deadline_ms)
             engine = _Remote(operator, client)
             try:
                 for routing in self.routings:
@@ -122,9 +122,11 @@ class DrillCommand(ServerOptions):
         return 1 if lost else 0
 
     def _faults(self, hosts: Sequence[str]) -> tuple[Fault, ...]:
+        from layershuffle.swarm.chaos import crashes, one_of_each_fault
+
         if self.kill is not None:
             return crashes(hosts, share=self.kill, requests=self.requests, seed=self.seed)
-        return rehearsal(hosts, requests=self.requests, seed=self.seed, kinds=self.kinds)
+        return one_of_each_fault(hosts, requests=self.requests, seed=self.seed, kinds=self.kinds)
 
 
 class _Remote:
@@ -135,7 +137,7 @@ class _Remote:
         self._hit: set[str] = set()
         self._order: asyncio.Future[None] | None = None
 
-    async def happen(self, fault: Fault) -> None:
+    async def inject(self, fault: Fault) -> None:
         """Make the fault happen; a rejoin is over when the host is healthy."""
         self._hit.add(fault.host)
         self._order = asyncio.ensure_future(self._ordered(fault.host, fault.kind))
@@ -173,7 +175,7 @@ class _Remote:
             raise errors[0]
         await self.healthy(set(hit))
 
-    async def _ordered(self, host: str, kind: Kind) -> None:
+    async def _ordered(self, host: str, kind: FaultKind) -> None:
         await asyncio.to_thread(self._operator.fault, host, kind)
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import tyro
 
 from layershuffle.cli.command import Command
-from layershuffle.cli.swarm import DEFAULT_MODEL, Routing, Wire
+from layershuffle.cli.swarm import DEFAULT_MODEL, ROUTINGS, Routing, Wire
 from layershuffle.cli.swarm.serving import require_extra
 from layershuffle.errors import UsageError
 from layershuffle.text import table
@@ -19,7 +19,7 @@ from layershuffle.text import table
 class PlanCommand(Command):
     """Find which host should hold which blocks of a model, and what to expect of that plan.
 
-    Prints the same figures for fixed-order pipelines beside it.
+    The figures come from a simulation of the plan; those of a fixed order stand beside them.
     """
 
     hosts: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="HOSTS")]
@@ -98,7 +98,7 @@ class SimulateCommand(Command):
     """Clients that each send the next request when the last one has ended."""
     kill: float | None = None
     """Kill this share of the hosts at random moments; none comes back."""
-    routings: tuple[Routing, ...] = ("order-free", "sequential", "replicated-sequential")
+    routings: tuple[Routing, ...] = ROUTINGS
     """Routings to compare."""
     min_blocks: int = 1
     """Fewest blocks of an answer."""
@@ -109,7 +109,7 @@ class SimulateCommand(Command):
         """Simulate every routing, and print them side by side."""
         require_extra()
 
-        from layershuffle.swarm.faults import crashes
+        from layershuffle.swarm.chaos import crashes
         from layershuffle.swarm.plan import read_plan
         from layershuffle.swarm.planning import read_hosts
         from layershuffle.swarm.planning.hosts import hosts_of

@@ -198,7 +198,7 @@ async def serve_service(
         calibration=service.calibration,
         keys=keys,
         model=service.plan.model,
-        foreign_blocks=lambda: coordinator.strangers,
+        foreign_blocks=lambda: coordinator.foreign_blocks,
         watching=lambda: coordinator.watching,
         audits=lambda: (health.audited, health.disagreed),
     )
@@ -264,9 +264,9 @@ class _ServingCommand(HttpsOptions):
         state = state_directory(self.state)
         print(f"Waiting for {len(plan.hosts)} block hosts ...", flush=True)
         with session as ray:
-            places = RayHosts(ray, limits=plan.limits, threads=self.threads)
+            backend = RayHosts(ray, limits=plan.limits, threads=self.threads)
             async with running_service(
-                plan, cargo, places=places, transport=places.transport, within=wait
+                plan, cargo, backend=backend, ray=ray, within=wait
             ) as service:
                 await serve_service(
                     service,

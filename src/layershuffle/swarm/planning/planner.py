@@ -1,34 +1,67 @@
-"""`plan`: which host holds which blocks, and what to expect of it."""
+"""`plan`: which host is to hold which blocks; exactly for up to 60 hosts, greedily beyond."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from layershuffle.errors import UsageError
 from layershuffle.swarm.limits import Limits
+from layershuffle.swarm.messages import Wire
 from layershuffle.swarm.plan import DEFAULT_MODEL, HostPlan, SwarmPlan
-from layershuffle.swarm.planning.exact import Solution, solve
-from layershuffle.swarm.planning.greedy import place
-from layershuffle.swarm.planning.hosts import HostsFile, ModelFacts, hosts_of
-from layershuffle.swarm.planning.prediction import Prediction, Solver, predict, small
-from layershuffle.swarm.planning.problem import (
+from layershuffle.swarm.planning.hosts import (
     OBJECTIVES,
-    Numbers,
+    HostsFile,
+    ModelFacts,
     Objective,
     Placement,
     Problem,
+    hosts_of,
     refuse_impossible,
     refuse_no_battery,
 )
-from layershuffle.swarm.wire import Wire
+from layershuffle.swarm.planning.placement import GAP, Solution, place, solve
 
 LARGE = 60
 """With more hosts than this the placement is found greedily."""
-_PROVED = 1e-6
 _LEEWAY = 2.0
 """A host may be so many times slower than planned before it is a last resort."""
+_ZERO = 1e-15
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """What was asked for and what was found; `value` and `bound` in the objective's own unit."""
+
+    problem: Problem
+    objective: Objective
+    solution: Solution
+
+    @property
+    def value(self) -> float:
+        """Requests per second, milliseconds, or requests until the first battery is empty."""
+        return in_unit(self.solution.value, self.objective)
+
+    @property
+    def bound(self) -> float:
+        """The value that no placement can go beyond."""
+        return in_unit(self.solution.bound, self.objective)
+
+    @property
+    def gap(self) -> float:
+        """Distance of the value from the bound, as a share of the bound; 0 is proved best."""
+        if self.value == self.bound:
+            return 0.0
+        return abs(self.value - self.bound) / self.bound if math.isfinite(self.bound) else math.inf
+
+
+def in_unit(value: float, objective: Objective) -> float:
+    """A solution's value as people read it: requests per second, milliseconds, requests."""
+    if objective == "latency":
+        return value * 1000
+    return math.inf if value < _ZERO else 1 / value
 
 
 def plan(
@@ -42,31 +75,14 @@ def plan(
     time_limit: float = 20.0,
     model: str = DEFAULT_MODEL,
     wire: Wire = "fp32",
-) -> tuple[SwarmPlan, Prediction]:
-    """The best placement found, as a plan to deploy, and its figures.
+) -> tuple[SwarmPlan, Planned]:
+    """The best placement found, as a plan to deploy, and how good it is.
 
     `replicas`: copies of every block; `reach`: probability with which any block is to be reachable;
     `floor`: accuracy in percent under which requests may leave out blocks (lifetime only);
     `time_limit`: seconds for the exact solver, after which the better of its best placement and the
     greedy one is taken. Raises `UsageError` naming what makes it impossible.
     """
-    _check(objective, replicas=replicas, reach=reach, floor=floor)
-    demand = facts.depth if floor is None else facts.blocks_for(floor)
-    problem = Problem(
-        hosts=hosts_of(hosts, facts), facts=facts, replicas=replicas, reach=reach, demand=demand
-    )
-    if objective == "lifetime":
-        refuse_no_battery(problem)
-    refuse_impossible(problem)
-    best, solver = _best(problem, objective, time_limit=time_limit)
-    best = replace(best, placement=_needed(problem, best))
-    prediction = predict(problem, best, objective=objective, solver=solver, time_limit=time_limit)
-    return _swarm_plan(problem, best, objective=objective, model=model, wire=wire), prediction
-
-
-def _check(
-    objective: Objective, *, replicas: int, reach: float | None, floor: float | None
-) -> None:
     if objective not in OBJECTIVES:
         raise UsageError(
             f"There is no objective {objective!r}", hint=f"choose {', '.join(OBJECTIVES)}"
@@ -79,68 +95,66 @@ def _check(
         raise UsageError(
             "An accuracy floor belongs to the objective lifetime", hint="leave one of them out"
         )
+    demand = facts.depth if floor is None else facts.blocks_for(floor)
+    problem = Problem(
+        hosts=hosts_of(hosts, facts), facts=facts, replicas=replicas, reach=reach, demand=demand
+    )
+    if objective == "lifetime":
+        refuse_no_battery(problem)
+    refuse_impossible(problem)
+    best = _best(problem, objective, time_limit=time_limit)
+    best = replace(best, placement=_needed(problem, best))
+    planned = Planned(problem=problem, objective=objective, solution=best)
+    return _swarm_plan(planned, model=model, wire=wire), planned
 
 
-def _best(problem: Problem, objective: Objective, *, time_limit: float) -> tuple[Solution, Solver]:
+def _best(problem: Problem, objective: Objective, *, time_limit: float) -> Solution:
     """The greedy placement where it meets the bound or the swarm is large, else the exact one."""
-    greedy = refusal = None
+    greedy = refusal = exact = None
     try:
         greedy = place(problem, objective)
-    except UsageError as error:
+    except UsageError as error:  # the exact programme may find room where the greedy one did not
         refusal = error
-    if greedy is not None and greedy.value <= greedy.bound * (1 + _PROVED):
-        return greedy, "greedy"
-    exact = None
+    if greedy is not None and greedy.value <= greedy.bound * (1 + GAP):
+        return greedy
     if len(problem.hosts) <= LARGE:
         exact = solve(problem, objective, time_limit=time_limit)
     if exact is None and greedy is None:
         raise refusal or AssertionError("no placement and no reason")
     if exact is None or (greedy is not None and greedy.value < exact.value):
         assert greedy is not None
-        bound = greedy.bound if exact is None else max(exact.bound, greedy.bound)
-        return replace(greedy, bound=bound), "greedy"
-    return exact, "exact"
+        return replace(greedy, bound=greedy.bound if exact is None else exact.bound)
+    return exact
 
 
 def _needed(problem: Problem, solution: Solution) -> Placement:
     """The placement without copies that run nothing and that no constraint asks for."""
     placement = solution.placement.copy()
-    if solution.shares.shape != placement.shape or not small(placement):
+    if len(problem.hosts) > LARGE or solution.shares.shape != placement.shape:
         return placement
-    idle = np.argwhere(placement & (solution.shares < 1e-6))
-    for host, block in idle[::-1]:
+    for host, block in np.argwhere(placement & (solution.shares < 1e-6))[::-1]:
         placement[host, block] = False
-        if not problem.fits(placement):
-            placement[host, block] = True
+        placement[host, block] = not problem.fits(placement)
     return placement
 
 
-def _swarm_plan(
-    problem: Problem, best: Solution, *, objective: Objective, model: str, wire: Wire
-) -> SwarmPlan:
+def _swarm_plan(planned: Planned, *, model: str, wire: Wire) -> SwarmPlan:
+    problem, best = planned.problem, planned.solution
     used = np.flatnonzero(best.placement.any(axis=1)).tolist()
-    work = best.shares.sum(axis=1) if objective == "lifetime" else None
-    held = {
-        host.name: HostPlan(
-            blocks=tuple(int(block) for block in np.flatnonzero(best.placement[number])),
-            share=None if work is None else round(float(work[number]), 6),
-        )
-        for number, host in enumerate(problem.hosts)
-        if number in used
-    }
+    work = best.shares.sum(axis=1) if planned.objective == "lifetime" else None
+    # No host is to be left out as slow for a slowness that the plan knows of.
+    block, usual = problem.column("block")[used], Limits()
+    slowest = _LEEWAY * float(block.max() / np.median(block))
     return SwarmPlan(
         model=model,
-        hosts=held,
+        hosts={
+            problem.hosts[number].name: HostPlan(
+                blocks=tuple(np.flatnonzero(best.placement[number]).tolist()),
+                share=None if work is None else round(float(work[number]), 6),
+            )
+            for number in used
+        },
         wire=wire,
         most_blocks=problem.demand if problem.demand < problem.depth else None,
-        limits=_limits(problem.column("block")[used]),
+        limits=usual if slowest <= usual.slow_factor else Limits(slow_factor=round(slowest, 1)),
     )
-
-
-def _limits(block: Numbers) -> Limits:
-    """Limits under which no host is left out for a slowness that the plan knows of."""
-    usual = Limits()
-    known = float(block.max() / np.median(block))
-    if known * _LEEWAY <= usual.slow_factor:
-        return usual
-    return Limits(slow_factor=round(known * _LEEWAY, 1))

@@ -1,56 +1,158 @@
-"""A plan and its figures as text."""
+"""A plan and its figures as text. The figures come from the simulation of the plan.
+
+Times and rates are simulated with patient limits, so that they say what the hosts can do and not
+where a deadline cuts requests off. What hosts that are away at times cost is drawn from their
+availabilities.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
 
 from layershuffle.swarm.plan import SwarmPlan
-from layershuffle.swarm.planning.prediction import Figures, Prediction
+from layershuffle.swarm.planning.planner import LARGE, Planned
+from layershuffle.swarm.policy import Routing
+from layershuffle.swarm.simulation import Arrivals, Outcome, profile_of, simulate
+from layershuffle.text import table
 
-_MOST_HOSTS = 20
+_SHOWN = 20
+"""Hosts that are listed by name."""
 _UNITS = {"throughput": "requests/s", "latency": "ms", "lifetime": "requests"}
+_PATIENT = {
+    "deadline_ms": 1e9,
+    "hop_floor_ms": 1e9,
+    "hop_cap_ms": 1e9,
+    "canary_every_ms": 1e12,
+    # Nothing says what a host gains by batches, and without a gain they only wait for each other.
+    "max_batch": 1,
+}
+_ALONE = 12
+"""Requests, one after the other; the later ones go to hosts that have been measured."""
+_BUSY = 600
+"""Requests of many clients; at least five of each."""
+_DRAWS = 20_000
 
 
-def plan_report(plan: SwarmPlan, prediction: Prediction) -> str:
-    """Who holds what, the figures beside those of fixed orders, and how good the plan is."""
-    return "\n".join([*_placement(plan), "", *_table(prediction), "", *_notes(prediction)])
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """What to expect of a plan under one routing.
+
+    `throughput`: requests per second with all hosts up and busy. `life`: requests until the first
+    battery is empty (infinite on mains). Both are `None` for more than 60 hosts: so many requests
+    take minutes to simulate. `latency_ms`: of a request alone, all hosts up, without stem and head.
+    `answered`:
+    share of requests that get an answer when hosts are away as often as their availability says;
+    `blocks`: mean number of blocks of an answer; `accuracy`: percent right of all requests, those
+    without an answer counted as wrong (`None` without a calibration).
+    """
+
+    throughput: float | None
+    latency_ms: float
+    life: float | None
+    answered: float
+    blocks: float
+    accuracy: float | None
 
 
-def _placement(plan: SwarmPlan) -> list[str]:
-    names = list(plan.hosts)
-    width = max(len(name) for name in names[:_MOST_HOSTS])
-    lines = [
-        f"  {name:<{width}}  {', '.join(map(str, plan.hosts[name].blocks))}"
-        for name in names[:_MOST_HOSTS]
+def figures_of(plan: SwarmPlan, planned: Planned, *, routing: Routing) -> Figures:
+    """The figures of `plan`, made by `planned`, under `routing`."""
+    problem = planned.problem
+    patient = plan.model_copy(update={"limits": plan.limits.model_copy(update=_PATIENT)})
+
+    def play(requests: int, clients: int) -> Outcome:
+        return simulate(
+            patient,
+            profile=profile_of(problem.hosts),
+            requests=requests,
+            routing=routing,
+            arrivals=Arrivals(clients=clients),
+        )
+
+    alone, busy = play(_ALONE, 1), None
+    if len(plan.hosts) <= LARGE:
+        clients = 4 * len(plan.hosts)
+        busy = play(max(_BUSY, 5 * clients), clients)
+    reachable = _reachable(plan, planned)
+    run = np.minimum(reachable, problem.demand)
+    if routing != "order-free":  # a block that is missing ends the request
+        run = np.where(reachable == problem.depth, problem.depth, 0)
+    accuracy = None
+    if problem.facts.accuracy:
+        percent = [problem.facts.accuracy_at(k) if k else 0.0 for k in range(problem.depth + 1)]
+        accuracy = float(np.array(percent)[run].mean())
+    return Figures(
+        throughput=None if busy is None else busy.per_second,
+        latency_ms=alone.quantile(0.5),
+        life=None if busy is None else _life(planned, busy),
+        answered=float((run > 0).mean()),
+        blocks=float(run[run > 0].mean()) if run.any() else 0.0,
+        accuracy=accuracy,
+    )
+
+
+def _reachable(plan: SwarmPlan, planned: Planned) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Blocks with a reachable holder, in draws of which hosts are there, [draws]."""
+    hosts = [host for host in planned.problem.hosts if host.name in plan.hosts]
+    held = np.zeros((len(hosts), planned.problem.depth), dtype=np.float32)
+    for row, host in zip(held, hosts, strict=True):
+        row[list(plan.hosts[host.name].blocks)] = 1
+    draws = max(100, _DRAWS * LARGE // max(LARGE, len(hosts)))
+    up = np.random.default_rng(0).random((draws, len(hosts)))
+    there = up < np.array([host.availability for host in hosts])
+    blocks: np.ndarray[tuple[int], np.dtype[np.int64]] = (there @ held > 0).sum(axis=1)
+    return blocks
+
+
+def _life(planned: Planned, outcome: Outcome) -> float:
+    """Requests until the first battery is empty, by the blocks and visits of every host."""
+    lives = [
+        host.battery * outcome.requests / energy
+        for host in planned.problem.hosts
+        if (
+            energy := host.block_energy * outcome.served.get(host.name, 0)
+            + host.visit_energy * outcome.visited.get(host.name, 0)
+        )
     ]
-    if len(names) > _MOST_HOSTS:
-        lines.append(f"  and {len(names) - _MOST_HOSTS} more hosts")
+    return min(lives, default=math.inf)
+
+
+def plan_report(plan: SwarmPlan, planned: Planned) -> str:
+    """Who holds what, simulated figures in free order and in order, and how good the plan is."""
+    names = list(plan.hosts)
+    width = max(map(len, names[:_SHOWN]))
+    held = [
+        f"  {name:<{width}}  {', '.join(map(str, plan.hosts[name].blocks))}"
+        for name in names[:_SHOWN]
+    ]
+    if len(names) > _SHOWN:
+        held.append(f"  and {len(names) - _SHOWN} more hosts")
     copies = sum(len(host.blocks) for host in plan.hosts.values())
-    return [f"{len(names)} host{'s hold' if len(names) > 1 else ' holds'} {copies} blocks:", *lines]
-
-
-_ROWS: tuple[tuple[str, Callable[[Figures], float | None], str], ...] = (
-    ("requests per second, at most", lambda one: one.throughput, ",.1f"),
-    ("milliseconds of a request alone", lambda one: one.latency_ms, ",.1f"),
-    ("requests until a battery is empty", lambda one: one.life, ",.0f"),
-    ("% answered, hosts away at times", lambda one: 100 * one.answered, ".2f"),
-    ("blocks of an answer, mean", lambda one: one.blocks, ".2f"),
-    ("% right of all requests", lambda one: one.accuracy, ".1f"),
-)
-
-
-def _table(prediction: Prediction) -> list[str]:
     columns = {
-        "free order": prediction.order_free,
-        "same, in order": prediction.in_order,
-        "best pipeline": prediction.pipeline,
+        "free order": figures_of(plan, planned, routing="order-free"),
+        "in order": figures_of(plan, planned, routing="replicated-sequential"),
     }
-    lines = ["".join([f"{'':<34}", *(f"{name:>16}" for name in columns)])]
-    for label, value, form in _ROWS:
-        cells = ["-" if one is None else _cell(value(one), form) for one in columns.values()]
-        lines.append("".join([f"{label:<34}", *(f"{cell:>16}" for cell in cells)]))
-    return lines
+    figures = list(columns.values())
+    rows = [
+        ("requests per second, all busy", *(_cell(f.throughput, ",.1f") for f in figures)),
+        ("milliseconds of a request alone", *(_cell(f.latency_ms, ",.1f") for f in figures)),
+        ("requests until a battery is empty", *(_cell(f.life, ",.0f") for f in figures)),
+        ("% answered, hosts away at times", *(_cell(100 * f.answered, ".2f") for f in figures)),
+        ("blocks of an answer, mean", *(_cell(f.blocks, ".2f") for f in figures)),
+        ("% right of all requests", *(_cell(f.accuracy, ".1f") for f in figures)),
+    ]
+    return "\n".join(
+        [
+            f"{len(names)} host{'s hold' if len(names) > 1 else ' holds'} {copies} blocks:",
+            *held,
+            "",
+            table(("simulated", *columns), rows),
+            "",
+            *_notes(plan, planned, columns["free order"]),
+        ]
+    )
 
 
 def _cell(value: float | None, form: str) -> str:
@@ -59,26 +161,37 @@ def _cell(value: float | None, form: str) -> str:
     return "no limit" if math.isinf(value) else format(value, form)
 
 
-def _notes(prediction: Prediction) -> list[str]:
-    unit = _UNITS[prediction.objective]
-    how = "an exact programme" if prediction.solver == "exact" else "greedy placement"
-    lines = [f"{prediction.objective}, by {how}: {_best(prediction, unit)}."]
-    if prediction.demand < prediction.depth:
+def _notes(plan: SwarmPlan, planned: Planned, free: Figures) -> list[str]:
+    problem, unit = planned.problem, _UNITS[planned.objective]
+    how = "an exact programme" if planned.solution.solver == "exact" else "greedy placement"
+    value, bound = (f"{_cell(n, ',.2f')} {unit}" for n in (planned.value, planned.bound))
+    quality = "which no placement can beat"
+    if planned.gap >= 1e-4:
+        quality = f"within {100 * planned.gap:.1f} % of what no placement can beat ({bound})"
+    lines = [f"{planned.objective}, by {how}: {value}, {quality}."]
+    away = np.ones(problem.depth)
+    copies = np.zeros(problem.depth, dtype=int)
+    for host in problem.hosts:
+        if host.name in plan.hosts:
+            blocks = list(plan.hosts[host.name].blocks)
+            away[blocks] *= 1 - host.availability
+            copies[blocks] += 1
+    hardest = int(away.argmax())
+    there = f"{100 * (1 - away[hardest]):.2f} % of the time"
+    lines.append(
+        f"Every block is on {copies.min()} host{'s' if copies.min() > 1 else ''} or more. "
+        f"The hardest to reach is block {hardest}: it can be reached {there}."
+    )
+    if problem.demand < problem.depth:
         lines.append(
-            f"A request runs {prediction.demand} of {prediction.depth} blocks in free order; "
+            f"A request runs {problem.demand} of {problem.depth} blocks in free order; "
             "a fixed order needs all."
         )
-    if prediction.pipeline is None:
-        lines.append("No pipeline of intervals, one per host, fits the hosts' memory.")
-    if prediction.order_free.accuracy is None:
+    if free.latency_ms > plan.limits.deadline_ms:
+        lines.append(
+            f"A request alone takes longer than its deadline of {plan.limits.deadline_ms:g} ms and "
+            "will be answered without some blocks: raise limits.deadline_ms in the plan."
+        )
+    if free.accuracy is None:
         lines.append("Accuracy is not known: layershuffle swarm calibrate measures it.")
     return lines
-
-
-def _best(prediction: Prediction, unit: str) -> str:
-    if prediction.gap < 1e-4:
-        return f"{_cell(prediction.value, ',.2f')} {unit}, which no placement can beat"
-    return (
-        f"{_cell(prediction.value, ',.2f')} {unit}, within {100 * prediction.gap:.1f} % of "
-        f"what no placement can beat ({_cell(prediction.bound, ',.2f')} {unit})"
-    )

@@ -22,7 +22,7 @@ from fastapi.responses import JSONResponse
 from starlette.requests import Request
 
 from layershuffle.errors import LayerShuffleError, UsageError
-from layershuffle.swarm.faults import Fault, Kind
+from layershuffle.swarm.chaos import Fault, Kind
 from layershuffle.swarm.policy import Routing
 from layershuffle.swarm.service import Service, donor_bundle
 
@@ -60,7 +60,7 @@ def operator_app(service: Service) -> FastAPI:
 
     @app.post("/fault")
     async def fault(host: _Name, kind: Annotated[Kind, Body()]) -> dict[str, Any]:
-        await coordinator.happen(Fault(0, host, kind))
+        await service.faults.inject(Fault(0, host, kind))
         return {}
 
     @app.get("/plan")

@@ -10,8 +10,8 @@ import prometheus_client as prometheus
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from layershuffle.swarm.messages import Outcome, Visited
-from layershuffle.swarm.router import Router, State
+from layershuffle.swarm.messages import Outcome, State, Visited
+from layershuffle.swarm.router import Router
 from layershuffle.swarm.server import schemas
 from layershuffle.swarm.server.schemas import Audits, Classification, Health
 
@@ -41,6 +41,7 @@ class Metrics(Collector):
         audits: Callable[[], tuple[int, int]] | None = None,
     ) -> None:
         self._router, self._watching, self._audits = router, watching, audits
+        # Counted here, not by prometheus_client: it never forgets a label, and hosts come and go.
         self.requests: Counter[str] = Counter()
         self.hops: dict[str, Counter[Outcome]] = {}
         self._seconds = prometheus.Histogram(
@@ -55,6 +56,7 @@ class Metrics(Collector):
             buckets=tuple(range(1, router.depth + 1)),
             registry=None,
         )
+        # Not the library's global registry: a process may run several gateways, as drills do.
         self._registry = prometheus.CollectorRegistry()
         for collector in (self, self._seconds, self._blocks):
             self._registry.register(collector)
@@ -76,6 +78,7 @@ class Metrics(Collector):
             for visit_outcome, count in outcomes.items():
                 hops.add_metric([host, visit_outcome], count)
         yield from (requests, hops)
+        # `watching` is no zero where nobody knows: an alarm on it would ring for ever.
         gauges = [
             ("usable_hosts", "Hosts that visits may go to.", health.usable_hosts),
             ("reachable_blocks", "Blocks that a usable host holds.", health.reachable_blocks),
@@ -120,6 +123,7 @@ class Metrics(Collector):
 
     def _count_hop(self, hop: Visited, before: State, after: State | None) -> None:
         del before, after
+        # Here as well as when somebody reads, for gateways whose metrics nobody ever reads.
         if hop.host not in self.hops:
             self._forget_hosts()
         self.hops.setdefault(hop.host, Counter())[hop.outcome] += 1

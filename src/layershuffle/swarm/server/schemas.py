@@ -12,10 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from layershuffle.swarm.calibration import CalibrationFacts, Expected
 from layershuffle.swarm.limits import Limits
-from layershuffle.swarm.messages import Ending, Outcome, Route
+from layershuffle.swarm.messages import Ending, Outcome, Route, Wire
 from layershuffle.swarm.policy import Routing
 from layershuffle.swarm.state import Condition, Swarm
-from layershuffle.swarm.wire import Wire
 
 if TYPE_CHECKING:
     from layershuffle.swarm.remote_model import Classified
@@ -174,6 +173,7 @@ def classification(
         images=images,
         depth=route.depth,
         blocks=list(route.order),
+        # Sorted, so that two answers of one route are equal as text.
         skipped=[Skipped(block=block, why=why) for block, why in sorted(route.skipped.items())],
         degraded=is_degraded(route, order=order),
         ending=route.ending,

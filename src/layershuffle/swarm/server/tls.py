@@ -1,4 +1,4 @@
-"""TLS between clients and the gateway: the server's and the client's side. No web framework."""
+"""TLS between clients and the gateway, for both sides. Imports no web framework."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from layershuffle.swarm.ray_config import check_secret
 
 
 def server_context(certificate: Path, key: Path) -> ssl.SSLContext:
-    """What a gateway with this certificate (its chain may follow in the file) speaks: TLS 1.2 or
-    later.
+    """The TLS of a gateway with this certificate (its chain may follow in the file): 1.2 or later.
 
     Raises `UsageError` for files that are missing, broken or no pair, and for a key that is
     encrypted or that others may read.
     """
     check_secret(key, what="key", hint="name the key that belongs to the certificate")
 
-    def asked_for_password() -> NoReturn:
+    # Without it OpenSSL would ask on the terminal, and a service without one would hang.
+    def refuse_password() -> NoReturn:
         raise UsageError(
             "The key is encrypted, and nobody is there to type the password",
             place=key,
@@ -29,7 +29,7 @@ def server_context(certificate: Path, key: Path) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     try:
-        context.load_cert_chain(certificate, key, password=asked_for_password)
+        context.load_cert_chain(certificate, key, password=refuse_password)
     except OSError as error:  # ssl's own errors as well
         raise UsageError(
             f"The certificate and its key cannot be used ({error.strerror or error})",
@@ -40,7 +40,7 @@ def server_context(certificate: Path, key: Path) -> ssl.SSLContext:
 
 
 def client_context(authority: Path) -> ssl.SSLContext:
-    """What a client speaks that trusts the certificates in this file alone.
+    """The TLS of a client that trusts the certificates in this file alone.
 
     Raises `UsageError` if it cannot be read.
     """

@@ -12,23 +12,22 @@ import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 
-from layershuffle.swarm.batching import choose
-from layershuffle.swarm.faults import SLOW_FACTOR
+from layershuffle.swarm.batching import next_batch
+from layershuffle.swarm.chaos import SLOW_FACTOR
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import (
     Answer,
     HostGone,
     HostUnavailable,
+    Packet,
     Visit,
     VisitError,
     WorkExpired,
 )
 from layershuffle.swarm.simulation.scenario import HostTimes, Profile
-from layershuffle.swarm.wire import Packet
 
 _MILLI = 1000.0
 
@@ -59,7 +58,7 @@ class Job:
         return self.packet.images
 
     @property
-    def meets(self) -> int:
+    def batch_key(self) -> int:
         """The block that it needs next."""
         return self.visit.blocks[self.done]
 
@@ -132,8 +131,7 @@ class SimulatedHost:
         self._forget_expired()
         if not self._jobs:
             return
-        waiting: list[Any] = self._jobs  # a simulated job has all that the rule reads of a real one
-        self._batch = [*choose(waiting, images=self.limits.max_batch)]
+        self._batch = next_batch(self._jobs, images=self.limits.max_batch)
         for job in self._jobs:
             job.passed = 0 if job in self._batch else job.passed + 1
         images = sum(job.images for job in self._batch)

@@ -14,8 +14,8 @@ import numpy as np
 
 from layershuffle.errors import UsageError
 from layershuffle.swarm import state
-from layershuffle.swarm.faults import Fault, check_faults
-from layershuffle.swarm.health import Health, Known
+from layershuffle.swarm.chaos import Fault, check_faults
+from layershuffle.swarm.health import Health, KnownAnswer
 from layershuffle.swarm.plan import SwarmPlan
 from layershuffle.swarm.policy import Routing
 from layershuffle.swarm.router import Router
@@ -114,7 +114,10 @@ class _Simulation:
         donors = {block: host.donors.get(block, self.plan.model) for block in host.blocks}
         self.health.expect(
             name,
-            {block: Known(_STATE, _STATE, f"{block} {donor}") for block, donor in donors.items()},
+            {
+                block: KnownAnswer(_STATE, _STATE, f"{block} {donor}")
+                for block, donor in donors.items()
+            },
         )
 
     # --- requests ---------------------------------------------------------------------------------

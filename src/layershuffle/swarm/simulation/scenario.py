@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 from pydantic import Field
@@ -11,7 +11,9 @@ from pydantic import Field
 from layershuffle.errors import UsageError
 from layershuffle.settings import Positive, Settings
 from layershuffle.swarm.plan import HostPlan, SwarmPlan
-from layershuffle.swarm.planning.hosts import Host
+
+if TYPE_CHECKING:
+    from layershuffle.swarm.planning.hosts import Host
 
 _COPY = "~"
 _CHURN_STREAM = 1

@@ -117,11 +117,11 @@ def _facts(directory: str | Path) -> tuple[Path, ModelMetadata]:
 
 
 def _base(provenance: object) -> str | None:
-    said: Mapping[str, Any] = provenance if isinstance(provenance, Mapping) else {}
-    if said.get("base_sha256") is None:
+    record: Mapping[str, Any] = provenance if isinstance(provenance, Mapping) else {}
+    if record.get("base_sha256") is None:
         return None
-    kept = said.get("blocks_of_base")
-    return f"{said['base_sha256']}, blocks {kept}" if kept else str(said["base_sha256"])
+    blocks = record.get("blocks_of_base")
+    return f"{record['base_sha256']}, blocks {blocks}" if blocks else str(record["base_sha256"])
 
 
 def _names(place: Path, facts: ModelMetadata, *, block: int) -> dict[str, str]:
@@ -132,7 +132,7 @@ def _names(place: Path, facts: ModelMetadata, *, block: int) -> dict[str, str]:
     else:
         # torchvision names its blocks encoder_layer_0, encoder_layer_1 ...
         own = re.compile(rf"{re.escape(facts.blocks)}\.(?:encoder_layer_)?{block}\.(.+)")
-        names = {name: found[1] for name in stored if (found := own.fullmatch(name))}
+        names = {name: match[1] for name in stored if (match := own.fullmatch(name))}
     if not names or not names.keys() <= stored:
         raise ModelFileError(
             f"The weights of block {block} are not where {METADATA_FILE} says ({facts.blocks})",
@@ -160,5 +160,5 @@ def _transformers_names(place: Path, prefix: str) -> dict[str, str]:
         sketch.save_pretrained(saved, state_dict=numbers)
         (path,) = weight_files(Path(saved))
         with safe_open(path, framework="pt") as file:
-            found = {name: int(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118 -- not a mapping
-    return {name: own[number].removeprefix(prefix) for name, number in found.items()}
+            places = {name: int(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118 -- not a mapping
+    return {name: own[number].removeprefix(prefix) for name, number in places.items()}

@@ -1,4 +1,4 @@
-"""Labelled requests to a gateway, for drills: images as PNG files, and how each request ended."""
+"""Labelled requests to a server, for drills: images as PNG files, and how each request ended."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _TOO_MANY = 429
 _PLENTY = 100_000.0  # requests per second
-_PATIENCE = 20  # times that a busy gateway is asked again
+_RETRIES = 20  # times that a busy server is asked again
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,24 +65,24 @@ def _png(image: Tensor) -> bytes:
     return file.getvalue()
 
 
-def asker(
+def load_client(
     client: AsyncSwarmClient, images: Sequence[Labelled], *, deadline_ms: float
 ) -> Callable[[int], Awaitable[Reply]]:
-    """Sends image number i (again from the first after the last), for `drill.run_drill`."""
+    """Sends image number i (again from the first after the last), for `run_drill`."""
 
     async def ask(number: int) -> Reply:
-        one = images[number % len(images)]
-        for _ in range(_PATIENCE):
+        labelled = images[number % len(images)]
+        for _ in range(_RETRIES):
             begun = time.perf_counter()
             try:
-                answer = await client.classify(one.image, deadline_ms=deadline_ms, top_k=1)
+                answer = await client.classify(labelled.image, deadline_ms=deadline_ms, top_k=1)
             except SwarmError as error:
                 if error.status == _TOO_MANY:
                     await asyncio.sleep(error.retry_after or 1.0)
                     continue
                 return Reply("failed", False, 0, (time.perf_counter() - begun) * 1000)
             ms = (time.perf_counter() - begun) * 1000
-            right = answer.images[0].top[0].index == one.label
+            right = answer.images[0].top[0].index == labelled.label
             ended: Ended = "degraded" if answer.degraded else "answered"
             return Reply("late" if ms > deadline_ms else ended, right, len(answer.blocks), ms)
         return Reply("failed", False, 0, 0.0)

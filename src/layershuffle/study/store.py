@@ -1,4 +1,6 @@
-"""The results of a study in a few files, for documentation: no weights, no logs.
+"""A study's results on disk: as its tasks left them, or in the few files that a repository holds.
+
+The second form has no weights and no logs:
 
     OUT/plan.json       the recipe
     OUT/runs.json       what `result.json` says of every run: what all share once, a line per run
@@ -19,9 +21,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from layershuffle.errors import DataError
+from pydantic import TypeAdapter
+
 from layershuffle.files import write_text
-from layershuffle.merging.rows import MergingRow, rows_csv, rows_from_csv
+from layershuffle.merging.rows import MergingRow, rows_csv
 from layershuffle.results import ScoreRow, read_rows, write_rows
 from layershuffle.study.plan import (
     KEPT_FILE,
@@ -36,10 +39,13 @@ from layershuffle.study.tasks import (
     AnalysisResult,
     MergingResult,
     Outcome,
+    ResultT,
     RunResult,
+    SpecT,
     Study,
     StudyError,
     check_result,
+    read_outcome,
 )
 from layershuffle.text import one_line
 
@@ -47,6 +53,38 @@ _SCHEMA = 1
 _GROUPS = ("settings", "data", "hardware", "versions")
 """Fields of a run's result that are mostly the same for all runs."""
 _HINT = "keep the study again with scripts/keep_study.py"
+
+
+def read_study(out: Path) -> Study:
+    """The study in directory `out`, finished or not.
+
+    Raises `UsageError` if there is no plan, `StudyError` or `DataError` for a file that is cut off
+    or contradicts the plan.
+    """
+    if (out / KEPT_FILE).exists():
+        return read_kept(out)
+    settings = read_plan(out)
+    tasks = tasks_of(settings)
+    planned = {task.name for task in tasks}
+    # Directories that begin with a dot are being written.
+    directories = sorted(path.name for path in (out / "runs").glob("[!.]*") if path.is_dir())
+    return Study(
+        settings=settings,
+        runs=tuple(
+            read_outcome(task, RunResult, out=out) for task in tasks if isinstance(task, RunSpec)
+        ),
+        mergings=tuple(
+            read_outcome(task, MergingResult, out=out)
+            for task in tasks
+            if isinstance(task, MergingSpec)
+        ),
+        analyses=tuple(
+            read_outcome(task, AnalysisResult, out=out)
+            for task in tasks
+            if isinstance(task, AnalysisSpec)
+        ),
+        unplanned=tuple(name for name in directories if name not in planned),
+    )
 
 
 def write_kept(study: Study, out: Path, *, plan: str) -> None:
@@ -81,6 +119,7 @@ def write_kept(study: Study, out: Path, *, plan: str) -> None:
             texts = {"title": entry.result.title, "paragraph": entry.result.paragraph}
             numbers = dict(_numbers(entry.result.facts, "facts"))
             for name, value in (texts | numbers).items():
+                # As JSON, a number stays a number and a paragraph may hold any character.
                 analysis.append([entry.task.name, name, json.dumps(value, ensure_ascii=False)])
     for file, table in (("merging.csv", merging), ("analysis.csv", analysis)):
         if len(table) > 1:
@@ -104,48 +143,50 @@ def read_kept(out: Path) -> Study:
             raise ValueError(f"it has schema {stored['schema']!r}, this version reads {_SCHEMA}")
         runs = {run["run"]: run for run in stored["runs"]}
         for run in runs.values():
+            # The file's own schema was checked above.
             run["schema_version"] = 1
             for group in _GROUPS:
                 run[group] = {**stored["shared"][group], **run[group]}
-        merging = _merging_rows(out / "merging.csv")
+        merging = _mergings(out / "merging.csv")
         analysis = _analyses(out / "analysis.csv")
-    except (OSError, ValueError, KeyError, TypeError, DataError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         cause = f"The kept results cannot be read ({type(error).__name__}: {one_line(error)})"
         raise StudyError(cause, place=out, hint=_HINT) from error
     scores: dict[tuple[str, int], list[ScoreRow]] = {}
+    # A study that was kept before its first run has no scores.
     if runs:
         for row in read_rows(out / "results.csv", hint=_HINT):
             scores.setdefault((row.method, row.seed), []).append(row)
 
-    def read_run(task: RunSpec) -> Outcome[RunSpec, RunResult]:
+    def run_result(task: RunSpec) -> RunResult | None:
         if task.name not in runs:
-            return Outcome(task=task, state="missing")
+            return None
         result = check_result(runs[task.name], RunResult, task=task, place=path)
         rows = tuple(scores.get((task.arm, task.settings.seed), ()))
-        return Outcome(task=task, state="done", result=result.model_copy(update={"rows": rows}))
+        return result.model_copy(update={"rows": rows})
 
-    def read_merging(task: MergingSpec) -> Outcome[MergingSpec, MergingResult]:
-        if task.arm not in merging:
-            return Outcome(task=task, state="missing")
-        result = MergingResult(rows=tuple(merging[task.arm]))
-        return Outcome(task=task, state="done", result=result)
-
-    def read_analysis(task: AnalysisSpec) -> Outcome[AnalysisSpec, AnalysisResult]:
+    def analysis_result(task: AnalysisSpec) -> AnalysisResult | None:
         if task.name not in analysis:
-            return Outcome(task=task, state="missing")
+            return None
         pictures = sorted((out / "figures").glob(f"{task.name}-*.png"))
         fields = {**analysis[task.name], "pictures": tuple(f"figures/{p.name}" for p in pictures)}
-        place = out / "analysis.csv"
-        result = check_result(fields, AnalysisResult, task=task, place=place)
-        return Outcome(task=task, state="done", result=result)
+        return check_result(fields, AnalysisResult, task=task, place=out / "analysis.csv")
 
     return Study(
         settings=settings,
-        runs=tuple(read_run(task) for task in tasks if isinstance(task, RunSpec)),
-        mergings=tuple(read_merging(task) for task in tasks if isinstance(task, MergingSpec)),
-        analyses=tuple(read_analysis(task) for task in tasks if isinstance(task, AnalysisSpec)),
+        runs=tuple(_outcome(t, run_result(t)) for t in tasks if isinstance(t, RunSpec)),
+        mergings=tuple(
+            _outcome(t, merging.get(t.arm)) for t in tasks if isinstance(t, MergingSpec)
+        ),
+        analyses=tuple(
+            _outcome(t, analysis_result(t)) for t in tasks if isinstance(t, AnalysisSpec)
+        ),
         kept=True,
     )
+
+
+def _outcome(task: SpecT, result: ResultT | None) -> Outcome[SpecT, ResultT]:
+    return Outcome(task=task, state="missing" if result is None else "done", result=result)
 
 
 def _fields(result: RunResult) -> dict[str, Any]:
@@ -170,15 +211,13 @@ def _table(path: Path) -> list[dict[str, str]]:
     return rows
 
 
-def _merging_rows(path: Path) -> dict[str, list[MergingRow]]:
-    texts: dict[str, io.StringIO] = {}
+def _mergings(path: Path) -> dict[str, MergingResult]:
+    """The scores of the merging of every arm."""
+    rows: dict[str, list[MergingRow]] = {}
+    reader = TypeAdapter(MergingRow)
     for row in _table(path):
-        arm = row.pop("arm")
-        if arm not in texts:
-            texts[arm] = io.StringIO(newline="")
-            csv.writer(texts[arm]).writerow(row)
-        csv.writer(texts[arm]).writerow(row.values())
-    return {arm: rows_from_csv(text.getvalue()) for arm, text in texts.items()}
+        rows.setdefault(row.pop("arm"), []).append(reader.validate_python(row))
+    return {arm: MergingResult(rows=tuple(scores)) for arm, scores in rows.items()}
 
 
 def _analyses(path: Path) -> dict[str, dict[str, Any]]:

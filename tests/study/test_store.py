@@ -10,10 +10,10 @@ import pytest
 from fixture import merging_rows, write_merging, write_study
 
 from layershuffle.errors import UsageError
-from layershuffle.study.kept import write_kept
 from layershuffle.study.plan import read_plan, write_plan
 from layershuffle.study.report import write_report
-from layershuffle.study.tasks import StudyError, read_study
+from layershuffle.study.store import read_study, write_kept
+from layershuffle.study.tasks import StudyError
 
 
 @pytest.fixture(scope="module")

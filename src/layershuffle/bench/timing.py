@@ -1,0 +1,178 @@
+"""Clocks: two sides timed in turn, and the phases of steps.
+
+Two sides run in turn, so that a busy machine slows both alike. On a CPU the clock is the processor
+time of this process, which waiting does not touch; on a GPU it is the GPU's own, by events.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layershuffle.hooks import Step
+
+Side = Callable[[], float]
+"""Does its work once and returns the seconds that it took."""
+
+_MOST_TURNS = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """How much is measured: `pairs` of at least `seconds` each, after `warm_up` runs of a side."""
+
+    pairs: int = 9
+    seconds: float = 1.0
+    warm_up: int = 2
+
+
+SMOKE = Effort(pairs=1, seconds=0.0, warm_up=1)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Seconds of A and B, pair by pair; each number is the mean of `turns` runs."""
+
+    seconds: tuple[tuple[float, float], ...]
+    turns: int
+
+    @property
+    def ratios(self) -> tuple[float, ...]:
+        """Seconds of A over seconds of B, pair by pair."""
+        return tuple(a / b for a, b in self.seconds)
+
+
+def cpu_timed(work: Callable[[], object]) -> Side:
+    """`work` on the clock of this process: processor time of all its threads, in seconds."""
+
+    def side() -> float:
+        started = time.process_time()
+        work()
+        return time.process_time() - started
+
+    return side
+
+
+def gpu_timed(work: Callable[[], object]) -> Side:
+    """`work` on the current GPU's clock, from its first kernel to its last, in seconds."""
+
+    def side() -> float:
+        first, last = _gpu_event(), _gpu_event()
+        torch.cuda.synchronize()
+        first.record()
+        work()
+        last.record()
+        torch.cuda.synchronize()
+        return float(first.elapsed_time(last)) / 1e3
+
+    return side
+
+
+def paired(a: Side, b: Side, *, effort: Effort) -> Pairs:
+    """Time both sides in turn.
+
+    They run before that, twice unless it is a smoke test: what is built once is not measured.
+    """
+    if effort is not SMOKE:
+        gc.collect()  # in a large process it takes as long as a whole smoke test
+    with _no_garbage_collection():
+        turn_seconds = sum(min(side() for _ in range(effort.warm_up)) for side in (a, b))
+        turns = min(_MOST_TURNS, math.ceil(effort.seconds / max(turn_seconds, 1e-6))) or 1
+        pairs = tuple(_pair(a, b, turns=turns, first=n % 2) for n in range(effort.pairs))
+    return Pairs(pairs, turns)
+
+
+def _pair(a: Side, b: Side, *, turns: int, first: int) -> tuple[float, float]:
+    gc.collect(0)  # garbage of the pair before; a whole collection takes long in a large process
+    total_a = total_b = 0.0
+    # Who goes first changes from turn to turn: the second side finds warmer caches.
+    for turn in range(first, first + turns):
+        if turn % 2:
+            total_b += b()
+            total_a += a()
+        else:
+            total_a += a()
+            total_b += b()
+    return total_a / turns, total_b / turns
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    # A collection while the clock runs would hit one of the sides by chance.
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+class PhaseTimer:
+    """When each phase of a step began. As a block hook it tells blocks and head apart.
+
+    On a GPU a beginning is an event in the stream, so the host never waits for it. torch.profiler
+    would slow small steps down, and its ranges miss the kernels of the backward thread.
+    `clock`: seconds on the host, for work that runs there.
+    """
+
+    def __init__(
+        self, device: torch.device | str, *, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._on_gpu = torch.device(device).type == "cuda"
+        self._clock = clock
+        self._beginnings: list[tuple[str, Any]] = []
+
+    def begin(self, phase: str) -> None:
+        """End the phase before and begin this one."""
+        if not self._on_gpu:
+            self._beginnings.append((phase, self._clock()))
+            return
+        event = _gpu_event()
+        event.record()
+        self._beginnings.append((phase, event))
+
+    def before(self, state: Tensor, step: Step) -> Tensor:
+        """As a hook: a block begins, unless activation checkpointing only runs it again."""
+        if not step.replay:
+            self.begin("blocks")
+        return state
+
+    def after(self, state: Tensor, step: Step) -> None:
+        """As a hook: a block ended. The head follows, or another block at once."""
+        del state
+        if not step.replay:
+            self.begin("head")
+
+    def steps(self, first: str) -> list[dict[str, float]]:
+        """Seconds by phase of every whole step; a step begins with the phase `first`."""
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        steps: list[dict[str, float]] = []
+        for (phase, begun), (_, ended) in pairwise(self._beginnings):
+            seconds = begun.elapsed_time(ended) / 1e3 if self._on_gpu else ended - begun
+            if phase == first:
+                steps.append({})
+            if steps:
+                steps[-1][phase] = steps[-1].get(phase, 0.0) + seconds
+        is_whole = bool(self._beginnings) and self._beginnings[-1][0] == first
+        return steps if is_whole else steps[:-1]
+
+
+def median_phases(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The median seconds of every phase, in the order of the first step."""
+    return {phase: statistics.median(step.get(phase, 0.0) for step in steps) for phase in steps[0]}
+
+
+def _gpu_event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

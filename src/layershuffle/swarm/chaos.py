@@ -1,0 +1,312 @@
+"""Failures on purpose: which host fails when, and the wrappers that make it so.
+
+A list of `Fault` is pure data and a function of a seed. Its times are counted in requests, so that
+the same list hits a real swarm, one in this process and a simulated one at the same places.
+
+`ChaosBackend` and `ChaosTransport` stand between a coordinator or router and the real ones (the
+idea is torchft's failure injector), so that hosts and engines hold no code for drills: a host
+cannot be told to answer wrongly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from layershuffle.draws import Stream
+from layershuffle.errors import UsageError
+from layershuffle.swarm.messages import (
+    Answer,
+    HostGone,
+    HostUnavailable,
+    Packet,
+    Transport,
+    Visit,
+    VisitError,
+    WorkExpired,
+    pack,
+    unpack,
+)
+
+if TYPE_CHECKING:
+    from layershuffle.swarm.coordinator import Coordinator
+    from layershuffle.swarm.host import HostInfo
+    from layershuffle.swarm.placement import HostBackend, HostCall, Node
+
+Kind = Literal["crash", "freeze", "slow", "wrong", "cut", "leave", "rejoin"]
+KINDS: tuple[Kind, ...] = ("crash", "freeze", "slow", "wrong", "cut", "leave", "rejoin")
+SLOW_FACTOR = 10.0
+_NOISE_FACTOR, _NOISE_SEED = 10.0, 20407
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Just before request number `at` is sent, `kind` happens to `host`.
+
+    crash    its process is killed
+    freeze   its process stops, without a word
+    slow     its compute takes ten times as long
+    wrong    its answers are finite and false
+    cut      its network is gone, without a word
+    leave    it is drained, then ended in good order
+    rejoin   a crashed, left or shut-out host starts anew; any other one is whole again
+    """
+
+    at: int
+    host: str
+    kind: Kind
+
+
+def check_faults(faults: Sequence[Fault], hosts: Sequence[str]) -> tuple[Fault, ...]:
+    """`faults` by time. Raises `UsageError` for hosts that are not there."""
+    for fault in faults:
+        if fault.host not in hosts:
+            raise UsageError(
+                f"There is no host {fault.host!r} to {fault.kind}",
+                hint=f"hosts: {', '.join(hosts)}",
+            )
+    return tuple(sorted(faults, key=lambda fault: fault.at))
+
+
+def crashes(hosts: Sequence[str], *, share: float, requests: int, seed: int) -> tuple[Fault, ...]:
+    """A share of the hosts (rounded down, at least one) dies, each at a request drawn at random.
+
+    No host dies before the first tenth of the requests or in the last one.
+    """
+    stream = Stream(seed, 0)
+    count = max(1, int(len(hosts) * share))
+    chosen = [hosts[i] for i in stream.shuffled(range(len(hosts)))[:count]]
+    first, last = requests // 10, requests - requests // 10
+    return check_faults(
+        [Fault(first + stream.below(max(1, last - first)), host, "crash") for host in chosen], hosts
+    )
+
+
+def one_of_each_fault(
+    hosts: Sequence[str], *, requests: int, seed: int, kinds: Sequence[Kind] = KINDS
+) -> tuple[Fault, ...]:
+    """Every kind of failure once, one after the other, each on a host drawn at random.
+
+    The requests are cut into as many parts as there are kinds; a failure comes at the beginning of
+    its part and is undone (rejoin) at half of it, so that what it costs can be told apart.
+    """
+    stream = Stream(seed, 1)
+    troubles = [kind for kind in kinds if kind != "rejoin"]
+    part = requests // max(1, len(troubles))
+    if part < 4:
+        raise UsageError(
+            f"{requests} requests are too few for {len(troubles)} kinds of failures",
+            hint=f"take {4 * len(troubles)} or more",
+        )
+    faults: list[Fault] = []
+    for number, kind in enumerate(troubles):
+        host = hosts[stream.below(len(hosts))]
+        start = number * part + part // 4
+        faults.append(Fault(start, host, kind))
+        if "rejoin" in kinds:
+            faults.append(Fault(start + part // 2, host, "rejoin"))
+    return check_faults(faults, hosts)
+
+
+class ChaosTransport:
+    """A transport that breaks on demand (`messages.Transport`); whole, it adds nothing.
+
+    cut, freeze  nothing reaches the host and nothing comes from it, until `heal`
+    slow         a visit computes `factor` times as long, and others wait for it
+    wrong        an answer gets noise of ten times its own spread, the same for equal states
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self.inner = transport
+        self.dead: set[str] = set()
+        self._slow: dict[str, tuple[float, asyncio.Lock]] = {}
+        self._wrong: set[str] = set()
+        self._open: dict[str, asyncio.Event] = {}
+
+    def break_host(self, host: str, kind: Kind, *, factor: float = SLOW_FACTOR) -> None:
+        """From now on `host` is broken in this way: cut, freeze, slow (by `factor`) or wrong."""
+        if kind == "slow":
+            self._slow[host] = (factor, asyncio.Lock())
+        elif kind == "wrong":
+            self._wrong.add(host)
+        else:
+            self._open.setdefault(host, asyncio.Event())
+
+    def heal(self, host: str) -> None:
+        """Nothing is wrong with the way to `host` any more."""
+        self._slow.pop(host, None)
+        for hosts in (self._wrong, self.dead):
+            hosts.discard(host)
+        if way := self._open.pop(host, None):
+            way.set()
+
+    async def way_to(self, host: str) -> None:
+        """Wait until messages get through to `host` and back."""
+        while host in self._open:
+            await self._open[host].wait()
+
+    async def visit(self, visit: Visit, packet: Packet) -> Answer:
+        """The host's answer; see `messages.Transport`."""
+        await self.way_to(visit.host)
+        if visit.host in self._slow:
+            answer = await self._slowly(visit, packet)
+        else:
+            answer = await self._passed(visit, packet)
+        # Also on the way back: a host that is cut off computes, and nobody hears of it.
+        await self.way_to(visit.host)
+        if visit.host in self._wrong:
+            state = unpack(answer.packet)
+            noise = np.random.default_rng(_NOISE_SEED).standard_normal(state.shape, np.float32)
+            state = state + noise * np.float32(_NOISE_FACTOR * (state.std() or 1.0))
+            answer = replace(answer, packet=pack(state, answer.packet.wire))
+        return answer
+
+    async def _passed(self, visit: Visit, packet: Packet) -> Answer:
+        try:
+            return await self.inner.visit(visit, packet)
+        except VisitError as error:
+            if visit.host in self.dead:
+                raise HostGone(f"The process of host {visit.host} is dead") from error
+            raise
+
+    async def _slowly(self, visit: Visit, packet: Packet) -> Answer:
+        """One visit after the other, because a host computes in one thread; batches are lost."""
+        factor, turn = self._slow[visit.host]
+        clock = asyncio.get_running_loop().time
+        arrived = clock()
+        async with turn:
+            waited = clock() - arrived
+            if 1000 * waited > visit.budget_ms:
+                raise WorkExpired(f"Host {visit.host} had no time for it in its budget")
+            answer = await self._passed(visit, packet)
+            await asyncio.sleep((factor - 1) * answer.compute_ms / 1000)
+        return replace(
+            answer,
+            compute_ms=factor * answer.compute_ms,
+            queue_ms=answer.queue_ms + 1000 * waited,
+        )
+
+
+class ChaosBackend:
+    """A backend whose hosts can be broken (`placement.HostBackend`); whole, it adds nothing.
+
+    `transport` wraps that of `backend`: give it to the router. `ray`: the connected module if the
+    hosts are processes that Ray runs, which then really die and stop; without it they only seem to.
+    """
+
+    def __init__(self, backend: HostBackend, *, ray: Any | None = None) -> None:
+        self.inner, self._ray = backend, ray
+        self.transport = ChaosTransport(backend.transport)
+        self._processes: dict[str, tuple[str, int]] = {}
+
+    async def nodes(self) -> Sequence[Node]:
+        """The living machines."""
+        return await self.inner.nodes()
+
+    async def start(self, name: str, *, node: str) -> HostInfo:
+        """A process for `name` on that machine."""
+        await self.transport.way_to(name)
+        info = await self.inner.start(name, node=node)
+        self._processes[name] = (node, info.pid)
+        return info
+
+    async def end(self, name: str) -> None:
+        """End the host; whatever was wrong with it ends too."""
+        await self.inner.end(name)
+        self._processes.pop(name, None)
+        self.transport.heal(name)
+
+    async def call(self, name: str, method: HostCall, *args: Any) -> Any:
+        """What that method of the host returns."""
+        await self.transport.way_to(name)
+        result = await self.inner.call(name, method, *args)
+        await self.transport.way_to(name)
+        return result
+
+    async def kill(self, name: str) -> None:
+        """The host's process dies at once. Raises `HostUnavailable` if there is none."""
+        if self._ray is not None:
+            self._signal(name, signal.SIGKILL)
+        elif name not in self._processes:
+            raise HostUnavailable(f"The process of host {name} is not known")
+        else:
+            self.transport.heal(name)  # whoever waits for it is to hear that it died
+            self.transport.dead.add(name)
+            await self.inner.end(name)
+        del self._processes[name]  # its number may become another process's
+
+    def freeze(self, name: str) -> None:
+        """The host's process stops without a word; in this process it falls silent."""
+        if self._ray is not None:
+            self._signal(name, signal.SIGSTOP)
+        else:
+            self.transport.break_host(name, "freeze")
+
+    def heal(self, name: str) -> None:
+        """Nothing is wrong with the host any more, unless it is dead."""
+        if self._ray is not None:
+            self._signal(name, signal.SIGCONT)
+        self.transport.heal(name)
+
+    def _signal(self, name: str, number: signal.Signals) -> None:
+        if name not in self._processes:
+            raise HostUnavailable(f"The process of host {name} is not known")
+        node, pid = self._processes[name]
+        signal_process(self._ray, pid, number=number, node=node)
+
+
+def signal_process(ray: Any, pid: int, *, number: signal.Signals, node: str) -> None:
+    """Signal a process on a member of the cluster. Raises `HostUnavailable` if it is dead."""
+    if node == ray.get_runtime_context().get_node_id():
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError as error:
+            raise HostUnavailable(f"The process {pid} of a host is dead") from error
+        return
+    there = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
+    send = ray.remote(_send_signal).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
+    send.remote(pid, int(number))
+
+
+def _send_signal(pid: int, number: int) -> None:
+    os.kill(pid, number)
+
+
+class FaultInjector:
+    """Makes faults happen to the hosts of a running swarm (`drill.Engine`).
+
+    `backend`: that of `coordinator`, whose transport the router uses.
+    """
+
+    def __init__(self, coordinator: Coordinator, *, backend: ChaosBackend) -> None:
+        self.coordinator, self.backend = coordinator, backend
+
+    async def inject(self, fault: Fault) -> None:
+        """Make the fault happen. A crashed host stays dead until its rejoin.
+
+        Raises `LayerShuffleError` for a host that is not there, or is dead already.
+        """
+        name, coordinator = fault.host, self.coordinator
+        coordinator.record_of(name)
+        if fault.kind == "crash":
+            await self.backend.kill(name)
+            coordinator.hold(name, "it crashed")
+        elif fault.kind == "leave":
+            await coordinator.leave(name)
+        elif fault.kind == "freeze":
+            self.backend.freeze(name)
+        elif fault.kind != "rejoin":
+            self.backend.transport.break_host(name, fault.kind)
+        elif coordinator.is_up(name) and coordinator.router.swarm[name].condition not in (
+            "shut-out",
+            "gone",
+        ):
+            self.backend.heal(name)
+        else:
+            await coordinator.readmit(name)

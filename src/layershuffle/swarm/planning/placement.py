@@ -1,0 +1,335 @@
+"""Which host holds which blocks: placements by an exact programme and by a greedy one.
+
+The exact one is a mixed-integer linear programme, solved by HiGHS (scipy's `milp`). For hosts h and
+blocks b of size s_b, the unknowns are
+
+    x_hb in {0, 1}   h holds b
+    y_hb in [0, 1]   share of the requests whose block b runs on h
+    z_h  in [0, 1]   share of the requests that visit h
+    L                the fullest load
+
+and the constraints
+
+    sum_b s_b x_hb <= memory_h                    what a host holds fits it
+    sum_h x_hb >= replicas                        every block is somewhere, so often
+    sum_h -ln(1 - availability_h) x_hb
+        >= -ln(1 - reach)                         and reachable with this probability (exact: a
+                                                  block is out if all its holders are)
+    y_hb <= x_hb                                  blocks run where they are held
+    sum_h y_hb = 1                                every block once per request; where only `demand`
+        (or <= 1, sum_hb y_hb = demand)           of the blocks are to run, any so many of them
+    z_h >= y_hb                                   all of a host's blocks of a request in one visit:
+                                                  this is where the order is free
+
+throughput and lifetime minimise L subject to, for every host and everything that fills up,
+
+    sum_b load_h y_hb + visit_load_h z_h <= L
+
+with loads in seconds of compute and, apart, of transfer (throughput: 1 / L requests per second), or
+in shares of the battery (lifetime: 1 / L requests until the first one is empty, the largest minimum
+over the hosts: the question of Gacoin et al., ISCAS 2019, put anew for blocks that run in any order
+and may be left out). latency makes z binary and minimises sum_h hop_h z_h + sum_hb block_h y_hb,
+the time of one request alone.
+
+z_h >= y_hb is the fewest visits that the shares allow. Where holdings overlap in part and visits
+weigh, no single way to share out requests may attain it on all hosts at once, so that a throughput
+bound by transfers, or a life with radio energy, is then an upper bound; else it is exact.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+from scipy import sparse
+from scipy.optimize import Bounds, LinearConstraint, milp
+
+from layershuffle.errors import UsageError
+from layershuffle.swarm.planning.hosts import Numbers, Objective, Placement, Problem
+
+Solver = Literal["exact", "greedy"]
+GAP = 1e-6
+"""Relative distance from the bound at which a placement counts as the best."""
+_INFEASIBLE = 2  # HiGHS's status
+
+
+@dataclass(frozen=True, kw_only=True)
+class Solution:
+    """A placement, the shares of the requests on it, and how good it is.
+
+    `shares` `[hosts, blocks]`: of the requests, how many run this block on this host. `value`:
+    seconds (throughput: of the busiest host per request; latency: of a request) or the share of a
+    battery per request (lifetime); smaller is better. `bound`: no placement has less.
+    """
+
+    placement: Placement
+    shares: Numbers
+    value: float
+    bound: float
+    solver: Solver
+
+
+# --- exact ----------------------------------------------------------------------------------------
+
+
+def solve(
+    problem: Problem,
+    objective: Objective,
+    *,
+    fixed: Placement | None = None,
+    time_limit: float = 20.0,
+) -> Solution | None:
+    """The best placement, or with `fixed` the best use of that one; `None` if time ran out first.
+
+    Raises `UsageError` if the constraints exclude each other.
+    """
+    least = least_load(problem, objective)
+    scale = least or _any_load(problem, objective)
+    # With the closed-form bound as the least L the solver stops when it gets there.
+    result = _programme(
+        problem, objective, fixed=fixed, scale=scale, least=least / scale, time_limit=time_limit
+    )
+    if result.status == _INFEASIBLE:
+        cause = f"{problem.replicas} copies of every block do not fit the hosts' memory together"
+        hint = "add hosts or memory, or ask for fewer replicas"
+        if problem.reach is not None:
+            without = replace(problem, reach=None)
+            if _programme(without, "latency", time_limit=time_limit).status != _INFEASIBLE:
+                cause = f"A reach of {problem.reach:g} needs more copies than the memory holds"
+                hint = "add hosts or memory, or lower the reach"
+        raise UsageError(cause, hint=hint)
+    if result.x is None:
+        return None
+    hosts, blocks = len(problem.hosts), problem.depth
+    cells = hosts * blocks
+    bound = result.fun if result.mip_dual_bound is None else result.mip_dual_bound
+    return Solution(
+        placement=(result.x[:cells] > 0.5).reshape(hosts, blocks),
+        shares=np.clip(result.x[cells : 2 * cells], 0, 1).reshape(hosts, blocks),
+        value=float(result.fun) * scale,
+        bound=max(least, float(bound) * scale),
+        solver="exact",
+    )
+
+
+def _any_load(problem: Problem, objective: Objective) -> float:
+    """A load that occurs, as the unit where the least one is zero."""
+    if objective == "latency":
+        return float(problem.column("block").min())
+    loads = np.concatenate(
+        [x for a in problem.loads(objective) for x in (a.per_block, a.per_visit)]
+    )
+    return float(loads[loads > 0].min(initial=math.inf)) if (loads > 0).any() else 1.0
+
+
+def _programme(
+    problem: Problem,
+    objective: Objective,
+    *,
+    time_limit: float,
+    fixed: Placement | None = None,
+    scale: float = 1.0,
+    least: float = 0.0,
+) -> Any:
+    """HiGHS's result. Columns: x, y (host by host), z, L; times or loads in units of `scale`."""
+    hosts, blocks = len(problem.hosts), problem.depth
+    cells = hosts * blocks
+    widths = {"x": cells, "y": cells, "z": hosts, "most": 1}
+    latency, constraints = objective == "latency", []
+
+    def add(low: Any, high: Any, **columns: Any) -> None:
+        height = next(iter(columns.values())).shape[0]
+        parts = [
+            columns.get(name, sparse.csr_matrix((height, width))) for name, width in widths.items()
+        ]
+        constraints.append(LinearConstraint(sparse.hstack(parts, format="csr"), low, high))
+
+    each = sparse.identity(cells)
+    block_sum = sparse.kron(np.ones((1, hosts)), sparse.identity(blocks))
+    if fixed is None:  # memory, replicas and reach say nothing about a placement that is given
+        unit = problem.sizes.max()
+        held = sparse.kron(sparse.identity(hosts), problem.sizes[None] / unit)
+        add(-np.inf, problem.column("memory") / unit, x=held)
+        add(max(1, problem.replicas), np.inf, x=block_sum)
+        if problem.reach is not None:
+            certain = sparse.kron(problem.certainty[None], sparse.identity(blocks))
+            add(problem.certainty_needed, np.inf, x=certain)
+    add(-np.inf, 0, x=-each, y=each)
+    add(int(problem.demand == blocks), 1, y=block_sum)
+    if problem.demand < blocks:
+        add(problem.demand, np.inf, y=np.ones((1, cells)))
+    add(-np.inf, 0, y=each, z=-sparse.kron(sparse.identity(hosts), np.ones((blocks, 1))))
+    costs = np.zeros(2 * cells + hosts + 1)
+    low, high = np.zeros_like(costs), np.ones_like(costs)
+    if latency:
+        costs[cells : 2 * cells] = np.repeat(problem.column("block"), blocks) / scale
+        costs[2 * cells : -1] = problem.hop / scale
+        high[-1] = 0
+    else:
+        costs[-1], low[-1], high[-1] = 1, least, np.inf
+        for load in problem.loads(objective):
+            per_block = sparse.diags(load.per_block / scale)
+            add(
+                -np.inf,
+                0,
+                y=sparse.kron(per_block, np.ones((1, blocks))),
+                z=sparse.diags(load.per_visit / scale),
+                most=-np.ones((hosts, 1)),
+            )
+    if fixed is not None:
+        low[:cells] = high[:cells] = fixed.ravel()
+    whole = np.zeros_like(costs)
+    whole[:cells] = fixed is None
+    whole[2 * cells : -1] = latency
+    return milp(
+        costs,
+        integrality=whole,
+        bounds=Bounds(low, high),
+        constraints=constraints,
+        options={"time_limit": time_limit, "mip_rel_gap": GAP},
+    )
+
+
+# --- greedy ---------------------------------------------------------------------------------------
+
+
+def place(problem: Problem, objective: Objective) -> Solution:
+    """A placement that keeps all constraints. Raises `UsageError` if it finds no room for one.
+
+    throughput, lifetime   every block gets its copies on the hosts with most to give; then every
+                           host, those with most to give first, takes the blocks that lack most
+    latency                the hosts with the least time per block take what they have room for;
+                           further copies where there is room
+    """
+    bound = least_load(problem, objective)
+    placement = np.zeros((len(problem.hosts), problem.depth), dtype=bool)
+    if objective == "latency":
+        value = _route(problem, placement)
+        _add_copies(problem, placement, give=-problem.column("block"))
+        shares = np.zeros(())
+        return Solution(
+            placement=placement, shares=shares, value=value, bound=bound, solver="greedy"
+        )
+    give = _amounts(problem, objective, load=bound * (1 + 1e-9))
+    _add_copies(problem, placement, give=give)
+    loads = problem.loads(objective)
+    visits_cost = any(bool(load.per_visit.any()) for load in loads)
+    lack = np.full(problem.depth, problem.demand / problem.depth)
+    for host in np.argsort(-give, kind="stable"):
+        # One block more than it can run leaves room to share out evenly. Where visits cost, a host
+        # that holds much is visited less often.
+        most = int(problem.room[host]) if visits_cost else int(np.ceil(give[host])) + 1
+        free = problem.hosts[host].memory - float(placement[host] @ problem.sizes)
+        for block in np.argsort(-lack, kind="stable"):
+            fits = problem.sizes[block] <= free
+            if placement[host].sum() < most and fits and not placement[host, block]:
+                placement[host, block] = True
+                free -= problem.sizes[block]
+        _drain(lack, placement[host], float(give[host]))
+    used = solve(problem, objective, fixed=placement, time_limit=math.inf)  # without whole numbers
+    assert used is not None
+    return replace(used, placement=placement, bound=bound, solver="greedy")
+
+
+def least_load(problem: Problem, objective: Objective) -> float:
+    """Lower bound of a solution's value, in closed form, whatever the size of the swarm.
+
+    Of the blocks that a request runs, host h runs n_h on average. With memory for m_h blocks it
+    needs at least n_h / m_h visits for them, so that a load L allows
+
+        n_h <= min(m_h, L / (load_h + visit_load_h / m_h))      for everything that fills up.
+
+    The bound is the least L for which these add up to what a request runs. For latency: the hosts
+    filled by ascending block_h + hop_h / m_h.
+    """
+    if objective == "latency":
+        room = np.minimum(problem.room, problem.depth).astype(np.float64)
+        able = room > 0
+        per_block = problem.column("block")[able] + problem.hop[able] / room[able]
+        order = np.argsort(per_block, kind="stable")
+        before = np.concatenate([[0.0], np.cumsum(room[able][order])[:-1]])
+        return float(np.clip(problem.demand - before, 0, room[able][order]) @ per_block[order])
+
+    def too_small(load: float) -> bool:
+        return bool(_amounts(problem, objective, load=load).sum() < problem.demand)
+
+    low, high = 0.0, 1.0
+    if not too_small(low):
+        return 0.0
+    while too_small(high):
+        low, high = high, 2 * high
+    for _ in range(200):  # halvings, beyond the precision of a float
+        middle = (low + high) / 2
+        low, high = (middle, high) if too_small(middle) else (low, middle)
+    return low
+
+
+def _amounts(problem: Problem, objective: Objective, *, load: float) -> Numbers:
+    """Most blocks of a request that each host can run under a load, [hosts]."""
+    room = np.minimum(problem.room, problem.depth).astype(np.float64)
+    most = room.copy()
+    for filled in problem.loads(objective):
+        per_block = filled.per_block + filled.per_visit / np.maximum(room, 1)
+        costs = per_block > 0
+        most[costs] = np.minimum(most[costs], load / per_block[costs])
+    return most
+
+
+def _route(problem: Problem, placement: Placement) -> float:
+    """Place every block once, for a request that visits few hosts, and quick ones; its seconds."""
+    free, block_time = problem.column("memory").copy(), problem.column("block")
+    missing, total, demand = list(range(problem.depth)), 0.0, problem.demand
+    open_hosts = problem.room > 0
+    while missing and open_hosts.any():
+        count = np.clip(np.minimum(problem.room, len(missing)), 1, None)
+        host = int(np.where(open_hosts, problem.hop / count + block_time, np.inf).argmin())
+        open_hosts[host] = False
+        taken = 0
+        for block in missing.copy():
+            if problem.sizes[block] <= free[host]:
+                placement[host, block] = True
+                free[host] -= problem.sizes[block]
+                missing.remove(block)
+                taken += 1
+        if ran := min(taken, demand):
+            total += float(problem.hop[host] + ran * block_time[host])
+            demand -= ran
+    return total
+
+
+def _add_copies(problem: Problem, placement: Placement, *, give: Numbers) -> None:
+    """Add copies until replicas and reach hold; where most is left to give and room is free."""
+    free = problem.column("memory") - placement @ problem.sizes
+    while True:
+        copies = placement.sum(axis=0)
+        short = copies < max(1, problem.replicas)
+        short |= problem.certainty @ placement < problem.certainty_needed - 1e-9
+        if not short.any():
+            return
+        block = int(np.where(short, copies, problem.replicas + len(problem.hosts)).argmin())
+        able = ~placement[:, block] & (free >= problem.sizes[block])
+        if not able.any():
+            raise UsageError(
+                f"No room was found for another copy of block {block}",
+                hint="add hosts or memory, or ask for fewer replicas or a lower reach",
+            )
+        # Fewest blocks for what it can give first; of equals the one that is there most.
+        worth = np.where(able, give - placement.sum(axis=1), -np.inf)
+        best = np.flatnonzero(worth == worth.max())
+        host = int(best[problem.certainty[best].argmax()])
+        placement[host, block] = True
+        free[host] -= problem.sizes[block]
+
+
+def _drain(lack: Numbers, held: Placement, amount: float) -> None:
+    """Take `amount` off what the held blocks lack, from those that lack most."""
+    order = sorted(np.flatnonzero(held), key=lambda block: -lack[block])
+    for count in range(1, len(order) + 1):
+        top = order[:count]
+        level = (sum(lack[top]) - amount) / count
+        following = lack[order[count]] if count < len(order) else -np.inf
+        if level >= following:
+            lack[top] = np.minimum(lack[top], level)
+            return

@@ -1,0 +1,29 @@
+"""Virtual time for tests: they neither wait nor feel a busy machine."""
+
+import asyncio
+
+from layershuffle.swarm.simulation.clock import VirtualTimeLoop
+
+
+class ThreadlessLoop(VirtualTimeLoop):
+    """A loop in virtual time on which work for a thread runs at once, and takes no time."""
+
+    def run_in_executor(self, executor, func, *args):
+        del executor
+        result = self.create_future()
+        try:
+            result.set_result(func(*args))
+        except BaseException as error:  # noqa: BLE001 -- whatever it is, its caller awaits it
+            result.set_exception(error)
+        return result
+
+
+def run_virtual(work):
+    """The result of the coroutine `work`, in virtual time."""
+    with asyncio.Runner(loop_factory=ThreadlessLoop) as runner:
+        return runner.run(work)
+
+
+def loop_time():
+    """Seconds of the running loop's clock: what a `Router` takes as its clock in virtual time."""
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,201 @@
+"""Failures on purpose: lists of faults are functions of a seed, wrappers break what they wrap."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from fake_hosts import START, A, B, FakeHosts, answer_of, condition, coordinator_of, running, walked
+
+from clock import loop_time, run_virtual
+from layershuffle.errors import UsageError
+from layershuffle.swarm.chaos import (
+    KINDS,
+    ChaosBackend,
+    ChaosTransport,
+    Fault,
+    FaultInjector,
+    check_faults,
+    crashes,
+    one_of_each_fault,
+)
+from layershuffle.swarm.messages import Answer, HostUnavailable, Visit, WorkExpired, pack, unpack
+from waiting import until
+
+HOSTS = ["a", "b", "c", "d", "e", "f"]
+
+
+# --- lists of faults ------------------------------------------------------------------------------
+
+
+def test_crashes_hit_a_share_of_the_hosts_once_each():
+    faults = crashes(HOSTS, share=1 / 3, requests=1000, seed=0)
+    assert len({fault.host for fault in faults}) == len(faults) == 2
+    assert all(100 <= fault.at < 900 for fault in faults)
+    assert faults == crashes(HOSTS, share=1 / 3, requests=1000, seed=0)
+    assert faults != crashes(HOSTS, share=1 / 3, requests=1000, seed=1)
+    assert [fault.at for fault in faults] == sorted(fault.at for fault in faults)
+
+
+def test_every_host_is_hit_by_some_seed():
+    hit = {f.host for seed in range(30) for f in crashes(HOSTS, share=0.2, requests=50, seed=seed)}
+    assert hit == set(HOSTS)
+
+
+def test_one_of_each_fault_has_every_kind_and_mends_it():
+    faults = one_of_each_fault(HOSTS, requests=120, seed=3)
+    troubles = [fault for fault in faults if fault.kind != "rejoin"]
+    assert [fault.kind for fault in troubles] == [kind for kind in KINDS if kind != "rejoin"]
+    assert [fault.at for fault in troubles] == [5 + 20 * i for i in range(6)]
+    for trouble, mend in zip(faults[::2], faults[1::2], strict=True):
+        assert (mend.kind, mend.host, mend.at) == ("rejoin", trouble.host, trouble.at + 10)
+
+
+def test_too_few_requests_for_one_of_each_fault():
+    with pytest.raises(UsageError, match="24 or more"):
+        one_of_each_fault(HOSTS, requests=20, seed=0)
+
+
+def test_unknown_hosts_are_refused():
+    with pytest.raises(UsageError, match="no host 'z' to crash"):
+        check_faults([Fault(0, "z", "crash")], HOSTS)
+
+
+# --- wrappers -------------------------------------------------------------------------------------
+
+STATE = np.random.default_rng(0).normal(size=(1, 5, 8)).astype(np.float32)
+
+
+class Doubling:
+    """A transport whose hosts take 20 ms to double a state."""
+
+    async def visit(self, visit, packet):
+        await asyncio.sleep(0.02)
+        return Answer(pack(2 * unpack(packet), packet.wire), 20.0, 3.0)
+
+
+def visit_through(transport, *, limit=5.0):
+    return transport.visit(Visit("a", (0,), limit), pack(STATE, "fp32"))
+
+
+def test_a_whole_transport_adds_nothing():
+    async def go():
+        answer = await visit_through(ChaosTransport(Doubling()))
+        assert (unpack(answer.packet) == 2 * STATE).all()
+        assert (answer.compute_ms, answer.queue_ms, loop_time()) == (20.0, 3.0, pytest.approx(0.02))
+
+    run_virtual(go())
+
+
+def test_a_slow_host_computes_ten_times_as_long_and_one_visit_at_a_time():
+    async def go():
+        transport = ChaosTransport(Doubling())
+        transport.break_host("a", "slow")
+        answers = await asyncio.gather(*(visit_through(transport) for _ in range(3)))
+        assert loop_time() == pytest.approx(3 * 0.2)
+        assert [answer.compute_ms for answer in answers] == [200.0] * 3
+        assert [answer.queue_ms for answer in answers] == pytest.approx([3.0, 203.0, 403.0])
+        first, *late = [visit_through(transport, limit=0.1) for _ in range(2)]
+        results = await asyncio.gather(first, *late, return_exceptions=True)
+        assert isinstance(results[0], Answer)
+        assert isinstance(results[1], WorkExpired)
+        transport.heal("a")
+        assert (await visit_through(transport)).compute_ms == 20.0
+
+    run_virtual(go())
+
+
+def test_wrong_answers_are_finite_false_and_the_same_for_equal_states():
+    async def go():
+        transport = ChaosTransport(Doubling())
+        transport.break_host("a", "wrong")
+        first, second = [unpack((await visit_through(transport)).packet) for _ in range(2)]
+        assert np.isfinite(first).all()
+        assert (first == second).all()
+        assert np.abs(first - 2 * STATE).mean() > 2 * STATE.std()
+        transport.heal("a")
+        assert (unpack((await visit_through(transport)).packet) == 2 * STATE).all()
+
+    run_virtual(go())
+
+
+def test_a_cut_host_computes_and_nobody_hears_of_it():
+    async def go():
+        transport = ChaosTransport(Doubling())
+        before = asyncio.create_task(visit_through(transport))
+        await asyncio.sleep(0.01)
+        transport.break_host("a", "cut")
+        after = asyncio.create_task(visit_through(transport))
+        await asyncio.sleep(10)
+        assert not before.done()
+        assert not after.done()
+        transport.heal("a")
+        healed = loop_time()
+        await before
+        assert loop_time() == healed, "it was computed meanwhile"
+        await after
+        assert loop_time() - healed == pytest.approx(0.02)
+
+    run_virtual(go())
+
+
+# --- faults of a running swarm --------------------------------------------------------------------
+
+
+def injected(check):
+    """Run `check(inject, coordinator, hosts)` beside a coordinator whose hosts can be broken."""
+
+    async def go():
+        hosts = FakeHosts(A, B)
+        backend = ChaosBackend(hosts)
+        coordinator = coordinator_of(backend)
+        inject = FaultInjector(coordinator, backend=backend).inject
+        async with running(coordinator):
+            assert await coordinator.ready(within=3.0) == ()
+            await check(inject, coordinator, hosts)
+        await coordinator.close()
+
+    run_virtual(go())
+
+
+@pytest.mark.parametrize(
+    ("kind", "becomes"),
+    [("crash", "gone"), ("freeze", "suspect"), ("cut", "suspect"), ("wrong", "shut-out")],
+)
+def test_faults_happen_and_rejoin_ends_them(kind, becomes):
+    async def check(inject, coordinator, hosts):
+        await inject(Fault(0, "a", kind))
+        await until(lambda: condition(coordinator, "a") == becomes)
+        await asyncio.sleep(30)
+        assert condition(coordinator, "a") == becomes
+        await inject(Fault(0, "a", "rejoin"))
+        await until(lambda: condition(coordinator, "a") == "healthy")
+        after, route = await walked(coordinator)
+        assert (after == answer_of(route.order)).all()
+        assert route.ending == "complete"
+
+    injected(check)
+
+
+def test_slow_and_leave_happen_too():
+    async def check(inject, coordinator, hosts):
+        await inject(Fault(0, "a", "slow"))
+        visit = Visit("a", (0,), 5.0)
+        transport = coordinator.backend.transport
+        assert (await transport.visit(visit, pack(START, "fp32"))).compute_ms == 1.0
+        await inject(Fault(0, "a", "rejoin"))
+        assert (await transport.visit(visit, pack(START, "fp32"))).compute_ms == 0.1
+        await inject(Fault(0, "a", "leave"))
+        assert "a" not in hosts.processes
+        with pytest.raises(UsageError, match="no host 'q'"):
+            await inject(Fault(0, "q", "crash"))
+
+    injected(check)
+
+
+def test_a_host_dies_once():
+    async def check(inject, coordinator, hosts):
+        await inject(Fault(0, "a", "crash"))
+        with pytest.raises(HostUnavailable, match="not known"):
+            await inject(Fault(0, "a", "crash"))
+
+    injected(check)
