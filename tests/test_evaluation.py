@@ -1,6 +1,7 @@
 """Scores equal a slow path that runs every order by itself and counts with plain Python."""
 
 import math
+import sys
 
 import pytest
 import torch
@@ -169,6 +170,24 @@ def test_a_fixed_order_is_replayed():
     assert (subset.top1, subset.cross_entropy) == pytest.approx(
         slow_score(model, lambda _: "2,0")[::2], rel=1e-5
     )
+
+
+def test_the_way_of_an_order_is_short():
+    """From `evaluate` to the scores an order passes these files of ours (docs/architecture.md)."""
+    model, files = VIT.wrapped(), set()
+
+    def note(frame, event, _):
+        _, ours, file = frame.f_code.co_filename.partition("src/layershuffle/")
+        if event == "call" and ours:
+            files.add(file)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        evaluate(model, BATCHES, orders=["3,0,2"])
+    finally:
+        sys.setprofile(before)
+    assert files == {"evaluation.py", "orders.py", "trie.py", "stack.py", "models/store.py"}
 
 
 def test_orders_that_do_not_fit_are_refused():

@@ -99,28 +99,28 @@ def test_constants_made_in_an_evaluation_do_in_training() -> None:
 )
 def test_a_kept_split_is_read_once(options: dict, reads: int) -> None:
     dataset = Counted()
-    found = batches(dataset, **options)
+    device_batches = batches(dataset, **options)
     for _ in range(3):
-        images, labels = joined(found)
+        images, labels = joined(device_batches)
         assert torch.equal(images, one_by_one())
         assert labels.tolist() == list(range(11))
     assert dataset.reads == reads
-    assert found.kept == (reads == 11)
+    assert device_batches.kept == (reads == 11)
 
 
 def test_a_stream_is_never_kept() -> None:
     dataset = Streamed()
-    found = batches(dataset, size=None, keep=True, host_bytes=1 << 30)
-    assert torch.equal(joined(found)[0], joined(found)[0])
+    device_batches = batches(dataset, size=None, keep=True, host_bytes=1 << 30)
+    assert torch.equal(joined(device_batches)[0], joined(device_batches)[0])
     assert dataset.reads == 22
 
 
 def test_a_pass_that_breaks_off_keeps_nothing() -> None:
-    found = batches(Counted(), keep=True, host_bytes=BYTES)
-    next(iter(found))
-    assert not found.kept
-    assert torch.equal(joined(found)[0], one_by_one())
-    assert found.kept
+    device_batches = batches(Counted(), keep=True, host_bytes=BYTES)
+    next(iter(device_batches))
+    assert not device_batches.kept
+    assert torch.equal(joined(device_batches)[0], one_by_one())
+    assert device_batches.kept
 
 
 @pytest.mark.parametrize(
@@ -142,13 +142,13 @@ def test_where_a_split_is_kept(size: int, gpu_free: int | None, host: int, place
 @needs_gpu
 def test_on_a_gpu_a_split_is_kept_there_and_the_numbers_are_the_same() -> None:
     dataset = Counted()
-    found = batches(dataset, device="cuda", keep=True)
+    device_batches = batches(dataset, device="cuda", keep=True)
     for _ in range(3):
-        images, labels = joined(found)
+        images, labels = joined(device_batches)
         assert torch.equal(images, one_by_one())
         assert labels.tolist() == list(range(11))
     assert dataset.reads == 11
-    assert next(iter(found))[0].is_cuda
+    assert next(iter(device_batches))[0].is_cuda
 
 
 @needs_gpu

@@ -73,9 +73,9 @@ def test_every_file_equals_a_slow_loop_and_the_manifest_says_so(source: Path) ->
     report = build_cache(f"folder:{source}", out, settings=SMALL)
     assert dict(report.images) == {"train": 20, "val": 6}
     assert (report.written, report.skipped) == (26, ())
-    told = lines(out)
-    assert len(told) == 26
-    for line in told:
+    manifest = lines(out)
+    assert len(manifest) == 26
+    for line in manifest:
         image = Image.open(line["source"])
         image.draft(None, [round(side * 48 / min(image.size)) for side in image.size])
         image = image.convert("RGB")
@@ -91,7 +91,7 @@ def test_every_file_equals_a_slow_loop_and_the_manifest_says_so(source: Path) ->
         assert len(content) == line["bytes"]
         split, name, _ = line["file"].split("/")
         assert (split, name) == Path(line["source"]).parts[-3:-1]
-    assert sum(line["bytes"] for line in told) == report.bytes
+    assert sum(line["bytes"] for line in manifest) == report.bytes
     assert verify_cache(out) == 26
     assert not partial_of(out).exists()
 
@@ -104,8 +104,8 @@ def test_the_same_classes_and_the_same_images_held_out(source: Path) -> None:
     assert new.classes == old.classes
     origin = {str(out / line["file"]): line["source"] for line in lines(out)}
     for name in ("train", "holdout", "test"):
-        one, other = old.splits[name].dataset, new.splits[name].dataset
-        before = [one.table.name(row) for row in one.indices]
+        source_images, other = old.splits[name].dataset, new.splits[name].dataset
+        before = [source_images.table.name(row) for row in source_images.indices]
         after = [origin[other.table.name(row)] for row in other.indices]
         assert before == after, name
 
@@ -115,8 +115,8 @@ def test_several_processes_make_the_same_bytes(source: Path, monkeypatch) -> Non
     alone, many = source.with_name("alone"), source.with_name("many")
     seen: list[tuple[int, int]] = []
     build_cache(f"folder:{source}", alone, settings=SMALL)
-    two = CacheSettings(size=24, workers=2)
-    build_cache(f"folder:{source}", many, settings=two, progress=lambda *now: seen.append(now))
+    parallel = CacheSettings(size=24, workers=2)
+    build_cache(f"folder:{source}", many, settings=parallel, progress=lambda *now: seen.append(now))
     assert contents(alone) == contents(many)
     assert seen[0] == (0, 26)
     assert seen[-1] == (26, 26)
@@ -212,10 +212,10 @@ def test_an_unreadable_image_stops_or_is_left_out(source: Path, capsys) -> None:
     assert "--skip-corrupt" in error
     assert not out.exists()
     assert main([*words, "--skip-corrupt", "--verify"]) == 0
-    told = capsys.readouterr().out
-    assert "19 train, 6 val images" in told
-    assert "1 unreadable images were left out" in told
-    assert str(bad) in told
+    text = capsys.readouterr().out
+    assert "19 train, 6 val images" in text
+    assert "1 unreadable images were left out" in text
+    assert str(bad) in text
     again = build_cache(f"folder:{source}", out, settings=SMALL)
     assert len(again.skipped) == 1
     assert again.images["train"] == 19
@@ -253,7 +253,7 @@ def swapped(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "reason"),
     [
         (lambda folder: (folder / "0.jpg").unlink(), "20 train and 6 val then, 19 train and 6 val"),
         (renamed, "as many images, but other classes, labels, file names or sizes"),
@@ -261,7 +261,7 @@ def swapped(folder: Path) -> None:
     ],
 )
 def test_a_source_that_changed_in_between_is_refused(
-    source: Path, monkeypatch, change: Callable[[Path], None], told: str
+    source: Path, monkeypatch, change: Callable[[Path], None], reason: str
 ) -> None:
     spec, out = f"folder:{source}", source.with_name("cached")
 
@@ -273,7 +273,7 @@ def test_a_source_that_changed_in_between_is_refused(
         with pytest.raises(KeyboardInterrupt):
             build_cache(spec, out, settings=SMALL)
     change(source / "train" / "ant")
-    with pytest.raises(UsageError, match=told) as caught:
+    with pytest.raises(UsageError, match=reason) as caught:
         build_cache(spec, out, settings=SMALL)
     assert f"rm -r {partial_of(out)} and the same command again" in str(caught.value)
 
@@ -315,14 +315,14 @@ def test_hugging_face_data_with_a_validation_split(tmp_path: Path) -> None:
 def test_hugging_face_data_that_changed_in_between(tmp_path: Path) -> None:
     kinds = datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(names=["a", "b"]))
 
-    def found(seed: int) -> str:
+    def checksum_of(seed: int) -> str:
         columns = {"image": [picture(seed), picture(seed + 1)], "label": [0, 1]}
         data = datasets.Dataset.from_dict(columns, features=kinds)
         place = tmp_path / f"saved-{seed}"
         datasets.DatasetDict({"train": data, "test": data}).save_to_disk(str(place))
         return cache._source(cache._open(f"hf:{place}"))
 
-    assert found(0) != found(10)
+    assert checksum_of(0) != checksum_of(10)
     assert cache._source(cache._open(f"hf:{tmp_path / 'saved-0'}")) == cache._source(
         cache._open(f"hf:{tmp_path / 'saved-0'}")
     )

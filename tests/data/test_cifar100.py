@@ -66,8 +66,8 @@ def test_splits_labels_and_pixels(fake: Path) -> None:
     assert data.classes == tuple(NAMES)
     sizes = {name: split.size for name, split in data.splits.items()}
     assert sizes == {"train": 400, "holdout": 100, "test": 100}
-    held = data.splits["holdout"].dataset
-    assert sorted(held[k][1] for k in range(100)) == list(range(100))
+    held_out = data.splits["holdout"].dataset
+    assert sorted(held_out[k][1] for k in range(100)) == list(range(100))
     image, label = data.splits["test"].dataset[42]
     assert label == 42
     expected = torch.from_numpy(pixels(100, 1)[42].reshape(3, 32, 32))

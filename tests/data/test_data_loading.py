@@ -73,18 +73,18 @@ def test_a_seed_is_the_written_down_hash() -> None:
 
 def test_holdout_is_disjoint_stratified_and_seeded() -> None:
     labels = [0] * 100 + [1] * 10 + [2] * 2 + [3]
-    kept, held = stratified_holdout(labels, 0.2, seed=1)
-    assert sorted(kept + held) == list(range(113))
-    counts = torch.bincount(torch.tensor(labels)[held], minlength=4).tolist()
+    training, held_out = stratified_holdout(labels, 0.2, seed=1)
+    assert sorted(training + held_out) == list(range(113))
+    counts = torch.bincount(torch.tensor(labels)[held_out], minlength=4).tolist()
     assert counts == [20, 2, 1, 0]
-    assert stratified_holdout(torch.tensor(labels), 0.2, seed=1) == (kept, held)
-    assert stratified_holdout(labels, 0.2, seed=2)[1] != held
+    assert stratified_holdout(torch.tensor(labels), 0.2, seed=1) == (training, held_out)
+    assert stratified_holdout(labels, 0.2, seed=2)[1] != held_out
 
 
 def test_holdout_never_takes_the_last_image_of_a_class() -> None:
-    kept, held = stratified_holdout([0, 0, 1, 1, 1], 0.99, seed=0)
-    assert (len(kept), len(held)) == (2, 3)
-    assert {(0, 0, 1, 1, 1)[row] for row in kept} == {0, 1}
+    training, held_out = stratified_holdout([0, 0, 1, 1, 1], 0.99, seed=0)
+    assert (len(training), len(held_out)) == (2, 3)
+    assert {(0, 0, 1, 1, 1)[row] for row in training} == {0, 1}
 
 
 @pytest.mark.parametrize("labels", [[0, 1, 2, 3], [-1, 0]])

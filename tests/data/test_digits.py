@@ -83,8 +83,8 @@ def test_every_offset_is_used_and_stays_in_its_half() -> None:
     draws = draw_pairs("train", 2000)
     assert draws.rows.unique().tolist() == [0, 1, 2, 3, 4]
     assert draws.columns.unique().tolist() == [0, 1, 2]
-    known = set(digit_instances()["train"].tolist())
-    assert set(draws.digits.flatten().tolist()) <= known
+    allowed = set(digit_instances()["train"].tolist())
+    assert set(draws.digits.flatten().tolist()) <= allowed
 
 
 def test_a_smaller_set_is_the_beginning_of_a_larger_one() -> None:

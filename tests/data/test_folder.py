@@ -59,17 +59,17 @@ def test_sizes_classes_and_a_stratified_disjoint_holdout(root: Path) -> None:
         "train": 48,
         "holdout": 12,
     }
-    train, held = files_of(data, "train"), files_of(data, "holdout")
-    assert not set(train) & set(held)
-    assert len(set(train) | set(held)) == 60
+    train, held_out = files_of(data, "train"), files_of(data, "holdout")
+    assert not set(train) & set(held_out)
+    assert len(set(train) | set(held_out)) == 60
     labels = [label for _, label in images_of(data, "holdout")]
     assert torch.bincount(torch.tensor(labels)).tolist() == [4, 4, 4]
     assert any("12 of 60 training images" in note for note in data.notes)
-    assert files_of(opened(root), "holdout") == held
-    assert files_of(opened(root, seed=1), "holdout") == held, "donors of a merge must share it"
+    assert files_of(opened(root), "holdout") == held_out
+    assert files_of(opened(root, seed=1), "holdout") == held_out, "donors of a merge must share it"
     uncut = opened(root, holdout=None)
     assert set(uncut.splits) == {"train", "test"}
-    assert set(files_of(uncut, "train")) == {*train, *held}
+    assert set(files_of(uncut, "train")) == {*train, *held_out}
 
 
 def test_items_are_the_files_pixels_with_the_folders_label(root: Path) -> None:

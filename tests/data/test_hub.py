@@ -52,11 +52,11 @@ def features(**labels: object) -> datasets.Features:
 
 
 def saved(tmp_path: Path, splits: dict[str, dict], **labels: object) -> Path:
-    made = {
+    parts = {
         name: datasets.Dataset.from_dict(part, features=features(**labels))
         for name, part in splits.items()
     }
-    datasets.DatasetDict(made).save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict(parts).save_to_disk(tmp_path / "saved")
     return tmp_path / "saved"
 
 
@@ -97,8 +97,8 @@ def test_an_image_folder_gives_a_cut_holdout(image_folder: Path) -> None:
     data = opened(image_folder)
     assert data.classes == CLASSES
     assert sizes(data) == {"train": 48, "holdout": 12, "test": 12}
-    held = [label for _, label in data.splits["holdout"].dataset]
-    assert torch.bincount(torch.tensor(held)).tolist() == [4, 4, 4]
+    held_out = [label for _, label in data.splits["holdout"].dataset]
+    assert torch.bincount(torch.tensor(held_out)).tolist() == [4, 4, 4]
     image, label = data.splits["test"].dataset[5]
     assert label == 1
     assert whole(image) == picture(900 + 50 + 1).tobytes()
@@ -212,14 +212,14 @@ def test_a_stream_has_every_image_once_and_a_holdout_by_content(
         for content in files
         if cut.keeps(identity(content))
     )
-    held = [whole(image) for image, _ in data.splits["holdout"].dataset]
-    assert sorted(held) == expected
-    assert 3 <= len(held) <= 24
+    held_out = [whole(image) for image, _ in data.splits["holdout"].dataset]
+    assert sorted(held_out) == expected
+    assert 3 <= len(held_out) <= 24
     train = list(data.splits["train"].dataset)
-    assert len(train) == 60 - len(held)
+    assert len(train) == 60 - len(held_out)
     pictures = {np.asarray(Image.open(io.BytesIO(content))).tobytes() for content in files}
     seen = {whole(image) for image, _ in train}
-    assert (seen == pictures - set(held)) == (not augment)
+    assert (seen == pictures - set(held_out)) == (not augment)
 
 
 def test_a_stream_is_a_function_of_seed_and_epoch(image_folder: Path) -> None:
@@ -276,8 +276,8 @@ def test_missing_splits_and_columns(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no validation or test split; found train"):
         opened(place)
     splits = {"train": {"text": ["a"]}, "test": {"text": ["b"]}}
-    made = {name: datasets.Dataset.from_dict(part) for name, part in splits.items()}
-    datasets.DatasetDict(made).save_to_disk(tmp_path / "words")
+    parts = {name: datasets.Dataset.from_dict(part) for name, part in splits.items()}
+    datasets.DatasetDict(parts).save_to_disk(tmp_path / "words")
     with pytest.raises(DataError, match="no image column among: text"):
         opened(tmp_path / "words")
 

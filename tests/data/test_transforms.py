@@ -76,8 +76,8 @@ def test_crop_equals_torchvision(size: tuple[int, int], interpolation: str) -> N
         ]
     )
     image = noise(*size)
-    made = Finish(view)(PlainTransform(view)(image)[None])[0]
-    off = (made - reference(image)).abs()
+    pixels = Finish(view)(PlainTransform(view)(image)[None])[0]
+    off = (pixels - reference(image)).abs()
     assert off.max() == 0, f"max {off.max():.2e}, mean {off.mean():.2e}"
 
 

@@ -102,9 +102,9 @@ def test_a_whole_shard_is_held_out(root: Path, streaming: bool) -> None:
     note = next(note for note in data.notes if "training shards" in note)
     assert "1 of 5 training shards, the same for every seed" in note
     number = int(note.split("train-")[1][:3])
-    held = range(12 * number, 12 * number + 12)
-    assert contents(data, "holdout") == [picture(k).tobytes() for k in held]
-    rest = sorted(picture(k).tobytes() for k in range(60) if k not in held)
+    held_out = range(12 * number, 12 * number + 12)
+    assert contents(data, "holdout") == [picture(k).tobytes() for k in held_out]
+    rest = sorted(picture(k).tobytes() for k in range(60) if k not in held_out)
     assert sorted(contents(data, "train")) == rest
     assert contents(data, "test") == [picture(k).tobytes() for k in range(1000, 1006)]
     assert [label for _, label in data.splits["test"].dataset] == [k % 3 for k in range(1000, 1006)]
@@ -117,23 +117,23 @@ def test_a_small_share_is_cut_by_key_alike_in_tables_and_streams(root: Path) -> 
     stream = opened(root, holdout=0.09, streaming=True)
     assert any("hash of their key" in note for note in table.notes)
     assert any("hash of their key" in note for note in stream.notes)
-    held = contents(table, "holdout")
-    assert 1 <= len(held) <= 15
-    assert held == contents(stream, "holdout")
+    held_out = contents(table, "holdout")
+    assert 1 <= len(held_out) <= 15
+    assert held_out == contents(stream, "holdout")
     assert sorted(contents(table, "train")) == sorted(contents(stream, "train"))
-    assert len(set(held) | set(contents(table, "train"))) == 60
+    assert len(set(held_out) | set(contents(table, "train"))) == 60
 
 
 @pytest.mark.parametrize(
     ("count", "share", "number"), [(5, 0.05, 0), (1, 0.9, 0), (20, 0.05, 1), (100, 0.05, 5)]
 )
 def test_how_many_shards_are_held_out(count: int, share: float, number: int) -> None:
-    held = held_out_shards(count, share)
-    assert len(held or []) == number
-    assert (held is None) == (number == 0)
-    if held is not None:
-        assert len(set(held)) == number
-        assert set(held) <= set(range(count))
+    held_out = held_out_shards(count, share)
+    assert len(held_out or []) == number
+    assert (held_out is None) == (number == 0)
+    if held_out is not None:
+        assert len(set(held_out)) == number
+        assert set(held_out) <= set(range(count))
 
 
 def test_never_are_all_shards_held_out() -> None:

@@ -45,8 +45,8 @@ def outputs(model: nn.Module) -> torch.Tensor:
         return logits_of(model.eval()(images()))
 
 
-def assert_same_model(one: nn.Module, two: nn.Module) -> None:
-    ours, theirs = one.state_dict(), two.state_dict()
+def assert_same_model(model: nn.Module, other: nn.Module) -> None:
+    ours, theirs = model.state_dict(), other.state_dict()
     assert list(ours) == list(theirs)
     assert [n for n, t in ours.items() if t.dtype != theirs[n].dtype] == []
     assert [n for n, t in ours.items() if not torch.equal(t, theirs[n])] == []

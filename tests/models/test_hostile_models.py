@@ -99,9 +99,9 @@ OTHER_TENSORS = {
 @pytest.mark.parametrize("name", LIBRARIES)
 @pytest.mark.parametrize("what", OTHER_TENSORS)
 def test_tensors_of_another_model(what: str, name: str, good: Callable[[str], Path]) -> None:
-    place, (change, said) = good(name), OTHER_TENSORS[what]
+    place, (change, expected) = good(name), OTHER_TENSORS[what]
     change(place)
-    assert said in refused(place)
+    assert expected in refused(place)
 
 
 BROKEN_JSON = {
@@ -189,10 +189,10 @@ WRONG_FACTS: dict[str, tuple[Change, str]] = {
 
 @pytest.mark.parametrize("what", WRONG_FACTS)
 def test_facts_that_do_not_hold(what: str, good: Callable[[str], Path]) -> None:
-    place, (change, said) = good("timm-vit"), WRONG_FACTS[what]
+    place, (change, expected) = good("timm-vit"), WRONG_FACTS[what]
     change(place)
     text = refused(place)
-    assert said in text
+    assert expected in text
     assert str(place) in text
 
 
@@ -300,10 +300,10 @@ WRONG_CONFIG: dict[str, tuple[str, Change, str]] = {
 
 @pytest.mark.parametrize("what", WRONG_CONFIG)
 def test_configurations_that_do_not_hold(what: str, good: Callable[[str], Path]) -> None:
-    name, change, said = WRONG_CONFIG[what]
+    name, change, expected = WRONG_CONFIG[what]
     place = good(name)
     change(place)
-    assert said in refused(place)
+    assert expected in refused(place)
 
 
 WRONG_PARTS = {
@@ -317,10 +317,10 @@ WRONG_PARTS = {
 
 @pytest.mark.parametrize("what", WRONG_PARTS)
 def test_position_parts_that_do_not_hold(what: str, good: Callable[[str], Path]) -> None:
-    place, (change, said) = good("timm-vit"), WRONG_PARTS[what]
+    place, (change, expected) = good("timm-vit"), WRONG_PARTS[what]
     change(place)
     text = refused(place)
-    assert said in text
+    assert expected in text
     assert PARTS in text
 
 

@@ -74,8 +74,8 @@ def test_a_trained_timm_model_loses_its_head_loudly(
         else ls.load("timm:test_vit?num_classes=7")
     )
     assert "1000 -> 7 classes" in caplog.text
-    kept = [n for n, t in model.state_dict().items() if torch.equal(t, timm_weights[n])]
-    assert set(timm_weights) - set(kept) == {"head.weight", "head.bias"}
+    unchanged = [n for n, t in model.state_dict().items() if torch.equal(t, timm_weights[n])]
+    assert set(timm_weights) - set(unchanged) == {"head.weight", "head.bias"}
 
 
 @pytest.mark.usefixtures("timm_weights")

@@ -40,7 +40,7 @@ def test_a_path_that_exists_is_a_directory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "said"),
+    ("spec", "expected"),
     [
         ("tim:vit_tiny_patch16_224", "did you mean timm?"),
         ("vit_tiny_patch16_224", "neither a path that exists nor a model spec"),
@@ -69,10 +69,10 @@ def test_a_path_that_exists_is_a_directory(tmp_path: Path) -> None:
         ("bundled:../data", "There is no bundled model"),
     ],
 )
-def test_bad_specs_are_usage_errors(spec: str, said: str) -> None:
+def test_bad_specs_are_usage_errors(spec: str, expected: str) -> None:
     with pytest.raises(UsageError) as caught:
         ls.load(spec)
-    assert said in str(caught.value)
+    assert expected in str(caught.value)
 
 
 def test_swin_is_refused_with_the_reason() -> None:

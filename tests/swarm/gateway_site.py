@@ -138,13 +138,6 @@ def run(test: Callable[[Site], Awaitable[T]], *args: Any, **options: Any) -> T:
     return asyncio.run(go())
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait for it, however busy the machine is."""
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
 def certify(place: Path) -> None:
     """An authority in "ca.pem", and of it "cert.pem" with "key.pem" for 127.0.0.1."""
     elliptic = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2")

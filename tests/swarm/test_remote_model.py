@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 import torch
-from gateway_site import HOSTS, LIMITS, VIT, Blocks, site, until
+from gateway_site import HOSTS, LIMITS, VIT, Blocks, site
 
 import layershuffle as ls
 from common import DEPTH, FAMILIES
@@ -16,6 +16,7 @@ from layershuffle.stack import running
 from layershuffle.swarm.remote_model import RemoteModel, class_names, drop_blocks, resize_of
 from layershuffle.swarm.router import Router
 from layershuffle.swarm.state import HostView, Swarm
+from waiting import until
 
 
 def router_of(model, depth=DEPTH):

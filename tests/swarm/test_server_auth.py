@@ -1,12 +1,21 @@
-"""API keys, and the addresses on which a gateway may listen without them."""
+"""API keys, and fairness between clients: their rate against a slow count, their decoders."""
 
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import numpy as np
 import pytest
 from gateway_site import run
 
 from layershuffle.errors import UsageError
-from layershuffle.swarm.server import auth
-from layershuffle.swarm.server.auth import Keys
+from layershuffle.swarm.server import auth, tls
+from layershuffle.swarm.server.auth import Client, Clients, Keys, client_of
+from layershuffle.swarm.server.errors import HTTPError
+from layershuffle.swarm.server.limits import GatewayLimits
 from layershuffle.swarm.server.run import serve
+from waiting import until
 
 KEY = "a-key-of-some-length"
 
@@ -43,13 +52,104 @@ def test_other_machines_need_a_key():
         ("0.0.0.0", True, False), ("0.0.0.0", False, True), ("127.0.0.1", False, False),
         ("::1", False, False), ("localhost", False, False), ("127.8.8.8", False, False),
     ]:  # fmt: skip
-        auth.check_address(host, keyed=keyed, public=public)
+        tls.check_address(host, keyed=keyed, public=public)
 
 
 def test_keys_in_clear_bring_a_warning():
     for host, keyed, encrypted in [
         ("10.0.0.1", False, False), ("10.0.0.1", True, True), ("127.0.0.1", True, False),
     ]:  # fmt: skip
-        assert auth.in_clear(host, keyed=keyed, encrypted=encrypted) == ""
-    warning = auth.in_clear("10.0.0.1", keyed=True, encrypted=False)
+        assert tls.in_clear(host, keyed=keyed, encrypted=encrypted) == ""
+    warning = tls.in_clear("10.0.0.1", keyed=True, encrypted=False)
     assert warning.startswith("API keys, images and answers travel to and from 10.0.0.1 in clear")
+
+
+def test_the_rate_against_a_slow_count():
+    """Requests at random times: the client gets through what a plain token bucket lets through."""
+    client = Client(GatewayLimits(rate=5, burst=3))
+    rng = np.random.default_rng(0)
+    now, tokens, passed, waits = 100.0, 3.0, 0, 0
+    for gap in rng.exponential(0.1, 500):
+        now += gap
+        tokens = min(3.0, tokens + gap * 5)
+        wait = client.wait(now)
+        assert (wait == 0) == (tokens >= 1)
+        if wait:
+            waits += 1
+            assert wait == pytest.approx((1 - tokens) / 5)
+        else:
+            tokens -= 1
+            passed += 1
+    assert 100 < passed <= 3 + 5 * (now - 100)
+    assert waits > 100
+
+
+def test_a_request_after_its_wait_is_let_through():
+    client = Client(GatewayLimits(rate=0.25, burst=2))
+    assert [client.wait(7.0) for _ in range(3)] == [0, 0, 4]
+    assert client.wait(10.9) == pytest.approx(0.1)
+    assert client.wait(11.0) == 0
+    assert client.wait(11.0) == 4
+
+
+def test_a_clock_that_steps_back_gives_nothing():
+    client = Client(GatewayLimits(rate=1, burst=1))
+    assert client.wait(10.0) == 0
+    assert client.wait(5.0) == 6
+
+
+def test_addresses_of_one_client():
+    assert client_of("10.0.0.1") == client_of("::ffff:10.0.0.1") == "10.0.0.1"
+    assert client_of("10.0.0.2") != client_of("10.0.0.1")
+    assert client_of("2001:db8::1") == client_of("2001:db8::ffff") == "2001:db8::/64"
+    assert client_of("2001:db8:0:1::1") != client_of("2001:db8::1")
+    assert client_of("unix") == "unix"
+
+
+def test_memory_is_bounded_and_busy_clients_stay():
+    clients = Clients(GatewayLimits(max_clients=10, rate=0.001, burst=1))
+    with clients.request_of("10.0.0.1") as busy:
+        assert busy.wait(0.0) == 0
+        for number in range(100):
+            clients.at(f"10.1.0.{number}")
+        assert len(clients) == 10
+        assert clients.at("10.0.0.1") is busy
+    for number in range(100):
+        clients.at(f"10.1.0.{number}")
+    assert len(clients) == 10
+    assert clients.at("10.0.0.1") is not busy
+    assert clients.at("10.1.0.99") is clients.at("10.1.0.99")
+
+
+def test_requests_under_way_are_bounded():
+    clients = Clients(GatewayLimits(client_requests=1))
+    with clients.request_of("::ffff:10.0.0.1"):
+        with pytest.raises(HTTPError) as error, clients.request_of("10.0.0.1"):
+            pass
+        assert error.value.status == 429
+        with clients.request_of("10.0.0.2"):
+            pass
+    with clients.request_of("10.0.0.1"):
+        pass
+
+
+def test_a_client_is_busy_while_a_thread_decodes_for_it():
+    """Also when nobody waits for the thread any more; its place is free once it ends."""
+    free = threading.Event()
+
+    async def go():
+        client = Client(GatewayLimits(decoders=2))
+        with ThreadPoolExecutor(2) as pool, ExitStack() as stack:
+            stack.callback(free.set)
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.01):
+                    await client.decode(pool, free.wait)
+            assert not client.idle
+            second = asyncio.ensure_future(client.decode(pool, lambda: "second"))
+            await asyncio.sleep(0)
+            assert client.decodes == 1  # half of the decoders, the second waits
+            free.set()
+            assert await second == "second"
+            await until(lambda: client.idle)
+
+    asyncio.run(go())

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
-from gateway_site import listening, until
+from gateway_site import listening
 
 from layershuffle.errors import LayerShuffleError
 from layershuffle.swarm.server.limits import GatewayLimits
 from layershuffle.swarm.server.run import Listener, Server
+from waiting import until
 
 HEAD = b"GET /healthz HTTP/1.1\r\nHost: gateway\r\n\r\n"
 QUICK = GatewayLimits(head_ms=200)

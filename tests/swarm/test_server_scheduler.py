@@ -3,12 +3,13 @@
 import asyncio
 import threading
 
-from gateway_site import HOSTS, classify, file_of, picture, run, until
+from gateway_site import HOSTS, classify, file_of, picture, run
 
 from common import DEPTH, SIZE
 from layershuffle.swarm.calibration import Calibration, Row
 from layershuffle.swarm.server.images import Decoder
 from layershuffle.swarm.server.limits import GatewayLimits
+from waiting import until
 
 FILE = file_of(picture())
 

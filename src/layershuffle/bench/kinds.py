@@ -65,12 +65,14 @@ def bench_eval(config: BenchConfig) -> Report:
                 logits_of(workload.model(batch))
 
     with torch.inference_mode(), compiler.limits():
+        # Compiles here, or falls back before any step is timed.
         compiler.or_eager(lambda: forwards(WARM_UP))
         graphs_before, memory = compiler.graphs, Memory(config.device)
         timer = PhaseTimer(config.device)
         with syncs.counted(config.device):
             forwards(config.steps)
         peak = memory.peak()
+        # Hooks cost time: the phases come from steps of their own, after the timed ones.
         with with_hooks(workload.model, timer):
             forwards(PHASED)
     timer.begin("data")
@@ -148,6 +150,7 @@ def bench_input(config: BenchConfig, *, files: int = FILES) -> Report:
         split = data.splits["train"]
         loader = DataLoader(
             split.dataset,
+            # Few files in the page cache: this measures decoding, not the disk.
             batch_sampler=Again(split.size or 1, batch=config.batch),
             num_workers=config.workers,
             pin_memory=config.device == "cuda",

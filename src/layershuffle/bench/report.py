@@ -122,6 +122,7 @@ class Measured:
     ) -> Report:
         """The report. `flops` per image; `ceiling` was measured before, and is again here."""
         rate = throughput(self.seconds, conditions.batch)
+        # Twice, and the higher one: other work on the machine may have slowed one of them.
         ceiling = max(ceiling, matmul_ceiling(device, conditions.dtype))
         return Report(
             kind=kind,

@@ -90,6 +90,7 @@ def workload_around(model: nn.Module, *, spec: str, batch: int, device: str = "c
     shape = (batch, view.channels, view.height, view.width)
     pixels = torch.randint(256, shape, generator=generator, dtype=torch.uint8)
     labels = torch.randint(num_classes_of(model), (batch,), generator=generator)
+    # As a loader hands them over: only from pinned memory does a copy not make the host wait.
     if device == "cuda":
         pixels, labels = pixels.pin_memory(), labels.pin_memory()
     finish = Finish(view)
@@ -173,6 +174,7 @@ def compare_with_trie(
         return outputs
 
     assert all(map(torch.equal, one_by_one(), in_one_walk())), "outputs are bit-equal"
+    # Shared beginnings change no bit, so a wrong walk cannot hide in a tolerance.
     timed = gpu_timed if images.is_cuda else cpu_timed
     pairs = paired(timed(one_by_one), timed(in_one_walk), effort=effort)
     runs = [sum(map(len, orders)), block_executions(build_trie(orders))]

@@ -62,6 +62,7 @@ def open_source(request: SourceRequest) -> ImageData:
     """
     mode_for(request.view.channels)
     root = Path(request.place).expanduser()
+    # torchvision wants the parent; people name the folder that they unpacked.
     root = root.parent if root.name == FOLDER else root
     names, test = _read(root, request, train=False)
     train = _read(root, request, train=True)[1] if request.options.train else None

@@ -82,6 +82,7 @@ class HubTable:
     """One map-style Hugging Face split; images stay undecoded until they are read."""
 
     def __init__(self, data: Any, columns: Columns, *, channels: int, place: str) -> None:
+        # Labels are read once, in whole columns: row by row would decode every image.
         self.labels = [columns.index(cell) for cell in data[columns.label]]
         names = [name for name in (columns.image, "__key__") if name in data.column_names]
         data = data.select_columns(names)

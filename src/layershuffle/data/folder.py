@@ -75,6 +75,7 @@ def open_source(request: SourceRequest) -> ImageData:
     channels = request.view.channels
     mode_for(channels)
     train, validation, test = split_folders(root, need_train=request.options.train)
+    # Without training data (eval) the reported split names the classes.
     reference = train or test
     classes = class_names(reference)
     for other in (validation, test):
@@ -173,6 +174,8 @@ def _other_files(split: Path, table: FolderTable) -> str:
 def image_files(folder: Path) -> tuple[list[str], list[str]]:
     """(image paths, names of other files) anywhere below a folder, sorted."""
     images, others = [], []
+    # Sorted in place: os.walk visits the folders in this order, and so the order of images is the
+    # same on every file system.
     for parent, folders, names in os.walk(folder, followlinks=True, onerror=_raise_unreadable):
         folders.sort()
         for name in sorted(names):

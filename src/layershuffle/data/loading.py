@@ -87,6 +87,7 @@ def parse_spec(spec: str) -> tuple[str, str, dict[str, str]]:
         raise _unknown_scheme(spec, scheme)
     rest = spec[len(scheme) :]
     query = ""
+    # Shard patterns may hold a "?" of their own, and wds has no settings.
     if SOURCES[scheme].settings:
         rest, _, query = rest.partition("?")
     return scheme, rest.removeprefix(":"), _settings(query, scheme)
@@ -128,6 +129,7 @@ def loader_processes(spec: str = "") -> int:
     """How many processes should load images of `spec`: none for digits, which are in memory."""
     if spec.startswith("digit-pairs"):
         return 0
+    # One core stays for the process that trains; more than 16 loaders gain nothing but memory use.
     return min(16, max(0, len(os.sched_getaffinity(0)) - 1))
 
 

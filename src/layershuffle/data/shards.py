@@ -143,6 +143,7 @@ def _in_folder(root: Path) -> dict[str, list[Path]]:
         shards = [p for n in names for p in (*root.glob(f"{n}-*.tar"), *root.glob(f"{n}/*.tar"))]
         if shards:
             splits[kind] = sorted(shards)
+    # With one reported part it is the one that is scored, as in the other sources.
     if "test" not in splits and "validation" in splits:
         splits["test"] = splits.pop("validation")
     if "test" not in splits:
@@ -160,6 +161,7 @@ def _choices(inside: str) -> list[str]:
     if match is None:
         return inside.split(",")
     first, last = match.groups()
+    # Only a leading zero asks for padding: {8..12} is 8, 9, 10, as in a shell.
     width = max(len(first), len(last)) if first.startswith("0") or last.startswith("0") else 0
     step = 1 if int(first) <= int(last) else -1
     return [f"{n:0{width}d}" for n in range(int(first), int(last) + step, step)]

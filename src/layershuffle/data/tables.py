@@ -150,6 +150,7 @@ def assemble(request: SourceRequest, tables: Tables) -> ImageData:
             skipped += len(bad)
             notes.append(_skip_note(name, table, bad))
         rows[name] = good
+    # Scores always come from Pillow's pixels, whatever makes training faster.
     plain = PlainTransform(request.view, options.resize)
     test = TransformedImages(tables.test, rows["test"], plain)
     splits = {"test": limited_test(test, len(test), limit=options.max_test)}
@@ -174,6 +175,7 @@ def readable_rows(table: ImageTable, *, check: bool) -> tuple[list[int], list[in
     if not check:
         return list(rows), []
 
+    # Threads are enough: Pillow releases the interpreter's lock while it decodes.
     def fails(row: int) -> bool:
         try:
             table.image(row)
@@ -218,6 +220,7 @@ def _fitted(
     options, view = request.options, request.view
     if options.augment:
         return AugmentedImages(table, rows, augment_transform(view), seed=options.seed)
+    # torch's nearest pixel is another one than Pillow's, which scores are compared with.
     if view.interpolation == "nearest":
         return TransformedImages(table, rows, PlainTransform(view, options.resize))
     if not decodes_jpeg():

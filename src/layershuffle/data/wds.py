@@ -103,6 +103,7 @@ def _cut(
     share = request.options.holdout
     if share is None:
         return (list(range(len(train))), []), ""
+    # Whole shards can be left unread by a stream too, so both ways of reading hold out the same.
     held_out = held_out_shards(len(shards), share)
     if held_out is not None:
         names = {str(shards[index]) for index in held_out}

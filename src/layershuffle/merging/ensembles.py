@@ -174,6 +174,7 @@ def _score(run: _Pass, tally: Tally) -> EnsembleScore:
 
 @contextmanager
 def _in_eval(models: Sequence[nn.Module]) -> Iterator[None]:
+    # Each back to its own state: some callers have members in training mode, some have not.
     before = [model.training for model in models]
     for model in models:
         model.eval()

@@ -72,4 +72,5 @@ def rows_from_csv(text: str) -> list[MergingRow]:
             place=None if line is None else f"line {line}",
         )
 
+    # The text comes from a file that the caller names in its own error, so the line is enough here.
     return parse_rows(text, MergingRow, columns=COLUMNS, refuse=refuse)

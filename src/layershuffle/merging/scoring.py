@@ -309,6 +309,7 @@ def load_group(
 
     Raises `UsageError` for donors that cannot be merged, are named twice, or name no base.
     """
+    # A model twice would count double in every average, without a word in the rows.
     repeated = [spec for spec in donors if donors.count(spec) > 1]
     if repeated:
         raise UsageError(f"{repeated[0]} is named twice", hint="name each model once")

@@ -48,6 +48,7 @@ def greedy_soup(
 
 
 def _average(donors: Sequence[nn.Module]) -> nn.Module:
+    # Hosts of one architecture have the same keys in the same order; `check_compatible` saw to it.
     soup = copy.deepcopy(donors[0])
     states = [donor.state_dict() for donor in donors]
     soup.load_state_dict({name: averaged([s[name] for s in states]) for name in states[0]})

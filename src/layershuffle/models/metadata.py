@@ -78,6 +78,7 @@ def parse_metadata(data: Mapping[str, Any], path: Path) -> ModelMetadata:
         metadata = ModelMetadata.model_validate(data)
     except ValidationError as error:
         raise _invalid(error, path) from error
+    # Before anything is built: a hostile number here would cost memory and minutes.
     sizes = {"classes": metadata.num_classes, "depth": metadata.depth}
     for part in (metadata.model_args, metadata.position.model_dump(), sizes):
         check_numbers(part, path)
@@ -111,6 +112,7 @@ def checked_record(record: Mapping[str, Any]) -> dict[str, Any]:
             f"A record has no key {unknown[0]!r}", hint=_nearest(unknown[0], RECORD_KEYS)
         )
     try:
+        # There and back: tuples become lists now, not only when the model is loaded again.
         plain: dict[str, Any] = json.loads(json.dumps(dict(record), allow_nan=False))
     except (TypeError, ValueError) as error:
         raise UsageError(

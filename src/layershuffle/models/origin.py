@@ -87,6 +87,7 @@ def warn_new_head(old: int, new: int, *, seed: int) -> None:
 
 def new_linear(old: nn.Linear, outputs: int, *, std: float, seed: int) -> nn.Linear:
     """A linear layer like `old` with `outputs` rows: truncated normal weights, bias zero."""
+    # Made on the meta device: a plain constructor would draw from the global generator.
     layer = nn.Linear(old.in_features, outputs, bias=old.bias is not None, device="meta")
     layer = layer.to_empty(device="cpu")
     generator = torch.Generator().manual_seed(seed)

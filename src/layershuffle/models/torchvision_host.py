@@ -157,6 +157,7 @@ def read(directory: Path, *, seed: int) -> tuple[nn.Module, str]:
             place=place,
             hint="save the model again",
         ) from error
+    # A model saved in half precision comes back in it.
     tensors = read_tensors(weights, shapes_of(host.state_dict()))
     match_dtype(host, tensors)
     host.load_state_dict(tensors, strict=True)

@@ -206,7 +206,7 @@ def write_plan(study: StudySettings, out: Path) -> None:
 
 def _check_unchanged(old: StudySettings, new: StudySettings, out: Path) -> None:
     planned = {task.name: task for task in tasks_of(new)}
-    # What is not done yet may change freely: nothing of it is on disk.
+    # What is not done yet may change: no result of it exists.
     done = [task for task in tasks_of(old) if is_finished(task, out)]
     changed = [task.name for task in done if not _same(task, planned.get(task.name))]
     if old.name != new.name or changed:

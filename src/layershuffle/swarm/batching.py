@@ -67,8 +67,9 @@ _Waiting = TypeVar("_Waiting", bound=Waiting)
 def next_batch(jobs: Sequence[_Waiting], *, images: int) -> list[_Waiting]:
     """Of the waiting `jobs` (oldest first) those that go together through one block next.
 
-    The block that most of them need; of several such the one that the oldest needs. As many as
-    `images` allows, at least one. A visit that was passed over too often goes first.
+    They need the block that most of the jobs need; if there are several such blocks, the one that
+    the oldest job needs. As many jobs as `images` allows, at least one. An oldest job that was
+    passed over `MAX_SKIPS` times goes first.
     """
     groups: dict[object, list[_Waiting]] = {}
     for job in jobs:

@@ -1,13 +1,13 @@
-"""What the head hands to block hosts: one program for all blocks, and each block's weights.
+"""What the head sends to block hosts: one program for all blocks, and each block's weights.
 
-`make_bundle` listens to one forward of the model to learn what its blocks get, exports one of them
-with `torch.export`, and believes the result only after every block computed the same through it,
-bit for bit. Where a block needs more than the state (rotary tables, masks, its position) the model
-is refused with the reason: a host would not have it.
+`make_bundle` records one forward of the model to learn the arguments of its blocks, exports one
+block with `torch.export`, and accepts the program only if every block computes the same through
+it, bit for bit. If a block needs more than the state (rotary tables, masks, its position) the
+model is refused with the reason, because a host would not have it.
 
-Some operations of torch have two ways to compute, which differ in the last bits: torchvision's
-attention is fused while no gradient is asked for, and torch.export takes the plain way. A program
-has to equal one of the two.
+Some operations of torch have two implementations that differ in the last bits: torchvision's
+attention is fused when no gradient is needed, and torch.export takes the plain one. A program must
+equal one of the two.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def check_sibling(bundle: Bundle, other: Bundle | str | Path) -> None:
 
 
 def _differences(ours: Lineage, theirs: Lineage) -> Iterator[tuple[str, str, str]]:
-    """What differs, with the value on either side, the most telling first."""
+    """What differs, with the values of both sides, the most important first."""
     if None in (ours.base, theirs.base) or ours.base != theirs.base:
         yield "the base", ours.base or "not recorded", theirs.base or "not recorded"
     if ours.depth != theirs.depth:
@@ -130,11 +130,10 @@ def _differences(ours: Lineage, theirs: Lineage) -> Iterator[tuple[str, str, str
 
 
 def _chosen(model: nn.Module, blocks: Sequence[int] | None) -> tuple[int, ...]:
-    """The ids asked for; refuses models that hosts cannot run before anything is computed."""
+    """The ids of the blocks; refuses models that hosts cannot run before anything is computed."""
     if isinstance(model, PositionedModel) and model.encoding is not None:
         raise UsageError(
-            "The blocks of this model are told their position by a part of their own, which hosts "
-            "do not have",
+            "The blocks of this model need a position encoding, which hosts do not have",
             hint="serve a model without position encoding (methods layershuffle, "
             "layershuffle-predict, layershuffle-depth)",
         )
@@ -151,12 +150,12 @@ def _chosen(model: nn.Module, blocks: Sequence[int] | None) -> tuple[int, ...]:
     return chosen
 
 
-# --- what blocks get ------------------------------------------------------------------------------
+# --- how the model calls its blocks ---------------------------------------------------------------
 
 
 @torch.no_grad()
 def _listen(model: nn.Module) -> list[Call]:
-    """What the blocks got in a forward of noise images, in the order in which they ran."""
+    """The calls of the blocks in a forward of noise images, in the order in which they ran."""
     view, calls = image_view(model), list[Call]()
     generator = torch.Generator().manual_seed(_SEED)
     images = torch.randn(

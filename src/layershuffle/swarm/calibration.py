@@ -95,7 +95,7 @@ class Calibration(_Strict):
 
     @property
     def facts(self) -> CalibrationFacts:
-        """What it was measured on, for people."""
+        """What it was measured on, as answers show it."""
         return CalibrationFacts(
             data=self.data, split=self.split, orders=self.orders, images=self.images
         )

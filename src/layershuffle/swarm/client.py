@@ -17,7 +17,6 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from layershuffle.errors import LayerShuffleError, UsageError
-from layershuffle.swarm.server.auth import is_loopback
 from layershuffle.swarm.server.schemas import (
     IMAGE_FIELD,
     Classification,
@@ -25,7 +24,7 @@ from layershuffle.swarm.server.schemas import (
     Health,
     SwarmAnswer,
 )
-from layershuffle.swarm.server.tls import client_context
+from layershuffle.swarm.server.tls import client_context, is_loopback
 
 if TYPE_CHECKING:
     from PIL.Image import Image

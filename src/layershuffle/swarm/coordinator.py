@@ -39,15 +39,15 @@ _log = logging.getLogger(__name__)
 
 
 class Coordinator:
-    """Brings the hosts of `plan` up and keeps them so; `run` does it, until cancelled.
+    """Starts the hosts of `plan` and keeps them running; `run` does the work until cancelled.
 
-    `bundles`: by model, as `plan` names them: the plan's own and its donors'. `foreign_blocks`:
-    (host, block) where other weights than those of the plan's model may answer; `watching`:
-    whether `run` does its work now; `restarts`: how often it began anew
+    `bundles` holds the plan's model and its donors, by the names that `plan` gives them.
+    `foreign_blocks` are the (host, block) pairs where weights of another model may answer.
+    `watching` says whether `run` is at work, `restarts` how often it had to begin again
     (`service.running_service`).
 
-    What is decided about a host stands in `hosts` at once, and ends what was begun before; what
-    that means for its process comes after, one thing at a time for each host.
+    A decision about a host is written to `hosts` at once and cancels what was begun before. Its
+    process follows later, one operation at a time for each host.
     """
 
     def __init__(
@@ -101,9 +101,9 @@ class Coordinator:
             await asyncio.gather(health, return_exceptions=True)
 
     async def ready(self, *, within: float) -> tuple[str, ...]:
-        """Wait until all hosts of the plan are up, or `within` seconds; those that are not.
+        """The hosts of the plan that are not up once all are, or after `within` seconds.
 
-        `run` is to run beside it.
+        It only waits: `run` must be running beside it.
         """
         clock = self.router.clock
         end = clock() + within
@@ -123,10 +123,10 @@ class Coordinator:
     # --- what operators do ------------------------------------------------------------------------
 
     async def drain(self, name: str) -> bool:
-        """`name` takes no new visits; whether those it has are over when this returns.
+        """Stop new visits to `name`; returns whether it has finished the ones under way.
 
-        Waits at most as long as a request may take. A host that is not up (it starts, or is dead)
-        has nothing to finish: its process ends, and it stays away until `readmit`.
+        It waits at most as long as a request may take. A host that is not up (it is starting, or
+        dead) has nothing to finish: its process ends, and it stays away until `readmit`.
         """
         self.record_of(name)
         self.hold(name, "it is leaving")
@@ -151,8 +151,9 @@ class Coordinator:
             await self._end(name)
 
     async def readmit(self, name: str) -> None:
-        """End the process of `name` and start a new one, in the background: shut-out, drained,
-        left and dead hosts come back that way.
+        """End the process of `name` and start a new one, in the background.
+
+        This is how hosts come back that were shut out, drained or dead.
         """
         host = self.record_of(name)
         self._gone(name, "it is starting")
@@ -161,9 +162,9 @@ class Coordinator:
     async def swap(self, name: str, block: int, *, donor: Bundle) -> None:
         """`block` of the host `name` comes from `donor` from now on; no request is lost.
 
-        Raises `UsageError` for a donor that is no sibling, or a block that is not held there;
-        `LayerShuffleError` if the host is not up, or does not answer the donor's canary: then it is
-        shut out.
+        Raises `UsageError` if the donor is no sibling or the host does not hold the block,
+        `LayerShuffleError` if the host is not up, or if it fails the donor's canary, which shuts
+        it out.
         """
         if block not in self.record_of(name).blocks:
             raise UsageError(f"Host {name} does not hold block {block}")
@@ -173,19 +174,20 @@ class Coordinator:
         if host.phase == "starting":
             raise LayerShuffleError(f"Host {name} is starting", hint="swap once it is up")
         before = self.health.forget(name, [block])
-        self.foreign_blocks |= {(name, block)}  # from now on nobody knows which weights answer
+        self.foreign_blocks |= {(name, block)}  # until the load is over, either weights may answer
         try:
             await self._call(name, self._loaded(name, donor, [block]))
         except LayerShuffleError:
             if self.hosts.get(name) is host:
-                self.health.expect(name, before)  # if it took it all the same, this finds out
+                # If the load succeeded all the same, the canary of the old weights finds out.
+                self.health.expect(name, before)
             raise
-        if self.hosts.get(name) is not host:  # another process, or one that is to end
-            raise LayerShuffleError(f"Host {name} came or went while it took block {block}")
+        if self.hosts.get(name) is not host:  # it was restarted or ended meanwhile
+            raise LayerShuffleError(f"Host {name} came or went while it loaded block {block}")
         self._donors[name, block] = donor
         self.health.expect(name, answers)
         if why := await self.health.check(name, blocks=[block]):
-            raise LayerShuffleError(f"Host {name} took block {block}, but {why}")
+            raise LayerShuffleError(f"Host {name} loaded block {block}, but {why}")
         self._mark_foreign(name, [block])
 
     # --- how hosts come and go --------------------------------------------------------------------
@@ -196,10 +198,13 @@ class Coordinator:
         await asyncio.wait({self._starting[name]})
         if not self.is_up(name):
             why = self.hosts[name].why if name in self.hosts else "it was dropped"
-            raise LayerShuffleError(f"Host {name} does not come up: {why}")
+            raise LayerShuffleError(f"Host {name} did not start: {why}")
 
     async def _look(self) -> None:
-        """Decide what is to be done, and have it done: nothing here waits for a host."""
+        """One look at the machines: decide what is to be done and begin it.
+
+        Nothing here waits for a host, so that one slow host never delays the others.
+        """
         try:
             nodes = await self._machines()
         except LayerShuffleError as error:
@@ -216,8 +221,13 @@ class Coordinator:
             self._do(action)
 
     async def _machines(self) -> Sequence[Node]:
-        """Ask for the machines, once at a time: a question that hangs may hold a thread."""
+        """The machines that are there, asked for once at a time.
+
+        A question that hangs may occupy a thread, and a new one every half second would use up
+        all of them.
+        """
         limit = self.router.limits.watch_ms
+        # The same question is waited for again: it may answer after the next look.
         self._asking = self._asking or asyncio.ensure_future(self.backend.nodes())
         done, _ = await asyncio.wait({self._asking}, timeout=limit / _MILLI)
         if not done:
@@ -243,7 +253,7 @@ class Coordinator:
             ending.add_done_callback(self._ending.discard)
 
     def _begin(self, start: Start, *, anew: bool) -> None:
-        """Start it in the background; `anew`: whatever process of it there is ends first."""
+        """Start the host in the background; with `anew`, its present process ends first."""
         before = self.hosts.get(start.name)
         tries = before.tries if before is not None and before.node == start.node else 0
         self._stop(start.name)
@@ -252,17 +262,18 @@ class Coordinator:
         self._starting[start.name].add_done_callback(_log_failure)
 
     async def _bring_up(self, start: Start, *, anew: bool) -> None:
-        """Process, blocks, canaries; only then is the router told."""
+        """Process, blocks, canaries; only then does the router send visits there."""
         name = start.name
         async with self._locks[name]:
             if anew:
+                # A dead or stopped process may still hold its name, and its blocks are unknown.
                 await self._end_process(name)
             try:
                 why = await self._call(name, self._filled(start))
             except LayerShuffleError as error:
                 why = error.cause
             if why:
-                _log.warning("Host %s does not come up: %s", name, why)
+                _log.warning("Host %s did not start: %s", name, why)
                 await self._end_process(name)
                 return self._failed(name, why)
             self.hosts[name] = replace(self.hosts[name], phase="up", tries=0, why="")
@@ -279,7 +290,7 @@ class Coordinator:
         self._gone(name, why)
 
     async def _filled(self, start: Start) -> str:
-        """What is wrong with the host once it runs and holds its blocks; "" if nothing."""
+        """Start the host's process and load its blocks; what its canaries find wrong, or ""."""
         name = start.name
         info = await self.backend.start(name, node=start.node)
         sources = {block: self._donors.get((name, block), self.base) for block in start.blocks}
@@ -300,7 +311,7 @@ class Coordinator:
         await self.backend.call(name, "load", bundle.program, blocks, *tensors)
 
     def _mark_foreign(self, name: str, blocks: Iterable[int]) -> None:
-        """These blocks of the host are what `_donors` says."""
+        """Bring `foreign_blocks` up to date for these blocks of the host."""
         places = {(name, block) for block in blocks}
         self.foreign_blocks = (self.foreign_blocks - places) | set(filter(self._is_foreign, places))
 
@@ -309,7 +320,7 @@ class Coordinator:
         return donor is not self.base and donor.tensors[block] != self.base.tensors[block]
 
     async def _trim(self, start: Start) -> None:
-        """Take from an adopted host what it holds beyond its blocks."""
+        """Unload what an adopted host holds beyond its blocks."""
         try:
             info = await self._call(start.name, self.backend.call(start.name, "info"))
             if surplus := sorted(set(info.blocks) - start.blocks):
@@ -318,7 +329,7 @@ class Coordinator:
             _log.warning("Host %s may hold more than its blocks: %s", start.name, error.cause)
 
     def _stop(self, name: str) -> None:
-        """No start of it goes on from here."""
+        """Cancel a start of the host that is under way."""
         if task := self._starting.pop(name, None):
             task.cancel()
 
@@ -327,7 +338,7 @@ class Coordinator:
         await self._ended(name)
 
     async def _ended(self, name: str) -> None:
-        """Its process is over, as far as it can be told; after whatever else is done to it."""
+        """End the process, after whatever else is being done to the host."""
         async with self._locks[name]:
             await self._end_process(name)
         if name not in self.hosts and not self._locks[name].locked():
@@ -352,11 +363,12 @@ class Coordinator:
             return result
         if isinstance(result, LayerShuffleError):
             raise result
-        _log.error("Work with host %s broke", name, exc_info=result)  # a defect: all of it is told
+        # A defect of ours: the log gets the traceback, and the watch goes on.
+        _log.error("Work with host %s broke", name, exc_info=result)
         raise LayerShuffleError(f"Host {name} failed ({type(result).__name__}: {result})")
 
     def hold(self, name: str, why: str) -> None:
-        """Nothing starts `name` from now on, until `readmit`."""
+        """Keep `name` from being started again until `readmit`."""
         self._stop(name)
         self.hosts[name] = replace(self.hosts[name], phase="held", why=why)
 
@@ -364,7 +376,10 @@ class Coordinator:
         self.router.update(name, lambda host: replace(host, condition="gone", why=why))
 
     def _fresh(self, name: str, blocks: frozenset[int]) -> HostView:
-        """A host that nothing is known of, but what it has served: its battery is the same."""
+        """The view of a host that has just started.
+
+        Only the count of served blocks survives, because it stands for the host's battery.
+        """
         planned, before = self.plan.hosts.get(name), self.router.swarm.get(name)
         share = None if planned is None else planned.share
         served = 0 if before is None else before.served
@@ -377,7 +392,7 @@ class Coordinator:
         return name in self.hosts and self.hosts[name].phase == "up"
 
     def record_of(self, name: str) -> HostRecord:
-        """What is decided about `name`. Raises `UsageError` for a host that is not there."""
+        """The record of `name`. Raises `UsageError` for a host that the swarm does not have."""
         if name not in self.hosts:
             raise UsageError(
                 f"There is no host {name!r}", hint=f"hosts: {', '.join(self.hosts) or 'none'}"
@@ -387,7 +402,7 @@ class Coordinator:
 
 def _log_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()):
-        _log.error("A host's start broke", exc_info=error)
+        _log.error("The start of a host failed unexpectedly", exc_info=error)
 
 
 def checked_donor(donor: Bundle, base: Bundle, *, block: int) -> Bundle:

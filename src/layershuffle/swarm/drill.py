@@ -1,7 +1,7 @@
-"""A drill: requests and failures from a plan, on any engine, and what came of them.
+"""A drill: requests and failures from a list, on any engine, and their results.
 
-`run_drill` sends the requests and makes the faults happen; `judged` compares the answers with what
-the calibration lets expect. Accuracy is expected per answer, from the number of blocks it used.
+`run_drill` sends the requests and injects the faults; `judged` compares the answers with what the
+calibration predicts for each answer, from the number of blocks that it used.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Ended = Literal["answered", "degraded", "failed", "late"]
 
 
 class Engine(Protocol):
-    """What can be done to the hosts of a running swarm."""
+    """What injects faults into the hosts of a running swarm."""
 
     async def inject(self, fault: Fault) -> None:
         """Make the fault happen. Raises `LayerShuffleError` where the engine cannot."""
@@ -43,7 +43,7 @@ class Reply:
 
 @dataclass
 class Drill:
-    """What happened: replies by request number, and the faults that fired, with their seconds."""
+    """The results: replies by request number, and the faults injected, with their seconds."""
 
     replies: dict[int, Reply] = field(default_factory=dict)
     fired: list[tuple[Fault, float]] = field(default_factory=list)
@@ -69,9 +69,9 @@ async def run_drill(
 ) -> Drill:
     """Send requests 0, 1, ... with up to `concurrency` at a time; each fault before its request.
 
-    Requests under way feel a fault; new ones wait until the engine has made it happen, which for a
-    rejoin takes until the host is back. `ask(number)` never raises for a request that fails, it
-    says so. Raises what the engine raises.
+    Requests under way feel a fault; new ones wait until the engine has injected it, which for a
+    rejoin takes until the host is back. `ask(number)` returns a `Reply` for a request that fails
+    and never raises. Raises what the engine raises.
     """
     drill, numbers, pending = Drill(), iter(range(requests)), list(faults)
     turn = asyncio.Lock()
@@ -113,7 +113,7 @@ class Judgement:
 
     @property
     def inside(self) -> bool:
-        """Whether the accuracy is what the calibration lets expect."""
+        """Whether the accuracy lies in the calibration's interval."""
         return self.low <= self.top1 <= self.high
 
 
@@ -133,7 +133,7 @@ def judged(replies: Sequence[Reply], calibration: Calibration) -> Judgement:
 
 @dataclass(frozen=True, slots=True)
 class Foreseen:
-    """Shares of the requests (percent) that a plan and its faults let expect."""
+    """Shares of the requests (percent) that are expected of a plan and its faults."""
 
     degraded: float
     failed: float
@@ -142,12 +142,12 @@ class Foreseen:
 def foreseen(
     plan: SwarmPlan, faults: Sequence[Fault], *, requests: int, routing: Routing
 ) -> Foreseen:
-    """What should become of the requests, if faults were felt and mended at once.
+    """The expected ends of the requests, if faults and rejoins took effect at once.
 
     A host is out from its fault to its rejoin. In free order a request is degraded while fewer
-    blocks can be reached than it wants, and fails when no block is left; a slow host is as good as
-    out, because it is a last resort. A pipeline fails as soon as a block is missing; slow hosts
-    answer it.
+    blocks can be reached than it wants, and fails when no block is left; a slow host counts as out,
+    because it is only used as a last resort. A pipeline fails as soon as a block is missing; slow
+    hosts still answer it.
     """
     depth = 1 + max(block for host in plan.hosts.values() for block in host.blocks)
     wanted = min(depth, plan.most_blocks or depth)
@@ -181,7 +181,7 @@ def _reachable(plan: SwarmPlan, out: set[str], routing: Routing) -> set[int]:
 def drill_report(
     drill: Drill, seen: Foreseen, *, judgement: Judgement | None, routing: Routing
 ) -> str:
-    """What happened beside what was foreseen, and the accuracy beside the calibration's."""
+    """The ends of the requests beside the expected ones, and the accuracy beside its interval."""
     rows = [
         ("answered in full", drill.share("answered"), 100 - seen.degraded - seen.failed),
         ("degraded", drill.share("degraded"), seen.degraded),

@@ -1,4 +1,4 @@
-"""How a block becomes a program: `torch.export` follows it, and its graph is written down."""
+"""How a block becomes a program: `torch.export` traces it, and its graph is written to bytes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _REFUSED = (
 
 @dataclass(frozen=True)
 class Call:
-    """One block's turn in a forward of its model: its state, what else it got, its answer."""
+    """One block's call in a forward of its model: state, other arguments, and what it returned."""
 
     block: int
     state: Tensor

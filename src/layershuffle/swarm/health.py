@@ -1,12 +1,14 @@
-"""Whom to trust: canaries, probes and audits over any transport. Decisions pure, the shell thin.
+"""Which hosts to trust: canaries, probes and audits, over any transport.
 
 canary  a stored input whose output is known, for each block; every host answers one now and then
-probe   a canary for a suspect host, in time or not at all: the way back
-audit   a share of the answered visits is computed again by replicas, off the request's path; where
-        they differ, all who took part run every canary; where all pass, a third replica decides
+probe   a canary for a suspect host; one that it passes in time makes the host healthy again
+audit   replicas compute a share of the answered visits again, off the request's path; if the
+        answers differ, all hosts that took part run all their canaries; if all pass, a third
+        replica decides
 
 A host that fails a canary, or that two others contradict, is shut out. It stays out until
-`Coordinator.readmit` loads it anew. Nothing that a host does or answers ends the watch.
+`Coordinator.readmit` starts it anew. Nothing that a host does or answers ends the watch. The
+decisions are pure functions; `Health` carries them out.
 """
 
 from __future__ import annotations
@@ -52,9 +54,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class KnownAnswer:
-    """What a block answers: `start` and `output`, float32 `[1, tokens, width]`.
+    """What a block must answer: `start` and `output`, float32 `[1, tokens, width]`.
 
-    Two hosts hold the same weights of a block if their `digest` of it is the same.
+    Two hosts hold the same weights of a block if its `digest` is the same for both.
     """
 
     start: State
@@ -63,7 +65,7 @@ class KnownAnswer:
 
 
 def known_answers(bundle: Bundle, blocks: Sequence[int]) -> dict[int, KnownAnswer]:
-    """What hosts of these blocks of `bundle` are held to."""
+    """What hosts with these blocks of `bundle` must answer."""
     canary = bundle.canary
     return {
         block: KnownAnswer(canary.state, canary.outputs[block], digest_of(bundle.tensors[block]))
@@ -168,10 +170,11 @@ class Again:
 
 
 def odd_one(hop: Visited, after: State, *, second: Again, third: Again, tolerance: float) -> str:
-    """The host that two others contradict, where `second` differs from `after`, the hop's answer.
+    """The host that two others contradict, given that `second` differs from `after`.
 
-    "" if all three differ. Where the hop's own answer holds, the first block after which `second`
-    and `third` differ tells who of the second is wrong.
+    `after` is the hop's own answer. Returns "" if all three differ. If the third agrees with the
+    hop, the first block after which `second` and `third` differ tells which host of `second` is
+    wrong.
     """
     same = partial(agrees, tolerance=tolerance)
     if same(second.states[-1], third.states[-1]):
@@ -183,11 +186,12 @@ def odd_one(hop: Visited, after: State, *, second: Again, third: Again, toleranc
 
 
 class Health:
-    """Keeps asking the hosts of `router`; what it learns goes into `router.swarm`.
+    """Asks canaries and audits the hosts of `router`; what it learns goes into `router.swarm`.
 
-    `seed` fixes which hops are audited, by their number. `audited` hops were computed again,
-    `disagreed` of them came out otherwise. `doubts`: how often these hosts differed, and nobody
-    could tell which of them erred. One event loop, that of the router.
+    `seed` fixes which hops are audited, by their number. `audited` counts the hops that were
+    computed again, `disagreed` those that came out differently. `doubts` counts how often these
+    hosts differed without anybody being able to tell which of them was wrong. Use it from the
+    router's event loop only.
     """
 
     def __init__(self, router: Router, *, seed: int = 0) -> None:
@@ -221,26 +225,26 @@ class Health:
         }
 
     def expect(self, host: str, answers: Mapping[int, KnownAnswer]) -> None:
-        """From now on `host` is held to these answers, beside those of its other blocks."""
+        """From now on `host` must give these answers, beside those of its other blocks."""
         self._expected[host] = {**self._expected.get(host, {}), **answers}
         self._since[host] = self.router.clock()
         if host not in self._next:
             self._set_alarm(host, self.router.clock())
 
     def forget(self, host: str, blocks: Iterable[int]) -> dict[int, KnownAnswer]:
-        """Ask `host` no more about `blocks`; what it was held to."""
+        """Stop asking `host` about `blocks`; returns the answers that it had to give."""
         answers = self._expected.get(host, {})
         return {block: answers.pop(block) for block in blocks if block in answers}
 
     def drop(self, host: str) -> None:
-        """Know nothing of `host` any more: it has left, or begins anew."""
+        """Forget everything about `host`, because it has left or begins anew."""
         for record in (self._expected, self._since, self._asked, self._next):
             record.pop(host, None)
         for names in [names for names in self.doubts if host in names]:
             del self.doubts[names]
 
     async def run(self) -> None:
-        """Ask whoever is due, until cancelled."""
+        """Ask the hosts that are due for a canary, until cancelled."""
         async with asyncio.TaskGroup() as group:
             while True:
                 now = self.router.clock()
@@ -280,10 +284,10 @@ class Health:
     async def check(
         self, host: str, *, blocks: Iterable[int] | None = None, limit: float | None = None
     ) -> str:
-        """Run the canaries of `blocks` (default: all) now; what is wrong, "" if nothing.
+        """Run the canaries of `blocks` (default: all) now; returns what is wrong, "" if nothing.
 
-        Each is given `limit` seconds (default: the longest that a visit may take). A failure is
-        held against the host as any other visit's is, a wrong answer shuts it out.
+        Each has `limit` seconds (default: the longest that a visit may take). A failure counts
+        against the host as that of any visit does, and a wrong answer shuts it out.
         """
         limit = self.router.limits.hop_cap_ms / _MILLI if limit is None else limit
         for block in sorted(self._expected.get(host, {}) if blocks is None else blocks):
@@ -292,7 +296,7 @@ class Health:
         return ""
 
     async def close(self) -> None:
-        """End the audits under way, and start none any more."""
+        """Cancel the audits under way, and start no more."""
         if self._observe in self.router.observers:
             self.router.observers.remove(self._observe)
         for audit in self._audits:
@@ -316,7 +320,7 @@ class Health:
             return ""
         hop, answer = await self._ask(check, answer_key.start)
         if self._expected.get(check.host, {}).get(check.block) is not answer_key:
-            return ""  # its weights were swapped meanwhile: the answer says nothing
+            return ""  # its weights were swapped meanwhile, so the answer says nothing
         tolerance = self.router.limits.tolerance
         if answer is not None and not agrees(answer, answer_key.output, tolerance=tolerance):
             hop = _wrong(hop, f"it failed its canary on block {check.block}")
@@ -327,7 +331,7 @@ class Health:
         return ""
 
     async def _ask(self, check: Check, start: State) -> tuple[Visited, State | None]:
-        """One visit off every request's path, and its answer if that is fit to be compared."""
+        """One visit outside of all requests, and its answer if that can be compared."""
         clock, visit = self.router.clock, Visit(check.host, (check.block,), check.limit)
         hop, begun = Visited(check.host, visit.blocks, "answered", 0.0), clock()
         asked = self.router.transport.visit(visit, pack(start, "fp32"))
@@ -339,7 +343,7 @@ class Health:
         hop = replace(hop, ms=(clock() - begun) * _MILLI)
         if isinstance(answer, VisitError):
             return replace(hop, outcome=answer.outcome, why=answer.cause), None
-        if isinstance(answer, BaseException):  # nobody foresaw it, so all of it is told
+        if isinstance(answer, BaseException):  # a defect of ours: the log gets the traceback
             _log.error("A canary of host %s broke", check.host, exc_info=answer)
             why = f"its canary broke ({type(answer).__name__}: {answer})"
             return replace(hop, outcome="failed", why=why), None
@@ -404,7 +408,7 @@ class Health:
             self.router.report(_wrong(replace(hop, host=odd), why))
 
     async def _again(self, hop: Visited, hosts: tuple[str, ...], start: State) -> Again | None:
-        """The hop's blocks on `hosts`; `None` if one does not answer, or came to hold others."""
+        """The hop's blocks on `hosts`; `None` if a host fails or its weights change meanwhile."""
         weights, limit, states = (
             self._weights_of(hosts, hop),
             self.router.limits.hop_cap_ms,
@@ -420,12 +424,15 @@ class Health:
         return Again(hosts, tuple(states)) if self._weights_of(hosts, hop) == weights else None
 
     def _weights_of(self, hosts: Sequence[str], hop: Visited) -> list[KnownAnswer | None]:
-        """What the host of each block of the hop is held to; another value after every change."""
+        """The expected answers of each host and block of the hop, which every swap replaces."""
         pairs = zip(hosts, hop.blocks, strict=True)
         return [self._expected.get(host, {}).get(block) for host, block in pairs]
 
     def _doubt(self, names: list[str], hop: Visited) -> None:
-        """One of these answers wrongly, and nobody can tell which: in the end all are suspects."""
+        """Count that these hosts differ and nobody can tell which is wrong.
+
+        After `audit_strikes` such audits all of them become suspects.
+        """
         blocks = ", ".join(map(str, hop.blocks))
         _log.warning("Hosts %s differ over blocks %s, and all pass their canaries", names, blocks)
         self.doubts[tuple(names)] += 1

@@ -1,8 +1,8 @@
-"""A block host: holds some blocks, runs visits through them, several at a time where they meet.
+"""A block host: holds some blocks and runs visits through them, in batches where it can.
 
 Visits wait in one queue. One thread computes, so that the event loop stays free to answer; each of
-its turns runs one block on the visits that need it next (`swarm.batching`). Needs torch,
-numpy and the light modules of this package, nothing else.
+its turns runs one block on the visits that need it next (`swarm.batching`). It needs torch, numpy
+and the light modules of this package, so that a host process starts quickly.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _MILLI = 1000.0
 
 @dataclass(frozen=True)
 class HostInfo:
-    """What a host says of itself. `blocks`: SHA-256 of each block's tensors.
+    """A host's report about itself. `blocks`: SHA-256 of each block's tensors.
 
-    `rss_bytes`: memory in use (0 where the system does not tell). `waiting`: visits not being
-    computed now.
+    `rss_bytes`: memory in use, 0 where the system has no /proc. `waiting`: visits that are not
+    being computed now.
     """
 
     name: str
@@ -74,7 +74,7 @@ class BlockHost:
         self._jobs: list[Job] = []
         self._turn_of: list[Job] = []
         self._busy = self._draining = self._closed = False
-        # A thread of torch's begins with a number of its own, and results depend on it.
+        # A new thread has torch's default number of threads, and the last bits depend on it.
         self._worker = ThreadPoolExecutor(
             max_workers=1,
             thread_name_prefix=f"host-{name}",
@@ -168,7 +168,7 @@ class BlockHost:
         return steps
 
     def _drop_the_dead(self, now: float) -> None:
-        """Forget what was cancelled, and what cannot be in time any more."""
+        """Drop the visits that were cancelled or cannot be in time any more."""
         for job in self._jobs:
             if now >= job.expires and job not in self._turn_of:
                 self._end(job, WorkExpired(f"Host {self.name} had no time for it in its budget"))
@@ -219,7 +219,7 @@ class BlockHost:
             jobs, self._turn_of, self._busy = self._turn_of, [], False
             for job in jobs:
                 if error is not None and len(jobs) > 1:
-                    job.alone = True  # whichever is to blame, the others are not to suffer for it
+                    job.alone = True  # each again by itself: one broken visit must not fail others
                 elif error is not None:
                     self._end(job, _failure(self.name, error))
                 elif job.done == len(job.steps):
@@ -228,7 +228,7 @@ class BlockHost:
             self._wake()
 
     def _end(self, job: Job, outcome: Answer | VisitError) -> None:
-        """Tell the caller, unless it is gone."""
+        """Give the caller its answer or error, unless it was cancelled."""
         if job.future.done() or not job.future.set_running_or_notify_cancel():
             return
         if isinstance(outcome, Answer):

@@ -1,4 +1,4 @@
-"""Blocks from other models: what decides whether they fit, and how to read one without the rest."""
+"""Blocks of other models: what decides whether they fit, and how to read one without the rest."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Lineage:
     """What decides whether a block of one model may stand in for a block of another.
 
     `base`: fingerprint of the pretrained blocks that the model was refined from, and which of them
-    it kept; `None` where its files do not say. `shapes`: of the tensors of a block. `view`: of the
-    images that its blocks have learnt from.
+    it kept; `None` if its files do not record it. `shapes`: of the tensors of a block. `view`: how
+    images are prepared for the model.
     """
 
     base: str | None
@@ -46,7 +46,7 @@ class Lineage:
 
 
 def lineage_of(model: nn.Module) -> Lineage:
-    """The lineage of a loaded model; one whose record tells no base is its own."""
+    """The lineage of a loaded model. A model whose record names no base is its own base."""
     host = host_of(model)
     blocks = blocks_of(host)
     return Lineage(
@@ -65,8 +65,7 @@ def read_lineage(directory: str | Path) -> Lineage:
     place, facts = _facts(directory)
     if facts.position.encoding is not None:
         raise UsageError(
-            "The blocks of this model are told their position by a part of their own, which hosts "
-            "do not have",
+            "The blocks of this model need a position encoding, which hosts do not have",
             place=place,
         )
     shapes = {name: s for file in weight_files(place) for name, s in tensor_shapes(file).items()}
@@ -81,7 +80,7 @@ def read_lineage(directory: str | Path) -> Lineage:
 def read_block(directory: str | Path, block: int) -> bytes:
     """Safetensors of one block of a saved model, as `Bundle.tensors` has them.
 
-    Of the weights nothing else is read. Raises `ModelFileError` for what is no saved model or is
+    No other weights are read. Raises `ModelFileError` for what is no saved model or is
     damaged, `UsageError` for a block that it lacks.
     """
     place, facts = _facts(directory)
@@ -107,7 +106,7 @@ def check_blocks(blocks: Iterable[int], *, depth: int, place: str | Path) -> Non
 
 
 def _facts(directory: str | Path) -> tuple[Path, ModelMetadata]:
-    """The model's own directory (that of a run holds it as "model"), and its facts."""
+    """The directory of the model (a run has it in "model"), and its facts."""
     place = Path(directory)
     if not place.exists():
         raise ModelFileError("There is no such directory", place=place, hint="check the path")
@@ -125,7 +124,7 @@ def _base(provenance: object) -> str | None:
 
 
 def _names(place: Path, facts: ModelMetadata, *, block: int) -> dict[str, str]:
-    """Of every tensor of the block: its name in the file, and its name in the block."""
+    """The tensors of the block: name in the file to name in the block."""
     stored = {name for file in weight_files(place) for name in tensor_shapes(file)}
     if facts.library == "transformers":
         names = _transformers_names(place, f"{facts.blocks}.{block}.")
@@ -143,9 +142,10 @@ def _names(place: Path, facts: ModelMetadata, *, block: int) -> dict[str, str]:
 
 
 def _transformers_names(place: Path, prefix: str) -> dict[str, str]:
-    """transformers renames tensors as it saves: a model without memory shows how.
+    """The names that transformers gives to the tensors below `prefix` when it saves a model.
 
-    It saves numbers in the place of the weights, and where each number ends up is its new name.
+    It renames some of them. So a model without memory is saved with a number in the place of each
+    tensor: the name under which a number arrives is the new name of that tensor.
     """
     from transformers import AutoModelForImageClassification
 

@@ -35,10 +35,10 @@ class Labelled:
 
 
 def labelled_images(model: nn.Module, data: str, *, count: int) -> tuple[Labelled, ...]:
-    """The first `count` test images of a data spec, as files that the gateway takes.
+    """The first `count` test images of a data spec, as files that the server takes.
 
-    They are brought to the size that the model's own preparation starts from, so that the gateway
-    does with them what a calibration does.
+    They are brought to the size at which the model's own preparation starts, so that the server
+    prepares them exactly as a calibration does.
     """
     resize, view = resize_of(model), image_view(model)
     margin = view.crop_pct if resize == "crop" else 1.0
@@ -68,7 +68,7 @@ def _png(image: Tensor) -> bytes:
 def load_client(
     client: AsyncSwarmClient, images: Sequence[Labelled], *, deadline_ms: float
 ) -> Callable[[int], Awaitable[Reply]]:
-    """Sends image number i (again from the first after the last), for `run_drill`."""
+    """A function for `run_drill` that sends image number i, counted modulo the images."""
 
     async def ask(number: int) -> Reply:
         labelled = images[number % len(images)]
@@ -91,7 +91,7 @@ def load_client(
 
 
 def client_inside(service: Service) -> AsyncSwarmClient:
-    """A client of the gateway of `service`, in this process and with no bound on its rate."""
+    """A client of the server of `service`, in this process and without a bound on its rate."""
     import httpx  # of the extra `swarm`, as the gateway
 
     from layershuffle.swarm.server.app import create_app

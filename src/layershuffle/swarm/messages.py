@@ -51,7 +51,7 @@ def pack(state: State, wire: Wire) -> Packet:
     if wire == "fp16":
         limits = np.finfo(np.float16)
         small = np.clip(state, limits.min, limits.max)
-        # What is not finite stays so: the router is to see it.
+        # What is not finite stays so, because the router has to see it.
         return Packet(wire, np.where(np.isfinite(state), small, state).astype(np.float16))
     largest = np.abs(state).max(axis=-1, keepdims=True)
     scales = np.where(largest == 0, 1, largest / _LEVELS).astype(np.float32)
@@ -75,9 +75,9 @@ def unpack(packet: Packet) -> State:
 class Visit:
     """One call to one host: run `blocks`, in this order; given up after `limit` seconds.
 
-    `budget`: seconds that are left to the whole request, which the host is told: while a visit that
-    was given up is repeated elsewhere it may still answer first. By default `limit`. `fair`: the
-    limit gave the host time enough for its lateness to count against it.
+    `budget` (default: `limit`) is how many seconds the whole request has left. The host gets this
+    number, because a visit that was given up and repeated elsewhere may still answer first. `fair`:
+    the limit was long enough for lateness to count against the host.
     """
 
     host: str
@@ -88,7 +88,7 @@ class Visit:
 
     @property
     def budget_ms(self) -> float:
-        """What the host is told, in milliseconds."""
+        """The host's budget in milliseconds."""
         return 1000 * (self.limit if self.budget is None else self.budget)
 
 
@@ -96,9 +96,9 @@ class Visit:
 class Answer:
     """A host's answer to a visit: the state after its blocks, and where the time went (ms).
 
-    `compute_ms` counts the whole time of the batches that it was part of, `queue_ms` the wait at
-    the host beside that. `batch`: images of a batch, those of other visits too; a mean over its
-    blocks such that `compute_ms / batch` is the time of one image.
+    `compute_ms` counts the whole time of the batches that the visit was part of, `queue_ms` the
+    rest of its time at the host. `batch` is the number of images per batch, those of other visits
+    included: a mean over the blocks such that `compute_ms / batch` is the time of one image.
     """
 
     packet: Packet
@@ -108,19 +108,19 @@ class Answer:
 
 
 class VisitError(LayerShuffleError):
-    """A visit brought no answer. Raised by transports, never shown to clients as it is."""
+    """A visit without an answer. Transports raise it; clients never see it as it is."""
 
     outcome: Outcome = "failed"
 
 
 class HostGone(VisitError):
-    """The host's process is dead and does not come back under this name's handle."""
+    """The host's process is dead; only a new process can take its name."""
 
     outcome: Outcome = "lost"
 
 
 class HostUnavailable(VisitError):
-    """The host cannot be reached now, or takes no more work; it may come back."""
+    """The host cannot be reached now or takes no more work, but may do so again later."""
 
     outcome: Outcome = "unavailable"
 
@@ -184,10 +184,10 @@ class Route:
 
 
 class Transport(Protocol):
-    """How visits reach hosts. One contract suite runs over every engine (tests/swarm)."""
+    """Carries visits to hosts. One contract suite runs over every engine (tests/swarm)."""
 
     async def visit(self, visit: Visit, packet: Packet) -> Answer:
         """The host's answer. Raises a `VisitError`; being cancelled drops the visit.
 
-        The host is told `visit.budget_ms` as its remaining budget, never a time of day.
+        The host gets `visit.budget_ms`, never a time of day, because clocks differ.
         """

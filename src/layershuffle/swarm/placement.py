@@ -26,7 +26,11 @@ _ID_LENGTH = 8
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A living machine of the swarm: its id (a new one whenever it joins), and its hosts' names."""
+    """A living machine of the swarm and the names of its hosts.
+
+    `id` is a new one whenever the machine joins: a name or an address can come back with another
+    process behind it.
+    """
 
     id: str
     names: tuple[str, ...]
@@ -61,12 +65,12 @@ class HostBackend(Protocol):
 class HostRecord:
     """A block host as the coordinator sees it, on the machine `node`.
 
-    starting  its process, its blocks or its canaries are not there yet
+    starting  its process starts, takes in blocks or answers its first canaries
     up        it takes visits, as far as the router trusts it
-    dead      its process has ended; started again from `retry_at` on
-    held      ended, or to end, as somebody wished; stays so until somebody wishes otherwise
+    dead      its process has ended; it is started again from `retry_at` on
+    held      an operator ended it or is ending it; it stays away until `Coordinator.readmit`
 
-    `tries`: starts that failed in a row.
+    `tries` counts the starts that failed in a row, `why` says what went wrong last.
     """
 
     name: str
@@ -80,7 +84,7 @@ class HostRecord:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Start the host `name` with `blocks` on the machine `node`."""
+    """Start the host `name` on the machine `node` and give it `blocks`."""
 
     name: str
     node: str
@@ -114,7 +118,7 @@ def reconcile(
     now: float,
     depth: int,
 ) -> tuple[Action, ...]:
-    """What to do so that the hosts become those of `plan` on the machines that are there."""
+    """The actions that bring the hosts to what `plan` says, on the machines that are there."""
     homes = homes_of(nodes, hosts)
     here = {name: host for name, host in hosts.items() if homes.get(name) == host.node}
     drops = [Drop(name, "its machine has left the swarm") for name in hosts if name not in here]
@@ -137,8 +141,9 @@ def reconcile(
 def homes_of(nodes: Iterable[Node], hosts: Mapping[str, HostRecord]) -> dict[str, str]:
     """The machine of each host name.
 
-    Of two machines with one name the one that has it already keeps it, else the first by id; the
-    host on the other is called `name@id`. A machine without a name is called `host@id`.
+    If two machines bear one name, the machine that already runs the host keeps the name, else the
+    first by id; the host of the other machine is called `name@id`. The host of a machine without a
+    name is called `host@id`.
     """
     homes: dict[str, str] = {}
     pairs = [(name, node.id) for node in nodes for name in node.names or ("host@",)]
@@ -158,9 +163,10 @@ def _has(hosts: Mapping[str, HostRecord], name: str, node: str) -> bool:
 def spare_blocks(
     plan: SwarmPlan, others: Iterable[frozenset[int]], *, depth: int
 ) -> frozenset[int]:
-    """What a host that the plan does not name is to hold, beside hosts that hold `others`.
+    """The blocks for a host that the plan does not name, beside hosts that hold `others`.
 
-    As many blocks as the plan's median host has: those that the fewest hold, low ids first.
+    It gets as many blocks as the plan's median host: those that the fewest hosts hold, low ids
+    first.
     """
     size = median_low(len(host.blocks) for host in plan.hosts.values())
     holders = Counter(block for blocks in others for block in blocks)

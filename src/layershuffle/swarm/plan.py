@@ -1,4 +1,4 @@
-"""What is to run where: the swarm's plan. Plain data, no torch.
+"""The swarm's plan: which blocks run on which host. Plain data, no torch.
 
 model: runs/depth/model        # stem and head stay here, beside the gateway
 hosts:
@@ -37,8 +37,8 @@ class HostPlan(Settings):
     donors: dict[BlockId, str] = Field(default_factory=dict)
     """Models that single blocks come from, siblings of the plan's model; default: that model."""
     share: Annotated[float, Field(ge=0)] | None = None
-    """Blocks that it is to run per request, in the mean; `swarm plan` works it out for batteries.
-    Without it the router asks whoever answers first."""
+    """Mean number of blocks that it should run per request; `swarm plan` sets it for batteries.
+    Without it the router asks whichever host answers first."""
 
     @model_validator(mode="after")
     def _consistent(self) -> HostPlan:

@@ -67,8 +67,8 @@ class BlockProgram:
                     f"{_describe(self.weights.get(name))}",
                     hint="take blocks of one model, or of siblings of it",
                 )
-        # Copies, because tensors lie in `content` at odd addresses, and asking for gradients as in
-        # the model, because torch chooses its way to multiply by both: the last bits depend on it.
+        # Copies with the model's `requires_grad`: torch chooses its matrix product by memory
+        # alignment and by whether gradients are needed, and the last bits depend on that choice.
         ready = {
             name: tensor.clone().requires_grad_(name in self._trained)
             for name, tensor in tensors.items()

@@ -1,8 +1,8 @@
 """Block hosts as Ray actors: one process per host, and visits as calls to it.
 
-Measured choices: asynchronous actors (a cancelled call is dropped, a synchronous one would run it
-all the same), no restarts by Ray (a call to a restarting actor blocks for two seconds), detached
-(a gateway that starts again finds its hosts as they were).
+Measured choices: asynchronous actors (they drop a cancelled call, a synchronous actor would still
+run it), no restarts by Ray (a call to a restarting actor blocks for two seconds), detached actors
+(a server that starts again finds its hosts as they were).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 _Result = TypeVar("_Result")
 _MESSAGE = 200  # characters from the end of what Ray says of a process that does not start
-_SPARE = 64  # calls that an actor takes beyond its queue: canaries, questions
-# What reading a message raises that is none, or that another version of this package wrote.
+_SPARE = 64  # calls that an actor takes beyond its queue: canaries, reports
+# What pickle raises for bytes that are no message, or that another version of this package wrote.
 _UNREADABLE = (
     pickle.UnpicklingError, AttributeError, EOFError, ImportError, LookupError, MemoryError,
     OverflowError, TypeError, ValueError,
@@ -134,9 +134,9 @@ async def called(ray: Any, submit: Callable[[], Any], *, host: str) -> Any:
 class RayHosts:
     """The processes of block hosts on the members of a cluster (`placement.HostBackend`).
 
-    `ray`: the connected module. `threads`: of torch in each host. `only`: hosts to run, of those
-    that the members name (default: all). Every call raises
-    `LayerShuffleError` where it fails; callers bound its time.
+    `ray`: the connected module. `threads`: of torch in each host. `only`: which of the hosts that
+    the members name are run (default: all). A call that fails raises `LayerShuffleError`; callers
+    bound its time.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class RayHosts:
         if earlier := self._making.get(name):
             await asyncio.wait({earlier})
         making = self._making[name] = asyncio.create_task(self._make(name, node))
-        # The thread goes on when this is cancelled: `end` waits for what it makes.
+        # The thread goes on when this is cancelled; `end` waits for the process that it makes.
         await asyncio.shield(making)
         try:
             info: HostInfo = await self.call(name, "info")
@@ -223,13 +223,13 @@ class RayHosts:
         return await called(self._ray, lambda: reference, host=name)
 
     async def end(self, name: str) -> None:
-        """End the host's process, if there is one, or will be one of a start that was given up."""
+        """End the host's process, also the one that a cancelled start is still making."""
         if making := self._making.pop(name, None):
             await asyncio.wait({making})
         actor = self.transport.actors.get(name)
         if actor is not None:
             await self._outside(lambda: self._ray.kill(actor))
-        # Only now: what could not be ended is ended another time.
+        # Not before: if the kill failed, a later `end` still has the handle.
         self.transport.actors.pop(name, None)
 
     async def _outside(self, call: Callable[[], _Result]) -> _Result:
@@ -237,4 +237,4 @@ class RayHosts:
         try:
             return await asyncio.to_thread(call)
         except (self._ray.exceptions.RayError, OSError, ValueError) as error:
-            raise HostUnavailable(f"Ray does not do as asked ({one_line(error)})") from error
+            raise HostUnavailable(f"Ray could not do it ({one_line(error)})") from error

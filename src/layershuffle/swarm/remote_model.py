@@ -156,7 +156,7 @@ def check_enough(route: Route, *, min_blocks: int) -> None:
 
 
 def served_host(model: nn.Module) -> nn.Module:
-    """The wrapped host model that a swarm can serve; a position prediction is left aside.
+    """The wrapped host model that a swarm can serve, without a position prediction.
 
     Raises `StackError` for models with position encoding.
     """

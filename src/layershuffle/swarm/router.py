@@ -1,7 +1,7 @@
-"""The router: carries out what the policy decides, over a transport. A thin asyncio shell.
+"""The router: carries out over a transport what the policy decides. A thin asyncio shell.
 
-Everything it learns goes into `Swarm` values through the pure functions of `state`; everything it
-does comes from `policy.decide`. Used from one event loop only.
+Everything that it learns goes into `Swarm` values through the pure functions of `state`, and
+everything that it does comes from `policy.decide`. Use it from one event loop only.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _GROWTH = 1e4
 
 @dataclass
 class Call:
-    """A visit under way. `reported`: its lateness was held against its host already."""
+    """A visit under way. `reported`: its lateness has already counted against its host."""
 
     visit: Visit
     task: asyncio.Task[Answer]
@@ -54,7 +54,7 @@ class Call:
 
 @dataclass
 class Walk:
-    """One request in the making: its state now, where it stands, and what was tried."""
+    """One request under way: its state, its progress, the visits so far, and a late visit."""
 
     state: State
     progress: Progress
@@ -67,8 +67,8 @@ class Router:
     """Sends states through the swarm. `swarm` is what it knows of the hosts, as a value.
 
     `routing`, `wire` and `most_blocks` (blocks that are enough in free order; default: all) may be
-    changed at any time; a request keeps the routing it began with. `observers` are told every hop
-    (for metrics and audits).
+    changed at any time; a request keeps the routing that it began with. Each of `observers` is
+    called with every hop and the states around it (metrics and audits do so).
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Router:
 
     @property
     def swarm(self) -> Swarm:
-        """What is known of the hosts now."""
+        """The present state of the hosts, as far as the router knows it."""
         return self._swarm
 
     @swarm.setter
@@ -116,7 +116,7 @@ class Router:
         """The state after the blocks that could be run, and the route.
 
         `start`: float32 `[images, tokens, width]`; `deadline`: when to be back, in seconds of the
-        router's clock. Raises nothing for failing hosts: the route says what was skipped and why.
+        router's clock. Failing hosts raise nothing: the route says what was skipped and why.
         """
         begun = self.clock()
         progress = Progress(
@@ -173,7 +173,7 @@ class Router:
             self._take(walk, late)
 
     async def _step(self, walk: Walk, visit: Visit) -> None:
-        """Make one visit; a late one that it repeats keeps running beside it, first answer wins."""
+        """Make one visit. A late visit that it repeats runs on beside it: the first answer wins."""
         if walk.late is not None and not policy.hedges(walk.late.visit, visit):
             _drop(walk.late)
             walk.late = None
@@ -225,7 +225,7 @@ class Router:
             return False
         after, fault = unpacked(answer, like=walk.state)
         if fault:
-            # A host that wrote the state before may be to blame: a probe tells who is honest.
+            # An earlier host may have spoilt the state: a probe will tell which one is wrong.
             doubtful = fault == NOT_FINITE and walk.progress.done
             outcome: Outcome = "failed" if doubtful else "wrong"
             self._fail(walk, call, outcome=outcome, why=fault)
@@ -240,7 +240,7 @@ class Router:
         return True
 
     def _fail(self, walk: Walk, call: Call, *, outcome: Outcome, why: str) -> None:
-        """One hop of the route, and one strike at most, however often the same visit fails."""
+        """Note a failed visit: one hop and at most one strike, however often it fails."""
         elapsed = self.clock() - call.started
         hop = Visited(
             call.visit.host, call.visit.blocks, outcome, elapsed * _MILLI, why=why,
@@ -253,7 +253,7 @@ class Router:
         call.reported = True
 
     def report(self, hop: Visited) -> None:
-        """Hold a failed visit or probe against its host."""
+        """Count a failed visit or probe against its host."""
         now = self.clock()
         self.update(hop.host, lambda host: state.failed(host, hop, now=now, limits=self.limits))
 

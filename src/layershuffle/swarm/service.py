@@ -1,6 +1,6 @@
-"""A whole swarm: model, bundles, router, coordinator, and the front that requests go through.
+"""A whole swarm: model, bundles, router, coordinator, and the remote model that serves requests.
 
-The same for every engine: a `placement.HostBackend` runs the hosts and carries the visits.
+It is the same for every engine: a `placement.HostBackend` runs the hosts and carries the visits.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ _TIMED = 30
 _MILLI = 1000.0
 _log = logging.getLogger(__name__)
 START_SECONDS = 120.0
-"""How long a swarm waits for its first hosts before it goes on with those that are there."""
+"""How long a swarm waits for all of its hosts before it starts with those that are there."""
 
 
 @dataclass(frozen=True)
 class Cargo:
-    """What a plan needs on the head: its model, all blocks as they travel, and the calibration.
+    """What the head needs for a plan: the model, all blocks as they travel, the calibration.
 
-    `bundles` are keyed by model as the plan names them. `calibration` is `None` for a model that
-    was never calibrated.
+    `bundles` is keyed by model, by the names that the plan uses. `calibration` is `None` for a
+    model that was never calibrated.
     """
 
     model: nn.Module
@@ -58,7 +58,7 @@ class Cargo:
 
 
 def load_cargo(plan: SwarmPlan) -> Cargo:
-    """The models of a plan, ready to be served.
+    """Load and check the models of a plan.
 
     Raises what loading raises, `UsageError` for donors that are no siblings and for plans that do
     not fit the model, `StackError` for models that hosts cannot run.
@@ -80,15 +80,16 @@ def load_cargo(plan: SwarmPlan) -> Cargo:
 def donor_bundle(donor: str, base: Bundle, *, blocks: Sequence[int]) -> Bundle:
     """These blocks of the model `donor`, to stand in for those of `base`.
 
-    Of a saved model whose record tells its base nothing else is read. Siblings compute the same
-    steps, so the program is that of `base`. Raises what loading raises, `UsageError` for a donor
-    that is no sibling or lacks a block, `ModelFileError` for weights that do not fit the program.
+    If the donor is a saved model whose record names its base, only these blocks are read. Siblings
+    compute the same steps, so the program is that of `base`. Raises what loading raises,
+    `UsageError` for a donor that is no sibling or lacks a block, `ModelFileError` for weights that
+    do not fit the program.
     """
     directory = _directory_of(donor)
     if directory is not None and read_lineage(directory).base is not None:
         check_sibling(base, directory)
         tensors = {block: read_block(directory, block) for block in blocks}
-    else:  # its base is to be computed from all of its blocks
+    else:  # its base is a fingerprint of all of its blocks, so all must be loaded
         model = served_host(load(donor))
         check_sibling(base, replace(base, lineage=lineage_of(model)))
         check_blocks(blocks, depth=base.depth, place=donor)
@@ -101,7 +102,7 @@ def donor_bundle(donor: str, base: Bundle, *, blocks: Sequence[int]) -> Bundle:
 
 
 def _directory_of(model: str) -> Path | None:
-    """Where the model of this spec is saved; `None` if a library or a hub has it."""
+    """The directory of the model of this spec; `None` if it comes from a library or a hub."""
     spec = parse_spec(model)
     if spec.scheme == "bundled":
         return Path(str(resources.files("layershuffle").joinpath("assets", spec.place)))
@@ -134,8 +135,10 @@ def model_facts(model: str, *, wire: Wire) -> ModelFacts:
 
 
 def _block_ms(bundle: Bundle) -> float:
-    """Milliseconds of block 0 on one image, in this process: the least of several, since whatever
-    else the machine does only adds to them."""
+    """Milliseconds of block 0 on one image, in this process.
+
+    The least of several times, because whatever else the machine does only adds to them.
+    """
     block = read_program(bundle.program).bind(bundle.tensors[0])
     start, times = torch.from_numpy(bundle.canary.state.copy()), []
     for _ in range(_TIMED):
@@ -147,7 +150,7 @@ def _block_ms(bundle: Bundle) -> float:
 
 @dataclass(frozen=True)
 class Service:
-    """A running swarm. `missing`: hosts of the plan that were not there in time.
+    """A running swarm. `missing`: hosts of the plan that had not started in time.
 
     `coordinator.watching` says whether its hosts are watched; `faults` breaks them, for drills.
     """
@@ -173,7 +176,7 @@ async def running_service(
     """The swarm of `plan`, once its hosts are up or `within` seconds have passed.
 
     `ray`: the connected module if `backend` runs its hosts on Ray, for drills that kill processes.
-    Ends its hosts on leaving. `cargo.model` is taken over: it loses its blocks' weights.
+    On leaving it ends the hosts. It takes `cargo.model` over, which loses its blocks' weights.
     """
     depth = cargo.bundles[plan.model].depth
     chaos = ChaosBackend(backend, ray=ray)
@@ -200,7 +203,7 @@ async def running_service(
 
 
 async def keep_watching(coordinator: Coordinator) -> None:
-    """`coordinator.run`, anew whenever it ends by an error; until cancelled."""
+    """Run `coordinator.run`, and again whenever an error ends it; until cancelled."""
     while True:
         (error,) = await asyncio.gather(coordinator.run(), return_exceptions=True)
         coordinator.restarts += 1
@@ -212,7 +215,8 @@ async def keep_watching(coordinator: Coordinator) -> None:
 async def swarm_on(ray: Any | None, plan: SwarmPlan) -> AsyncIterator[Service]:
     """The swarm of `plan` on the members of `ray`'s cluster; without one, within this process.
 
-    For demonstrations and measurements: no other host takes part. Raises what `load_cargo` raises.
+    For demonstrations and measurements: hosts that the plan does not name take no part. Raises what
+    `load_cargo` raises.
     """
     if ray is None:
         from layershuffle.swarm.local import LocalHosts

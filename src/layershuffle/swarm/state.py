@@ -4,10 +4,13 @@ A `HostView` is a value; every function here takes one and returns the next. Tim
 any one monotonic clock. Conditions:
 
     healthy   visits go there
-    suspect   failed a visit; left alone until a probe after `retry_at` succeeds
-    shut-out  gave a wrong answer; stays out until its operator loads it anew
-    draining  takes no new visits, because it is to leave
+    suspect   it failed a visit; no visits until a probe after `retry_at` succeeds
+    shut-out  it gave a wrong answer; it stays out until its operator starts it anew
+    draining  it takes no new visits, because it is to leave
     gone      its process is dead
+
+`Swarm` holds the views of all hosts with indexes over them, so that a change costs the same with
+10,000 hosts as with ten.
 """
 
 from __future__ import annotations

@@ -117,8 +117,16 @@ def _run(job: Job, listeners: Sequence[Listener], on_phase: OnPhase) -> FitResul
     tell("start", steps=job.steps, at=state.step)
     # A run that was killed between its last checkpoint and its result has no step left.
     if state.step < job.steps:
-        with _stop_signals() as stop_asked, job.compiler.limits(), _explained_memory(state):
-            train(state, tell=tell, keep_best=keep_best, stop_asked=stop_asked, on_phase=on_phase)
+        out_of_memory = False
+        with _stop_signals() as stop, job.compiler.limits():
+            try:
+                train(state, tell=tell, keep_best=keep_best, stop_asked=stop, on_phase=on_phase)
+            except torch.OutOfMemoryError as error:
+                # Its frames hold the very tensors that do not fit, and would until `except` ends.
+                traceback.clear_frames(error.__traceback__)
+                out_of_memory = True
+            if out_of_memory:
+                raise too_large(state)
     tell("end", step=state.step)
     if state.step < job.steps:
         raise Interrupted(
@@ -150,19 +158,6 @@ def _stop_signals() -> Iterator[threading.Event]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@contextmanager
-def _explained_memory(state: TrainState) -> Iterator[None]:
-    """Turns "out of memory" into an error that names a batch that fits."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        # Its frames hold the very tensors that do not fit.
-        traceback.clear_frames(error.__traceback__)
-    else:
-        return
-    raise too_large(state)  # here, for inside `except` the error still holds those frames
 
 
 def _tensorboard(directory: Path) -> Listener:

@@ -59,12 +59,13 @@ class Job:
         """The directory of the checkpoints that an unfinished run resumes from."""
         return self.out / "checkpoints"
 
-    @property
+    # Cached, because every step asks for these and finding a GPU, or the blocks, takes time.
+    @cached_property
     def device(self) -> str:
         """Where the run computes: cpu or cuda."""
         return device_of(self.settings)
 
-    @property
+    @cached_property
     def precision(self) -> str:
         """The dtype of forwards: fp32, bf16 (autocast) or bf16-pure."""
         if self.settings.precision != "auto":
@@ -93,7 +94,7 @@ class Job:
             return False
         return not always_runs_all(self.method.policy) or bool(idle_parameters(self.model))
 
-    @property
+    @cached_property
     def orders(self) -> OrderSchedule:
         """The execution orders of the forwards."""
         return OrderSchedule(

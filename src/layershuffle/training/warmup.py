@@ -90,22 +90,17 @@ def largest_that_fits(trial: Callable[[int], None], *, below: int) -> int:
     # accelerate's `find_executable_batch_size` ends with "No executable batch size found" and
     # catches errors by words in their text; this finds a number for the message and nothing else.
     size = below // 2
-    while size and not _fits(trial, size):
-        size //= 2
-    return size
-
-
-def _fits(trial: Callable[[int], None], size: int) -> bool:
-    try:
-        trial(size)
-    except torch.OutOfMemoryError:
-        fits = False
-    else:
-        fits = True
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    return fits
+    while size:
+        try:
+            trial(size)
+        except torch.OutOfMemoryError:
+            size //= 2
+        else:
+            return size
+        gc.collect()  # after `except`, where the error no longer holds the tensors of the trial
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    return 0
 
 
 def largest_forward(state: TrainState, *, below: int) -> int:

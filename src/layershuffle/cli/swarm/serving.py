@@ -369,7 +369,7 @@ class DeployCommand(TlsOptions, _ServingCommand):
         from layershuffle.swarm.plan import read_plan
         from layershuffle.swarm.ray_config import default_token
         from layershuffle.swarm.ray_session import joined_ray
-        from layershuffle.swarm.server.auth import check_address, in_clear
+        from layershuffle.swarm.server.tls import check_address, in_clear
         from layershuffle.swarm.service import load_cargo
 
         plan = read_plan(self.plan)

@@ -97,24 +97,24 @@ class Operator:
         )
 
     def drain(self, host: str) -> bool:
-        """The host takes no new visits; whether it is empty."""
+        """Let the host finish its visits and take no more. Returns whether it is empty."""
         return bool(self._ask("POST", "/drain", host=host)["empty"])
 
     def readmit(self, host: str) -> None:
-        """A shut-out, drained or dead host starts anew."""
+        """Start a host again that was shut out, was drained, or died."""
         self._ask("POST", "/readmit", host=host)
 
     def swap(self, host: str, block: int, *, donor: str) -> None:
-        """A block of the host comes from the model `donor` from now on."""
+        """Replace a block of the host by that of the model `donor`."""
         self._ask("POST", "/swap", host=host, block=block, donor=donor)
 
     def routing(self, routing: Routing) -> Routing:
-        """New requests are routed this way; how they were before."""
+        """Route new requests this way. Returns how they were routed before."""
         before: Routing = self._ask("POST", "/routing", routing=routing)["before"]
         return before
 
     def fault(self, host: str, kind: Kind) -> None:
-        """A failure, for a drill."""
+        """Let a host fail, for a drill."""
         self._ask("POST", "/fault", host=host, kind=kind)
 
     def plan(self) -> dict[str, Any]:
@@ -154,7 +154,7 @@ def operator_of(state: str | None) -> Iterator[Operator]:
 
 
 def state_directory(given: str | None = None) -> Path:
-    """Where a swarm of this user keeps its socket and token; made, for its owner alone.
+    """The directory where a swarm of this user keeps its socket and token; it is created if needed.
 
     Default: $XDG_STATE_HOME/layershuffle/swarm, or ~/.local/state/... . Raises `UsageError` if
     other users may enter it, or its path is too long for a socket.
@@ -178,7 +178,7 @@ def state_directory(given: str | None = None) -> Path:
 
 
 def scratch_directory(name: str) -> Path:
-    """A short place for the logs and sockets of Ray's part `name`; checked as `state_directory`."""
+    """A directory with a short path for the logs and sockets of Ray; checked like the state."""
     return state_directory(f"{tempfile.gettempdir()}/ls-{os.getuid()}-{name}")
 
 

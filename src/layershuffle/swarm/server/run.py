@@ -21,9 +21,9 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from layershuffle.errors import LayerShuffleError
-from layershuffle.swarm.server.auth import check_address
-from layershuffle.swarm.server.clients import client_of
+from layershuffle.swarm.server.auth import client_of
 from layershuffle.swarm.server.limits import GatewayLimits
+from layershuffle.swarm.server.tls import check_address
 
 PORT = 8000
 _GRACE = 5  # seconds that requests under way get when the server is told to end

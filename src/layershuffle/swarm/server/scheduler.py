@@ -17,7 +17,7 @@ from layershuffle.models import image_view
 from layershuffle.swarm.calibration import NEVER, Calibration, Expected, expected_at
 from layershuffle.swarm.messages import Route
 from layershuffle.swarm.remote_model import Classified, NotAnswered, RemoteModel, resize_of
-from layershuffle.swarm.server.clients import Client, Clients
+from layershuffle.swarm.server.auth import Client, Clients
 from layershuffle.swarm.server.errors import busy
 from layershuffle.swarm.server.images import Decoder
 from layershuffle.swarm.server.limits import GatewayLimits

@@ -1,7 +1,11 @@
-"""TLS between clients and the gateway, for both sides. Imports no web framework."""
+"""What travels between clients and the gateway: TLS, and the addresses that may do without.
+
+Clients import this too, so that it needs no web framework.
+"""
 
 from __future__ import annotations
 
+import ipaddress
 import ssl
 from pathlib import Path
 from typing import NoReturn
@@ -52,3 +56,32 @@ def client_context(authority: Path) -> ssl.SSLContext:
             place=authority,
             hint="give a PEM file",
         ) from error
+
+
+def check_address(host: str, *, keyed: bool, public: bool) -> None:
+    """Raises `UsageError` if the gateway would listen to other machines without an API key."""
+    if keyed or public or is_loopback(host):
+        return
+    raise UsageError(
+        f"The gateway would listen on {host}, where other machines reach it, without an API key",
+        hint="give it an API key, listen on 127.0.0.1, or say that it is to be public",
+    )
+
+
+def in_clear(host: str, *, keyed: bool, encrypted: bool) -> str:
+    """A warning if keys would travel where others may read them, else ""."""
+    if encrypted or not keyed or is_loopback(host):
+        return ""
+    return (
+        f"API keys, images and answers travel to and from {host} in clear: whoever can listen on "
+        "the way can read them, and use the keys. Give the gateway a certificate "
+        "(--https-certificate, --https-key), or use a network that nobody else can listen to"
+    )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches `host`, an address or "localhost"."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,97 @@
+"""Bundles of tiny models, hosts that hold them, and the models themselves as the slow path."""
+
+import asyncio
+import time
+from functools import cache
+
+import numpy as np
+import torch
+
+import layershuffle as ls
+from common import FAMILIES, WIDTH, images
+from layershuffle.stack import walking
+from layershuffle.swarm.bundle import make_bundle
+from layershuffle.swarm.host import BlockHost
+from layershuffle.swarm.limits import Limits
+from layershuffle.swarm.messages import (
+    pack,
+)
+from waiting import HANGS
+
+LONG = 60_000.0  # ms
+ORDER = (2, 0, 3, 1)
+# Largest difference from the exact answer, relative to its largest value: of a batched answer, and
+# of one block's answer by wire (the state is rounded twice).
+TOLERANCE = {"batched": 1e-5, "fp16": 1e-3, "int8": 1.5e-2}
+CARRIED = ("timm-vit", "timm-beit", "timm-xcit", "hf-vit", "hf-siglip")
+
+
+@cache
+def model_of(family):
+    return FAMILIES[family].wrapped()
+
+
+@cache
+def bundle_of(family):
+    return make_bundle(model_of(family))
+
+
+def entrance(model, batch=1):
+    """The state before the first block, for `images(batch)`."""
+    seen = []
+
+    def walk(call, state):
+        seen.append(state.clone())
+        return call(0, 0, state, None)
+
+    with torch.no_grad(), walking(model, walk):
+        model(images(batch))
+    return seen[0].numpy()
+
+
+def in_process(model, order, batch=1):
+    """The state after `order` in the model itself."""
+    with ls.running(model, order), ls.tap(model) as records:
+        model(images(batch))
+    return records.records[-1].tensor.detach().numpy()
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def host_with(bundle, blocks=None, clock=time.monotonic, **limits):
+    host = BlockHost("pi", limits=Limits(**limits), clock=clock)
+    ids = blocks or range(bundle.depth)
+    host.load(bundle.program, ids, *[bundle.tensors[block] for block in ids])
+    return host
+
+
+def run(work, host):
+    """The result of `work(host)`, a coroutine function; the host is closed after."""
+
+    async def whole():
+        return await asyncio.wait_for(work(host), HANGS)
+
+    try:
+        return asyncio.run(whole())
+    finally:
+        host.close()
+
+
+def visit(host, blocks, state, *, wire="fp32", budget_ms=LONG):
+    return asyncio.create_task(host.visit(blocks, pack(state, wire), budget_ms=budget_ms))
+
+
+def states(count, images=1, *, seed=3):
+    draw = np.random.default_rng(seed)
+    return [draw.normal(size=(images, 17, WIDTH)).astype(np.float32) for _ in range(count)]
+
+
+def error_of(got, wanted):
+    return float(np.abs(got - wanted).max() / np.abs(wanted).max())
