@@ -208,11 +208,11 @@ def large(count=100):
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_a_large_swarm_comes_within_a_percent_of_the_bound(objective):
-    found, planned = plan(large(), facts(depth=12), objective=objective, replicas=3, reach=0.999)
+    best, planned = plan(large(), facts(depth=12), objective=objective, replicas=3, reach=0.999)
     assert planned.solution.solver == "greedy"
     assert planned.gap < 0.01
-    found.check(12)
-    copies = [sum(b in host.blocks for host in found.hosts.values()) for b in range(12)]
+    best.check(12)
+    copies = [sum(b in host.blocks for host in best.hosts.values()) for b in range(12)]
     assert min(copies) >= 3
     assert planned.problem.fits(planned.solution.placement)
 
@@ -232,10 +232,10 @@ def test_figures_by_hand():
             ),
         }
     )  # fmt: skip
-    found, planned = plan(file, model, objective="latency")
-    free = figures_of(found, planned, routing="order-free")
-    ordered = figures_of(found, planned, routing="replicated-sequential")
-    assert sorted(block for host in found.hosts.values() for block in host.blocks) == [0, 1, 2, 3]
+    best, planned = plan(file, model, objective="latency")
+    free = figures_of(best, planned, routing="order-free")
+    ordered = figures_of(best, planned, routing="replicated-sequential")
+    assert sorted(block for host in best.hosts.values() for block in host.blocks) == [0, 1, 2, 3]
     transfer = 2 * 100_000 * 8 / 16e6
     latency = 5 + 1 + 2 * 10 + 2 * 20 + 1000 * transfer
     assert planned.value == pytest.approx(latency)
@@ -249,12 +249,12 @@ def test_figures_by_hand():
     assert ordered.answered == pytest.approx(0.45, abs=0.015)
     assert ordered.blocks == 4
     assert ordered.accuracy == pytest.approx(70 * ordered.answered)
-    text = plan_report(found, planned)
+    text = plan_report(best, planned)
     assert "can be reached 50.00 % of the time" in text
     assert "Every block is on 1 host or more" in text
-    short = found.limits.model_copy(update={"deadline_ms": 60})
+    short = best.limits.model_copy(update={"deadline_ms": 60})
     assert "longer than its deadline of 60 ms" in plan_report(
-        found.model_copy(update={"limits": short}), planned
+        best.model_copy(update={"limits": short}), planned
     )
 
 
@@ -264,18 +264,18 @@ def test_order_freedom_saves_visits():
     whole = problem(file)
     table = np.array([[1, 0, 1, 0], [0, 1, 0, 1]], dtype=bool)
     assert solve(whole, "latency", fixed=table).value == pytest.approx(0.036)
-    found, planned = plan(file, facts(), objective="latency")
+    best, planned = plan(file, facts(), objective="latency")
     split = [HostPlan(blocks=(0, 2)), HostPlan(blocks=(1, 3))]
-    found = found.model_copy(update={"hosts": dict(zip(found.hosts, split, strict=True))})
+    best = best.model_copy(update={"hosts": dict(zip(best.hosts, split, strict=True))})
     for routing, ms in (("order-free", 36), ("replicated-sequential", 56), ("sequential", 56)):
-        assert figures_of(found, planned, routing=routing).latency_ms == pytest.approx(ms)
+        assert figures_of(best, planned, routing=routing).latency_ms == pytest.approx(ms)
 
 
 def test_an_accuracy_floor_lengthens_life():
     file = drawn(1)
-    found, whole = plan(file, facts(), objective="lifetime")
+    best, whole = plan(file, facts(), objective="lifetime")
     shorter, fewer = plan(file, facts(), objective="lifetime", floor=40.0)
-    assert (found.most_blocks, shorter.most_blocks) == (None, 2)
+    assert (best.most_blocks, shorter.most_blocks) == (None, 2)
     assert fewer.value >= 1.9 * whole.value
     assert figures_of(shorter, fewer, routing="order-free").blocks <= 2
     assert "runs 2 of 4 blocks" in plan_report(shorter, fewer)
@@ -288,18 +288,18 @@ def test_mains_have_no_limit():
             "cell": HostSpec(count=2, memory_mb=2, battery_wh=1, watts=2),
         }
     )
-    found, planned = plan(file, facts(), objective="lifetime")
-    assert planned.value == figures_of(found, planned, routing="order-free").life == math.inf
+    best, planned = plan(file, facts(), objective="lifetime")
+    assert planned.value == figures_of(best, planned, routing="order-free").life == math.inf
     assert in_unit(0.0, "throughput") == math.inf
 
 
 def test_the_plan_is_one_to_deploy(tmp_path):
-    found, planned = plan(drawn(2), facts(), objective="throughput", model="dir:x", wire="fp16")
-    (tmp_path / "plan.yaml").write_text(plan_text(found), encoding="utf-8")
-    assert read_plan(tmp_path / "plan.yaml") == found
-    assert (found.model, found.wire) == ("dir:x", "fp16")
-    text = plan_report(found, planned)
-    assert f"{figures_of(found, planned, routing='order-free').throughput:,.1f}" in text
+    best, planned = plan(drawn(2), facts(), objective="throughput", model="dir:x", wire="fp16")
+    (tmp_path / "plan.yaml").write_text(plan_text(best), encoding="utf-8")
+    assert read_plan(tmp_path / "plan.yaml") == best
+    assert (best.model, best.wire) == ("dir:x", "fp16")
+    text = plan_report(best, planned)
+    assert f"{figures_of(best, planned, routing='order-free').throughput:,.1f}" in text
     assert f"{planned.value:,.2f} requests/s, which no placement can beat" in text
 
 
@@ -395,7 +395,7 @@ def test_hosts_that_contradict_themselves(fields, match):
 
 def test_without_time_the_greedy_answers():
     file = drawn(3, hosts=8, depth=8, radio=True)
-    found, planned = plan(file, facts(depth=8), objective="lifetime", time_limit=1e-3)
-    found.check(8)
+    best, planned = plan(file, facts(depth=8), objective="lifetime", time_limit=1e-3)
+    best.check(8)
     assert planned.solution.solver == "greedy"
     assert planned.value <= planned.bound * (1 + 1e-6)

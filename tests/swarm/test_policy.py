@@ -1,5 +1,6 @@
 """The routing policy: chosen visits by hand, and what must hold for every swarm (hypothesis)."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from layershuffle.swarm.policy import (
     Finish,
     Progress,
     Wait,
+    compared,
     decide,
     hedges,
     hop_limit,
@@ -271,3 +273,21 @@ def test_every_reachable_block_runs_when_time_allows(hosts, faults, demanding):
         for block in one.blocks
     }
     assert reachable <= set(progress.done)
+
+
+def test_a_step_compares_a_bounded_number_of_hosts():
+    limits = Limits(compared=48)
+    swarm = Swarm(HostView(f"h{i:04}", frozenset({i % 12})) for i in range(2400))
+    seen = Counter()
+    for seed in range(200):
+        progress = Progress(12, 1.0, seed=seed)
+        chosen = compared(progress, swarm, blocks=progress.wanted, limits=limits)
+        assert len(chosen) <= 48
+        assert {block for host in chosen for block in host.blocks} == set(range(12))
+        seen.update(host.name for host in chosen)
+        assert chosen == compared(progress, swarm, blocks=progress.wanted, limits=limits)
+    assert max(seen.values()) < 20
+    assert len(seen) > 2200
+    few = Swarm(HostView(f"h{i:02}", frozenset({i % 12})) for i in range(48))
+    asked = Progress(12, 1.0)
+    assert compared(asked, few, blocks=asked.wanted, limits=limits) == list(few.values())

@@ -1,6 +1,11 @@
 """What the router knows of a host, event by event, against numbers worked out by hand."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from layershuffle.swarm import state
 from layershuffle.swarm.limits import Limits
@@ -142,3 +147,34 @@ def test_swarm_is_a_value_sorted_by_name():
     assert second["b"].blocks == {1}
     assert [one.name for one in second.holders(1)] == ["a", "b"]
     assert list(second.without("a")) == ["b"]
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 6)), max_size=40), st.integers(0, 9))
+def test_a_changed_swarm_equals_one_built_anew(changes, seed):
+    """The indexes that `with_host` carries on, against those of a new value."""
+    draw = np.random.default_rng(seed)
+    conditions = ("healthy", "healthy", "suspect", "shut-out", "draining", "gone")
+    limits, swarm, old = Limits(), Swarm(), Swarm()
+    for number, kind in changes:
+        name = f"h{number}"
+        view = swarm.get(name) or HostView(name, frozenset({number % 3}))
+        new = [
+            lambda v: replace(v, waiting=v.waiting + 1),
+            lambda v: replace(v, compute=float(draw.integers(1, 5)), link=1.0),
+            lambda v: replace(v, condition=conditions[draw.integers(6)]),
+            lambda v: replace(v, blocks=frozenset(draw.integers(0, 4, size=2).tolist())),
+        ][kind % 4](view)
+        old, before = swarm, dict(swarm)
+        swarm = swarm.without(name) if kind == 6 else swarm.with_host(new)
+        assert dict(old) == before
+        for value in (swarm, old):
+            fresh = Swarm(value.values())
+            assert list(value) == list(fresh) == sorted(value)
+            assert value.pace(limits) == fresh.pace(limits)
+            assert value.suspects == fresh.suspects
+            for block in range(4):
+                assert value.held(block) == fresh.held(block)
+                assert value.usable(block) == fresh.usable(block)
+                assert value.holders(block) == tuple(
+                    v for v in value.values() if v.usable and block in v.blocks
+                )

@@ -110,11 +110,11 @@ class ModelFacts:
         """
         if not self.accuracy:
             raise UsageError(
-                "Accuracy by number of blocks is not known for this model",
+                "Accuracy by number of blocks has not been measured for this model",
                 hint="measure it: layershuffle swarm calibrate",
             )
-        known = sorted(self.accuracy)
-        return float(np.interp(blocks, known, [self.accuracy[one] for one in known]))
+        measured = sorted(self.accuracy)
+        return float(np.interp(blocks, measured, [self.accuracy[k] for k in measured]))
 
     def blocks_for(self, floor: float) -> int:
         """Fewest blocks with which the accuracy is at least `floor` percent, and stays there.
@@ -305,10 +305,10 @@ class Problem:
 
     def fits(self, placement: Placement) -> bool:
         """Whether a placement keeps memory, replicas and reach."""
-        held = bool((placement @ self.sizes <= self.column("memory")).all())
+        stored = bool((placement @ self.sizes <= self.column("memory")).all())
         copies = bool((placement.sum(axis=0) >= max(1, self.replicas)).all())
         certain = self.certainty @ placement >= self.certainty_needed - 1e-9
-        return held and copies and bool(certain.all())
+        return stored and copies and bool(certain.all())
 
 
 def refuse_impossible(problem: Problem) -> None:

@@ -150,8 +150,8 @@ def _programme(
     block_sum = sparse.kron(np.ones((1, hosts)), sparse.identity(blocks))
     if fixed is None:  # memory, replicas and reach say nothing about a placement that is given
         unit = problem.sizes.max()
-        held = sparse.kron(sparse.identity(hosts), problem.sizes[None] / unit)
-        add(-np.inf, problem.column("memory") / unit, x=held)
+        stored = sparse.kron(sparse.identity(hosts), problem.sizes[None] / unit)
+        add(-np.inf, problem.column("memory") / unit, x=stored)
         add(max(1, problem.replicas), np.inf, x=block_sum)
         if problem.reach is not None:
             certain = sparse.kron(problem.certainty[None], sparse.identity(blocks))
@@ -323,9 +323,9 @@ def _add_copies(problem: Problem, placement: Placement, *, give: Numbers) -> Non
         free[host] -= problem.sizes[block]
 
 
-def _drain(lack: Numbers, held: Placement, amount: float) -> None:
-    """Take `amount` off what the held blocks lack, from those that lack most."""
-    order = sorted(np.flatnonzero(held), key=lambda block: -lack[block])
+def _drain(lack: Numbers, holding: Placement, amount: float) -> None:
+    """Take `amount` off what the blocks of `holding` lack, from those that lack most."""
+    order = sorted(np.flatnonzero(holding), key=lambda block: -lack[block])
     for count in range(1, len(order) + 1):
         top = order[:count]
         level = (sum(lack[top]) - amount) / count

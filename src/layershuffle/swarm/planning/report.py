@@ -96,13 +96,13 @@ def figures_of(plan: SwarmPlan, planned: Planned, *, routing: Routing) -> Figure
 def _reachable(plan: SwarmPlan, planned: Planned) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     """Blocks with a reachable holder, in draws of which hosts are there, [draws]."""
     hosts = [host for host in planned.problem.hosts if host.name in plan.hosts]
-    held = np.zeros((len(hosts), planned.problem.depth), dtype=np.float32)
-    for row, host in zip(held, hosts, strict=True):
+    holdings = np.zeros((len(hosts), planned.problem.depth), dtype=np.float32)
+    for row, host in zip(holdings, hosts, strict=True):
         row[list(plan.hosts[host.name].blocks)] = 1
     draws = max(100, _DRAWS * LARGE // max(LARGE, len(hosts)))
     up = np.random.default_rng(0).random((draws, len(hosts)))
     there = up < np.array([host.availability for host in hosts])
-    blocks: np.ndarray[tuple[int], np.dtype[np.int64]] = (there @ held > 0).sum(axis=1)
+    blocks: np.ndarray[tuple[int], np.dtype[np.int64]] = (there @ holdings > 0).sum(axis=1)
     return blocks
 
 
@@ -123,12 +123,12 @@ def plan_report(plan: SwarmPlan, planned: Planned) -> str:
     """Who holds what, simulated figures in free order and in order, and how good the plan is."""
     names = list(plan.hosts)
     width = max(map(len, names[:_SHOWN]))
-    held = [
+    holders = [
         f"  {name:<{width}}  {', '.join(map(str, plan.hosts[name].blocks))}"
         for name in names[:_SHOWN]
     ]
     if len(names) > _SHOWN:
-        held.append(f"  and {len(names) - _SHOWN} more hosts")
+        holders.append(f"  and {len(names) - _SHOWN} more hosts")
     copies = sum(len(host.blocks) for host in plan.hosts.values())
     columns = {
         "free order": figures_of(plan, planned, routing="order-free"),
@@ -146,7 +146,7 @@ def plan_report(plan: SwarmPlan, planned: Planned) -> str:
     return "\n".join(
         [
             f"{len(names)} host{'s hold' if len(names) > 1 else ' holds'} {copies} blocks:",
-            *held,
+            *holders,
             "",
             table(("simulated", *columns), rows),
             "",
@@ -193,5 +193,5 @@ def _notes(plan: SwarmPlan, planned: Planned, free: Figures) -> list[str]:
             "will be answered without some blocks: raise limits.deadline_ms in the plan."
         )
     if free.accuracy is None:
-        lines.append("Accuracy is not known: layershuffle swarm calibrate measures it.")
+        lines.append("Accuracy has not been measured: layershuffle swarm calibrate does it.")
     return lines

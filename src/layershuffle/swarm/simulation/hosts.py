@@ -9,7 +9,7 @@ can see who lied.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -212,10 +212,10 @@ class SimulatedHosts:
         }
         self.visits = 0
 
-    async def visit(self, visit: Visit, packet: Packet) -> Answer:
+    def visit(self, visit: Visit, packet: Packet) -> Coroutine[Any, Any, Answer]:
         """The answer of the host that `visit` names."""
         self.visits += 1
-        return await self.hosts[visit.host].visit(visit, packet)
+        return self.hosts[visit.host].visit(visit, packet)
 
 
 def _settle(job: Job, reply: Answer | VisitError) -> None:

@@ -106,11 +106,11 @@ def scaled(plan: SwarmPlan, hosts: int) -> SwarmPlan:
         names[i % len(names)] + (f"{_COPY}{i // len(names) + 1}" if i >= len(names) else ""): i
         for i in range(hosts)
     }
-    held = {
+    grown = {
         name: HostPlan(blocks=plan.hosts[names[i % len(names)]].blocks)
         for name, i in copies.items()
     }
-    return plan.model_copy(update={"hosts": held})
+    return plan.model_copy(update={"hosts": grown})
 
 
 def lives(
