@@ -12,7 +12,10 @@ import pytest
 
 from layershuffle.analysis import ANALYSES
 from layershuffle.bench.settings import KINDS
-from layershuffle.cli import ROOT, SWARM, Group, main
+from layershuffle.cli import ROOT, SWARM, Group, main, swarm
+from layershuffle.swarm.chaos import KINDS as KINDS_OF_FAULTS
+from layershuffle.swarm.plan import DEFAULT_MODEL
+from layershuffle.swarm.policy import ROUTINGS
 
 COMMANDS = [name for name, (_, target) in ROOT.commands.items() if not isinstance(target, Group)]
 COMMANDS += [f"swarm {name}" for name in SWARM.commands]
@@ -75,6 +78,8 @@ def test_names_that_help_texts_repeat_are_all_there():
     assert [name for name in ANALYSES if name not in analysis] == []
     (kind,) = [about for written, about in arguments_of("bench") if written == "KIND"]
     assert [name for name in KINDS if name not in kind] == []
+    assert (swarm.DEFAULT_MODEL, swarm.ROUTINGS) == (DEFAULT_MODEL, ROUTINGS)
+    assert swarm.FAULT_KINDS == KINDS_OF_FAULTS
 
 
 def test_no_help_imports_a_heavy_library():
@@ -95,7 +100,7 @@ sys.exit(f"imported: {{heavy}}" if heavy else 0)
 
 
 HEAVY = {
-    *("accelerate", "datasets", "fastapi", "httpx", "matplotlib", "pandas", "PIL"),
+    *("accelerate", "datasets", "fastapi", "httpx", "matplotlib", "numpy", "pandas", "PIL"),
     *("ray", "scipy", "sklearn", "timm", "torch", "torchvision", "transformers", "uvicorn"),
 }
 

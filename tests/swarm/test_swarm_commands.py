@@ -68,7 +68,7 @@ def test_plan_and_simulate(capsys, tmp_path):
     hosts.write_text("hosts: {pi: {count: 4, memory_mb: 0.5, availability: 0.9}}\n")
     code, out, _ = run(capsys, "swarm", "plan", str(hosts), "--replicas", "1", "--out", str(plan))
     assert code == 0
-    assert "best pipeline" in out
+    assert "free order   in order" in out
     assert f"Next: layershuffle swarm simulate {plan}" in out
     words = ["swarm", "simulate", str(plan), "--requests", "50", "--kill", "0.5"]
     code, first, _ = run(capsys, *words, "--profile", str(hosts))

@@ -1,1 +1,15 @@
-"""The commands of `layershuffle swarm`, and `classify`."""
+"""The commands of `layershuffle swarm`, and `classify`; here the names that their flags share."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+# Flags need these names for --help. The modules that own them (swarm.policy, plan, chaos) import
+# pydantic and numpy, which take 0.15 to 0.24 s of the half second that --help may take. So they are
+# spelled out once more; a test and mypy compare them.
+DEFAULT_MODEL = "bundled:digits-swarm"
+Routing = Literal["order-free", "sequential", "replicated-sequential"]
+Wire = Literal["fp32", "fp16", "int8"]
+FaultKind = Literal["crash", "freeze", "slow", "wrong", "cut", "leave", "rejoin"]
+FAULT_KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
+ROUTINGS: tuple[Routing, ...] = get_args(Routing)

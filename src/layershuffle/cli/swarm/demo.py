@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from layershuffle.cli.command import Command
+from layershuffle.cli.swarm import DEFAULT_MODEL
 from layershuffle.cli.swarm.serving import ended_by_signals, require_extra
-from layershuffle.swarm.plan import DEFAULT_MODEL, even_plan
 from layershuffle.text import table
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ class DemoCommand(Command):
         from layershuffle.models import load
         from layershuffle.stack import depth_of
         from layershuffle.swarm.load_client import labelled_images
+        from layershuffle.swarm.plan import even_plan
         from layershuffle.swarm.ray_session import local_ray
         from layershuffle.swarm.service import swarm_on
 

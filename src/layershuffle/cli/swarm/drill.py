@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from layershuffle.cli.swarm import FAULT_KINDS, FaultKind, Routing
 from layershuffle.cli.swarm.asking import ServerOptions, client_options
 from layershuffle.cli.swarm.serving import require_extra
 from layershuffle.errors import LayerShuffleError, UsageError
-from layershuffle.swarm.chaos import KINDS, Fault, Kind, crashes, one_of_each_fault
-from layershuffle.swarm.policy import Routing
 
 if TYPE_CHECKING:
+    from layershuffle.swarm.chaos import Fault
     from layershuffle.swarm.client import AsyncSwarmClient
     from layershuffle.swarm.plan import SwarmPlan
     from layershuffle.swarm.server.admin import Operator
@@ -36,7 +36,7 @@ class DrillCommand(ServerOptions):
     """Plan that the swarm is expected to run; the drill is refused if it runs another."""
     requests: int = 300
     """Number of requests, per routing."""
-    kinds: tuple[Kind, ...] = KINDS
+    kinds: tuple[FaultKind, ...] = FAULT_KINDS
     """Failures to rehearse, one after the other; rejoin brings each host back after a while."""
     kill: float | None = None
     """Instead of --kinds, kill this share of the hosts at random moments; none comes back."""
@@ -122,6 +122,8 @@ class DrillCommand(ServerOptions):
         return 1 if lost else 0
 
     def _faults(self, hosts: Sequence[str]) -> tuple[Fault, ...]:
+        from layershuffle.swarm.chaos import crashes, one_of_each_fault
+
         if self.kill is not None:
             return crashes(hosts, share=self.kill, requests=self.requests, seed=self.seed)
         return one_of_each_fault(hosts, requests=self.requests, seed=self.seed, kinds=self.kinds)
@@ -173,7 +175,7 @@ class _Remote:
             raise errors[0]
         await self.healthy(set(hit))
 
-    async def _ordered(self, host: str, kind: Kind) -> None:
+    async def _ordered(self, host: str, kind: FaultKind) -> None:
         await asyncio.to_thread(self._operator.fault, host, kind)
 
 

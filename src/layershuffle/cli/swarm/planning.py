@@ -9,10 +9,9 @@ from typing import Annotated, Literal
 import tyro
 
 from layershuffle.cli.command import Command
+from layershuffle.cli.swarm import DEFAULT_MODEL, ROUTINGS, Routing, Wire
 from layershuffle.cli.swarm.serving import require_extra
 from layershuffle.errors import UsageError
-from layershuffle.swarm.plan import DEFAULT_MODEL
-from layershuffle.swarm.policy import ROUTINGS, Routing
 from layershuffle.text import table
 
 
@@ -20,15 +19,14 @@ from layershuffle.text import table
 class PlanCommand(Command):
     """Find which host should hold which blocks of a model, and what to expect of that plan.
 
-    Prints the same figures for fixed-order pipelines beside it.
+    The figures come from a simulation of the plan; those of a fixed order stand beside them.
     """
 
     hosts: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="HOSTS")]
     """The hosts and how large, fast, far away and reliable they are: YAML, see docs/swarm.md."""
     model: str = DEFAULT_MODEL
     """Model to serve."""
-    # The choices are spelled out because the planner's own types come with scipy, which would add
-    # 0.4 s to --help. mypy compares them where `plan` is called.
+    # Spelled out: the planner's own type comes with scipy, which would add 0.4 s to --help.
     objective: Literal["throughput", "latency", "lifetime"] = "latency"
     """throughput, latency, or lifetime (the smallest battery lasts longest)."""
     replicas: int = 1
@@ -37,7 +35,7 @@ class PlanCommand(Command):
     """Probability with which each block is to be reachable."""
     floor: float | None = None
     """lifetime: requests may leave out blocks while this accuracy (percent) is still reached."""
-    wire: Literal["fp32", "fp16", "int8"] = "fp32"
+    wire: Wire = "fp32"
     """Type of states on the wire."""
     time_limit: float = 20.0
     """Seconds for the exact solver."""

@@ -6,7 +6,6 @@ The server takes the requests of clients. The operator's socket takes those of `
 
 from __future__ import annotations
 
-import asyncio
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -19,19 +18,19 @@ from contextlib import (
 )
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from layershuffle.cli.command import Command
+from layershuffle.cli.swarm import DEFAULT_MODEL, Routing, Wire
 from layershuffle.errors import Interrupted, UsageError
-from layershuffle.swarm.plan import DEFAULT_MODEL, SwarmPlan, even_plan, read_plan
-from layershuffle.swarm.policy import Routing
 from layershuffle.text import listing
 
 if TYPE_CHECKING:
     import ssl
 
+    from layershuffle.swarm.plan import SwarmPlan
     from layershuffle.swarm.ray_config import Tls
     from layershuffle.swarm.service import Cargo, Service
 
@@ -143,6 +142,7 @@ def ended_by_signals() -> Iterator[None]:
 @asynccontextmanager
 async def operator_door(service: Service, state: Path) -> AsyncIterator[None]:
     """The operator's socket in `state`, open inside. Raises `UsageError` if a swarm is using it."""
+    import asyncio
     import socket
 
     import uvicorn
@@ -302,12 +302,14 @@ class UpCommand(_ServingCommand):
     routing: Routing = "order-free"
     """Order of the blocks: order-free, sequential (a classical pipeline) or
     replicated-sequential."""
-    wire: Literal["fp32", "fp16", "int8"] = "fp32"
+    wire: Wire = "fp32"
     """Type of states on the wire."""
 
     def run(self) -> int:
         """Start it, print where it answers, and wait for Ctrl-C."""
         require_extra()
+
+        import asyncio
 
         from layershuffle.swarm.ray_session import local_ray
         from layershuffle.swarm.service import load_cargo
@@ -322,6 +324,8 @@ class UpCommand(_ServingCommand):
         return 0
 
     def _plan(self) -> SwarmPlan:
+        from layershuffle.swarm.plan import SwarmPlan, even_plan, read_plan
+
         if self.plan is not None:
             return read_plan(self.plan)
 
@@ -360,6 +364,9 @@ class DeployCommand(TlsOptions, _ServingCommand):
         """Serve until told to end."""
         require_extra()
 
+        import asyncio
+
+        from layershuffle.swarm.plan import read_plan
         from layershuffle.swarm.ray_config import default_token
         from layershuffle.swarm.ray_session import joined_ray
         from layershuffle.swarm.server.tls import check_address, in_clear
