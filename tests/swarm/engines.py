@@ -174,19 +174,19 @@ def run_blocks(model: nn.Module, start: np.ndarray, order: tuple[int, ...]) -> n
 
 async def answers_equal_the_model_bit_for_bit(rig: Rig) -> None:
     batch = images(2)
-    front = RemoteModel(copy.deepcopy(rig.model), rig.router)
+    remote = RemoteModel(copy.deepcopy(rig.model), rig.router)
     try:
         for order in (None, (3, 0, 2, 1), (2, 1), (1,)):
             asked = {} if order is None else {"order": order}
             deadline = rig.router.clock() + HANGS
-            got = await front.classify(batch, deadline=deadline, **asked)
+            got = await remote.classify(batch, deadline=deadline, **asked)
             assert order is None or got.route.order == order
             with torch.no_grad(), ls.running(rig.model, got.route.order):
                 wanted = logits_of(rig.model(batch))
             error = (got.logits - wanted).abs().max()
             assert torch.equal(got.logits, wanted), f"{got.route.order}: max error {error:.1e}"
     finally:
-        front.close()
+        remote.close()
 
 
 async def answers_are_the_callers_own(rig: Rig) -> None:

@@ -187,7 +187,7 @@ def siblings(tmp_path):
 def answer(service, batch, **asked):
     """What the swarm says, and how many seconds it took."""
     begun = time.monotonic()
-    coroutine = service.front.classify(batch, deadline=service.router.clock() + 5, **asked)
+    coroutine = service.remote_model.classify(batch, deadline=service.router.clock() + 5, **asked)
     got = asyncio.run_coroutine_threadsafe(coroutine, LOOP.get()).result(10)
     return got, time.monotonic() - begun
 

@@ -98,7 +98,7 @@ def client_inside(service: Service) -> AsyncSwarmClient:
     from layershuffle.swarm.server.limits import GatewayLimits
 
     app = create_app(
-        service.front,
+        service.remote_model,
         calibration=service.calibration,
         limits=GatewayLimits(rate=_PLENTY, burst=_PLENTY),
         model=service.plan.model,

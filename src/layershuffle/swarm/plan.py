@@ -1,6 +1,6 @@
 """The swarm's plan: which blocks run on which host. Plain data, no torch.
 
-model: runs/depth/model        # stem and head stay here, beside the gateway
+model: runs/depth/model        # stem and head stay here, beside the server
 hosts:
   pi-1: {blocks: [0, 5, 7]}
   pi-2: {blocks: [1, 2], donors: {2: runs/sibling/model}}
@@ -55,7 +55,7 @@ class SwarmPlan(Settings):
     """A swarm: model, hosts and how it routes."""
 
     model: str = DEFAULT_MODEL
-    """Model whose stem and head the gateway runs."""
+    """Model whose stem and head the server runs."""
     hosts: Annotated[dict[Name, HostPlan], Field(min_length=1)]
     """Blocks of every host, by its name."""
     routing: Routing = "order-free"

@@ -159,7 +159,7 @@ class Service:
     router: Router
     coordinator: Coordinator
     faults: FaultInjector
-    front: RemoteModel
+    remote_model: RemoteModel
     calibration: Calibration | None
     missing: tuple[str, ...]
 
@@ -191,15 +191,15 @@ async def running_service(
     coordinator = Coordinator(plan, router=router, backend=chaos, bundles=cargo.bundles)
     faults = FaultInjector(coordinator, backend=chaos)
     watch = asyncio.create_task(keep_watching(coordinator))
-    front = RemoteModel(cargo.model, router)
+    remote_model = RemoteModel(cargo.model, router)
     try:
         missing = await coordinator.ready(within=within)
-        yield Service(plan, router, coordinator, faults, front, cargo.calibration, missing)
+        yield Service(plan, router, coordinator, faults, remote_model, cargo.calibration, missing)
     finally:
         watch.cancel()
         await asyncio.gather(watch, return_exceptions=True)
         await coordinator.close()
-        await asyncio.to_thread(front.close)
+        await asyncio.to_thread(remote_model.close)
 
 
 async def keep_watching(coordinator: Coordinator) -> None:

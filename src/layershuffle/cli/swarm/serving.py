@@ -194,7 +194,7 @@ async def serve_service(
 
     coordinator, health = service.coordinator, service.coordinator.health
     app = create_app(
-        service.front,
+        service.remote_model,
         calibration=service.calibration,
         keys=keys,
         model=service.plan.model,
