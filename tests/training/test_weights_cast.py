@@ -162,6 +162,6 @@ def test_one_graph_for_training_and_one_for_scores(tmp_path, monkeypatch):
 
 
 def test_shards_are_not_rounded():
-    with pytest.raises(LayerShuffleError, match="bf16-pure rounds whole weights"):
+    with pytest.raises(LayerShuffleError, match="bf16-pure casts whole weights"):
         FitSettings(model="m", data="d", method="layershuffle", parallel="fsdp",
                     precision="bf16-pure")  # fmt: skip
