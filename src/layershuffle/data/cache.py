@@ -324,7 +324,7 @@ def require_same(directory: Path, header: Header | None, *, wanted: Header) -> N
     """Raises UsageError if `directory` is no cache, or one of another source or settings."""
     if header is None:
         raise UsageError(
-            "the directory is there and holds no cache",
+            "the directory exists and holds no cache",
             place=directory,
             hint="choose another --out",
         )

@@ -30,7 +30,7 @@ TEST_NAME = "test"
 class FolderTable:
     """The images below one split folder; `files[i]` has class `labels[i]`.
 
-    `others` are the names of files beside them that are no images of a known kind.
+    `others` names the files beside them that are no images of a known kind.
     """
 
     def __init__(

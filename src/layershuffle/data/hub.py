@@ -206,6 +206,6 @@ def _load_failure(request: SourceRequest, root: Path, error: BaseException) -> D
         hint = (
             "without a network, point at a copy: hf:DIR (a folder or a save_to_disk directory) or "
             "folder:DIR; or set HF_HOME to a cache that has it and HF_HUB_OFFLINE=1. "
-            "With one, check the name and unset HF_HUB_OFFLINE"
+            "With a network, check the name and unset HF_HUB_OFFLINE"
         )
     return DataError(f"cannot open the data set ({one_line(error)})", place=request.spec, hint=hint)

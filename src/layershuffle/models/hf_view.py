@@ -43,7 +43,7 @@ _HABITS = {
 def view_of(host: Host, processor: Mapping[str, Any] | None) -> ImageView:
     """The view of `host`, from the processor's settings if there are any.
 
-    Raises `ModelFileError` for settings that are not ones.
+    Raises `ModelFileError` for settings that cannot be used.
     """
     # timm's model inside of transformers' wrapper knows how its weights were trained.
     timm_model = getattr(host, "timm_model", None)

@@ -120,7 +120,7 @@ def view_from_json(data: Mapping[str, Any], place: Path) -> ImageView:
         return ImageView(**{**data, "mean": mean, "std": std})
     except (TypeError, KeyError, ValueError) as error:
         raise ModelFileError(
-            f"The image_view is not one ({error})",
+            f"The image_view cannot be used ({error})",
             place=place,
             hint=f"its fields are {', '.join(_VIEW_KEYS)}",
         ) from error

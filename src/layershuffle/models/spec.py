@@ -34,7 +34,7 @@ def parse_spec(spec: str) -> ModelSpec:
     """The parts of `spec`; a path that exists is dir:PATH.
 
     Values are YAML scalars or lists, "12,20" is (12, 20). Raises `UsageError` for unknown schemes,
-    with the nearest, and for settings that are not ones.
+    naming the nearest one, and for malformed settings.
     """
     scheme, colon, rest = spec.partition(":")
     # A known scheme wins over a path of the same name: dir: names such a path.

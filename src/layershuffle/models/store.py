@@ -179,7 +179,7 @@ def truncate(model: nn.Module, blocks: ExecutionOrder | str | Sequence[int]) -> 
             "A model with position parts cannot be shortened", hint="shorten it before adding them"
         )
     if len(set(order)) < len(order):
-        raise UsageError(f"The blocks {order} hold one twice", hint="name each block once")
+        raise UsageError(f"The blocks {order} hold a block twice", hint="name each block once")
     before = dict(stack._modules)
     # The names count from 0 again, as the library names the blocks of a shorter model.
     names = list(before)[: len(order)]
