@@ -36,6 +36,7 @@ from layershuffle.policies import Shuffled
 from layershuffle.stack import depth_of, running, with_hooks
 
 FILES, LEAST_INPUT_STEPS = 256, 4
+# As in recipes/digits-paper.yaml: twelve donors, as the paper has, and a hundred merges.
 DONORS, MERGES = 12, 100
 _QUICK = Effort(pairs=5, seconds=0.0, warm_up=1)
 
@@ -148,6 +149,7 @@ def bench_input(config: BenchConfig, *, files: int = FILES) -> Report:
         write_photographs(Path(place), files)
         data = open_data(f"folder:{place}", view, options=DataOptions(holdout=None))
         split = data.splits["train"]
+        # One long iterator: starting it again for every pass hid up to half of the rate.
         loader = DataLoader(
             split.dataset,
             # Few files in the page cache: this measures decoding, not the disk.
@@ -198,6 +200,7 @@ def bench_merge(config: BenchConfig) -> Report:
     workload = converted(config.workload(), config.precision)
     group = merge_group(workload.model, DONORS)
     plans = sample_plans(DONORS, depth_of(workload.model), count=config.steps + 1, seed=1)
+    # Not timed: the first merge pays for imports and caches.
     group.merge(plans[0])
     seconds = []
     for plan in plans[1:]:

@@ -38,6 +38,7 @@ def matmul_ceiling(device: str, precision: str) -> float:
             a @ b
         _wait(device)
         seconds.append((time.perf_counter() - started) / _CALLS)
+    # The fastest round: other work on the machine only ever makes one slower.
     return 2 * size**3 / min(seconds)
 
 
@@ -74,6 +75,7 @@ def flops_of(model: nn.Module, view: ImageView) -> Flops:
     image = torch.empty(1, view.channels, view.height, view.width, device="meta")
     with FlopCounterMode(display=False) as counter:
         logits = logits_of(sketch(image))
+        # The counter goes on: what is read after the backward pass holds the forward pass too.
         forward = counter.get_total_flops()
         F.cross_entropy(logits, torch.zeros(1, dtype=torch.long, device="meta")).backward()  # type: ignore[no-untyped-call]
     return Flops(forward, counter.get_total_flops())
@@ -88,9 +90,10 @@ class Memory:
             torch.cuda.reset_peak_memory_stats()
 
     def peak(self) -> int:
-        """In bytes."""
+        """The peak in bytes."""
         if self._on_gpu:
             return torch.cuda.max_memory_allocated()
+        # macOS reports bytes, Linux KiB.
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
@@ -114,6 +117,7 @@ class Syncs:
             return
         torch.cuda.synchronize()
         with warnings.catch_warnings(record=True) as caught:
+            # Otherwise Python shows a warning once per place, and every sync is to count.
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             try:

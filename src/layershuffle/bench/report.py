@@ -91,6 +91,7 @@ def throughput(seconds: Sequence[float], images: int, *, unit: str = "images") -
     """The throughput of steps that took `seconds` with `images` each."""
     return Throughput(
         unit=unit,
+        # The median, because a few slow steps of a shared machine do not move it.
         median=images / statistics.median(seconds),
         low=images / max(seconds),
         high=images / min(seconds),
@@ -100,8 +101,10 @@ def throughput(seconds: Sequence[float], images: int, *, unit: str = "images") -
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """`seconds` of every timed step; `phases`: seconds by phase of the steps after those; `memory`:
-    bytes at the peak, and whose; `syncs` in all timed steps together.
+    """What was measured, before it becomes a report.
+
+    `seconds`: those of every timed step. `phases`: seconds by phase of the steps after those.
+    `memory`: bytes at the peak, and whose they are. `syncs`: number in all timed steps together.
     """
 
     seconds: list[float]
@@ -134,6 +137,7 @@ class Measured:
             flops_per_image=flops,
             phases={name: 1e3 * value for name, value in median_phases(self.phases).items()},
             memory=self.memory,
+            # None and not 0: on a CPU nothing was counted.
             syncs=self.syncs / len(self.seconds) if device == "cuda" else None,
             facts=facts,
             versions=versions(),

@@ -24,6 +24,7 @@ from layershuffle.hooks import Step
 Side = Callable[[], float]
 """Does its work once and returns the seconds that it took."""
 
+# Sides that take microseconds would otherwise run a million times per pair.
 _MOST_TURNS = 200
 
 
@@ -81,12 +82,14 @@ def gpu_timed(work: Callable[[], object]) -> Side:
 def paired(a: Side, b: Side, *, effort: Effort) -> Pairs:
     """Time both sides in turn.
 
-    They run before that, twice unless it is a smoke test: what is built once is not measured.
+    Each side runs `effort.warm_up` times before that, so that what is built once is not measured.
     """
     if effort is not SMOKE:
         gc.collect()  # in a large process it takes as long as a whole smoke test
     with _no_garbage_collection():
+        # The fastest run counts: the first one may hold imports and compilation.
         turn_seconds = sum(min(side() for _ in range(effort.warm_up)) for side in (a, b))
+        # An effort of 0 seconds, as in a smoke test, still takes one turn.
         turns = min(_MOST_TURNS, math.ceil(effort.seconds / max(turn_seconds, 1e-6))) or 1
         pairs = tuple(_pair(a, b, turns=turns, first=n % 2) for n in range(effort.pairs))
     return Pairs(pairs, turns)
@@ -165,6 +168,7 @@ class PhaseTimer:
                 steps.append({})
             if steps:
                 steps[-1][phase] = steps[-1].get(phase, 0.0) + seconds
+        # Only a step that a later beginning ended is whole; the last one may have been cut off.
         is_whole = bool(self._beginnings) and self._beginnings[-1][0] == first
         return steps if is_whole else steps[:-1]
 

@@ -96,6 +96,7 @@ def training_state(
         ),
         compiler=compiler,
         images_per_forward=settings.batch_size,
+        # No end, no scores and no checkpoints: the batches decide how long this lasts.
         steps=1 << 30,
         eval_every=1 << 30,
         select_by="sequential",
@@ -126,6 +127,7 @@ def time_training(
     def batches() -> Iterator[list[Batch]]:
         for _ in range(state.step, end):
             pixels = workload.pixels.to(device, non_blocking=True)
+            # Copied in every step, as a loader's batches are: the copy belongs to the phase `data`.
             yield [(pixels, workload.labels.to(device, non_blocking=True))]
 
     with compiler.limits(), ExitStack() as counting, ExitStack() as hooks:
@@ -138,6 +140,7 @@ def time_training(
             if phase == "data" and step == last:
                 counting.close()
                 peak = memory.peak()
+                # Hooks slow steps down, so phases come from steps after the timed ones.
                 hooks.enter_context(with_hooks(state.model, timer))
             if phase != "report":  # logs and scores are not due here
                 timer.begin({"forward": "stem", "optimizer": "optimiser"}.get(phase, phase))

@@ -111,6 +111,7 @@ def random_spec(spec: str) -> str:
     """`spec` with random weights instead of trained ones: speed does not depend on them."""
     parsed = parse_spec(spec)
     name = {"timm": "pretrained", "hf": "pretrained", "torchvision": "weights"}.get(parsed.scheme)
+    # bundled: and dir: lie on the disk already, so nothing would be downloaded.
     if name is None:
         return spec
     asked = parsed.settings.get(name)
@@ -189,6 +190,7 @@ def photograph(seed: int, size: tuple[int, int] = PHOTO) -> Image.Image:
     draw = np.random.default_rng(seed)
     coarse = draw.integers(0, 256, (size[1] // 16 + 1, size[0] // 16 + 1, 3), dtype=np.uint8)
     soft = np.asarray(Image.fromarray(coarse).resize(size, Image.Resampling.BICUBIC), np.float32)
+    # Smooth shapes alone would make a JPEG far smaller than that of a photograph.
     grain = draw.normal(0, 10, (*soft.shape[:2], 1))
     return Image.fromarray((soft + grain).clip(0, 255).astype(np.uint8))
 
@@ -196,6 +198,7 @@ def photograph(seed: int, size: tuple[int, int] = PHOTO) -> Image.Image:
 def write_photographs(directory: Path, count: int) -> None:
     """Generated JPEG files of 500 x 375 in two class folders under train and val."""
     for number in range(count):
+        # folder: wants both splits, although only train is read.
         part, group = ("val" if number % 8 < 2 else "train"), number % 2
         folder = directory / part / f"class-{group}"
         folder.mkdir(parents=True, exist_ok=True)
@@ -224,6 +227,7 @@ class AddedMemory:
 
 def merge_group(model: nn.Module, donors: int) -> MergeGroup:
     """`donors` models with weights of their own."""
+    # Copies do: memory and time of a merge do not depend on the values.
     return MergeGroup([model, *(copy.deepcopy(model) for _ in range(donors - 1))])
 
 
@@ -247,4 +251,5 @@ def memory_of_merges(group: MergeGroup, *, merges: int) -> AddedMemory:
 
 def _storages(models: Iterable[nn.Module]) -> dict[int, int]:
     tensors = [t for model in models for t in (*model.parameters(), *model.buffers())]
+    # By address, because views of one tensor must not count twice.
     return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}

@@ -46,6 +46,7 @@ class AnalyzeCommand(Command):
             self._answer(self.name, model=self.model, data=self.data, out=self.out)
             return 0
 
+        # Imported late because torch comes with it.
         from layershuffle.analysis.subject import DoesNotApply
 
         # A mixer has no attention to look at: what does not apply is named, and is no failure.
@@ -61,6 +62,7 @@ class AnalyzeCommand(Command):
     def _answer(self, name: str, *, model: str, data: str, out: Path) -> None:
         from rich.console import Console
 
+        # On standard error, so that a pipe gets the answers alone.
         with Console(stderr=True).status(name) as status:
             run_analysis(
                 name,
@@ -70,6 +72,7 @@ class AnalyzeCommand(Command):
                 out=out,
                 progress=lambda text: status.update(f"{name}: {text}"),
             )
+        # Read back, so that what is printed is what the files hold.
         result = read_analysis(out)
         print(f"{result.title}\n{result.paragraph}")
         print(f"In {out}: {', '.join(result.files)}\n")

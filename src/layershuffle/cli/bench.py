@@ -33,6 +33,7 @@ class BenchCommand(Command):
                 hint=did_you_mean(self.kind, KINDS, otherwise="layershuffle bench --help"),
             )
 
+        # Imported after the check: torch takes seconds, and a misspelt kind should not.
         from layershuffle.bench.kinds import BENCHES
         from layershuffle.bench.report import report_text
         from layershuffle.bench.settings import resolve

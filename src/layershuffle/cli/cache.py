@@ -52,5 +52,6 @@ class CacheCommand(Command):
             processes = loader_processes() if settings.workers is None else settings.workers
             count = verify_cache(out, processes=processes, progress=Counter("images checked"))
             print(f"All {count:,} images are what was written")
+        # Quoted: names of directories may hold spaces, and the line is there to be copied.
         print(f"Next: layershuffle fit --data {quote(f'folder:{out}')} ...")
         return 0

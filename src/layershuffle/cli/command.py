@@ -42,4 +42,5 @@ class Command:
         try:
             return tyro.cli(cls, args=list(words), prog=prog)
         except SettingsError as error:
+            # Not chained: the first error says the same without the next command to type.
             raise SettingsError(error.cause, hint=f"{prog} --help") from None

@@ -37,6 +37,7 @@ def _findings() -> Iterator[tuple[str, bool, str]]:
 
     yield "python", sys.version_info >= (3, 11), sys.version.split()[0]
     for package, version in versions().items():
+        # python has a line of its own above, with the oldest version that will do.
         if package != "python":
             yield package, version != "not installed", version
     # What this process may use: a container has fewer cores than the machine.
@@ -64,6 +65,7 @@ def _accelerator() -> Iterator[tuple[str, bool, str]]:
         yield "gpu", True, f"{name}, {free:.0f} of {total:.0f} GiB free"
         yield "bf16", True, "yes, used by default" if bf16 else "no: fp32 is used"
         return
+    # Good enough without one, so that the exit code stays 0 on machines that have what they need.
     yield "gpu", True, "none: the digits recipes need none"
     has = "the processor has it" if cpu_has_bf16() else "the processor lacks it, and would be slow"
     yield "bf16", True, f"{has}; fp32 is used on CPUs"
@@ -76,6 +78,7 @@ def _hub_cache() -> str:
 
     try:
         cached = sorted(f"{r.repo_type}:{r.repo_id}" for r in scan_cache_dir().repos)
+    # This is no fault: nothing was ever downloaded here.
     except CacheNotFound:
         cached = []
     offline = " (HF_HUB_OFFLINE is set)" if HF_HUB_OFFLINE else ""
@@ -88,6 +91,7 @@ def _bundled() -> tuple[bool, str]:
     from layershuffle.stack import depth_of
 
     try:
+        # Loaded, not looked for, so that damaged files are found as well.
         model = load("bundled:digits")
     except ModelFileError as error:
         return False, str(error)

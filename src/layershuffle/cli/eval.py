@@ -95,6 +95,7 @@ def estimates(scores: Sequence[Score | EnsembleScore]) -> dict[str, Any]:
     return {
         metric: asdict(
             estimate(
+                # One model: its interval covers orders, or images where there is a single order.
                 {0: [getattr(score, metric) for score in scores]},
                 images=scores[0].images,
                 percent=metric != "cross_entropy",
@@ -115,6 +116,7 @@ def _text(report: dict[str, Any]) -> str:
                 str(mode["kept"]),
                 str(mode["orders"]),
                 f"{top1['mean']:.2f}",
+                # A single order has no spread, and 0 would claim that all orders agree.
                 "-" if spread is None else f"{spread:.2f}",
                 f"{top1['low']:.1f} to {top1['high']:.1f}",
                 f"{mode['top5']['mean']:.2f}",

@@ -41,6 +41,7 @@ class _Training(Command):
         """
         recipe = cls.recipe_in(words)
         try:
+            # MISSING makes tyro ask for the value as if the field had no default.
             default = cls(
                 out=tyro.MISSING, recipe=recipe or cls.no_recipe, settings=_defaults(recipe)
             )
@@ -65,6 +66,7 @@ class _Training(Command):
             f"({result.hardware['gpu'] or result.hardware['processor']}, "
             f"{result.hardware['precision']}, batch {self.settings.batch_size})\n"
             f"Model: {self.out}/model\n"
+            # Quoted, because specs hold "?" and "&", which a shell would take for its own.
             f"Next: layershuffle eval {quote(str(self.out))} --data {quote(self.settings.data)}"
         )
         return 0
@@ -115,6 +117,7 @@ class PretrainCommand(_Training):
     @classmethod
     def recipe_in(cls, words: Sequence[str]) -> Path | None:
         """The first word. Raises `UsageError` if that is a flag other than --help."""
+        # Flags take values of their own, so without a parser only the first word is certain.
         if words and not words[0].startswith("-"):
             return Path(words[0])
         if {"-h", "--help"} & set(words):
@@ -132,7 +135,9 @@ def _defaults(recipe: Path | None) -> FitSettings:
     for name, field in FitSettings.model_fields.items():
         default: Any = field.get_default(call_default_factory=True)
         if name in fields:
+            # Checked here, so that a wrong value is named as one of the recipe, not of a flag.
             values[name] = field_value(FitSettings, name, value=fields[name])
         else:
             values[name] = tyro.MISSING if default is PydanticUndefined else default
+    # pydantic would refuse MISSING; tyro builds the settings anew, checked, from all values.
     return FitSettings.model_construct(None, **values)

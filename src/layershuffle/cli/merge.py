@@ -64,6 +64,7 @@ class MergeCommand(Command):
     def _run_random(self, merges: int) -> int:
         if self.data is None or not self.models:
             raise UsageError("merge --random needs models and --data SPEC")
+        # A flag that repeats the default cannot be told from one that was left out.
         if self.settings.merges not in (merges, MergingSettings().merges):
             raise UsageError(
                 f"--random {merges} and --merges {self.settings.merges} contradict each other",
@@ -87,6 +88,7 @@ class MergeCommand(Command):
             note=notes.append,
         )
         if self.out is not None:
+            # Before anything is printed: a closed pipe must not cost the scores.
             write_text(self.out, rows_csv(rows))
         report = {
             "donors": list(self.models),
@@ -215,6 +217,7 @@ def _ensemble_text(report: dict[str, Any]) -> str:
     settings, top1, count = report["settings"], report["top1"], len(report["scores"])
     over = "orders (t-interval)" if top1["kind"] == "orders" else "images (Wilson)"
     spread = "" if top1["sd_orders"] is None else f", sd {top1['sd_orders']:.2f}"
+    # In sequential order there is only one order to draw.
     orders = "" if settings["mode"] == "sequential" else f" {settings['orders']}"
     lines = [
         f"Ensemble of {len(report['models'])} models on {report['data']}, mean "

@@ -26,6 +26,7 @@ _MOST_ROWS = 20
 
 
 def _live() -> bool:
+    # NO_COLOR asks for plain text, and a live display is made of escape sequences.
     return sys.stderr.isatty() and "NO_COLOR" not in os.environ
 
 
@@ -46,6 +47,7 @@ class Pace:
 
     def speed(self, done: float) -> float:
         """Work done per second, 0 until some is done."""
+        # Two calls may fall into one tick of the clock.
         return max(done - self._first, 0.0) / max(time.monotonic() - self._begun, 1e-9)
 
     def left(self, done: float, total: float) -> str:
@@ -67,8 +69,10 @@ class Counter:
         self._next_line = time.monotonic() + _COUNTER_LINE_SECONDS
 
     def __call__(self, done: int, total: int) -> None:
+        # Not in __init__: only the first call says what an earlier command has done.
         if self._pace is None:
             self._pace = Pace(done)
+        # NO_COLOR does not matter here: the line that is written over has no colours.
         live, now = sys.stderr.isatty(), time.monotonic()
         if not live and now < self._next_line:
             return
@@ -111,6 +115,7 @@ def progress_listener() -> Iterator[Listener]:
 
         def listen(event: dict[str, Any]) -> None:
             if event["kind"] == "data":
+                # Without markup: rich would take brackets in paths for tags of its own.
                 progress.print(_describe_data(event), highlight=False, markup=False)
             elif event["kind"] == "start":
                 progress.update(task, total=event["steps"], completed=event["at"])
@@ -151,6 +156,7 @@ def _training_lines() -> Listener:
                 text = f"best so far (cross-entropy {event['cross_entropy']:.4f}), model saved"
             case _:
                 return
+        # Flushed, because in a pipe a line would wait for a full buffer.
         print(f"step {step}/{steps}: {text}", flush=True)
 
     return listen
@@ -189,6 +195,7 @@ def study_watcher() -> Iterator[Watcher]:
         pace = pace or Pace(_share_done(states))
         live.update(_study_table(states, seconds, pace=pace))
 
+    # The table goes when the study ends: the report is printed in its place.
     with Live(transient=True) as live:
         yield watch
 
@@ -223,6 +230,7 @@ def _study_table(states: list[TaskState], seconds: float, *, pace: Pace) -> Tabl
     table = Table(
         "task", "state", "", title=f"{clock(seconds)}, {count}, {_time_left(states, pace)}"
     )
+    # Those that run or failed come first, since rows beyond the limit are not shown.
     for state in sorted(unfinished, key=lambda state: state.phase == "waiting")[:_MOST_ROWS]:
         table.add_row(state.name, state.phase, state.detail)
     return table

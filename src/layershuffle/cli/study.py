@@ -53,6 +53,7 @@ class ReproduceCommand(Command):
             )
         study = _read_study(self.recipe)
         out = self.out or Path("runs") / study.name
+        # Before the dry run and the run alike, so that both refuse a misspelt --only.
         tasks = tasks_for(study, self.only)
         if self.dry_run:
             print(plan_text(study, tasks))
@@ -78,6 +79,7 @@ class ReproduceCommand(Command):
                 make_pool=make_pool,
             )
         _write_report(out)
+        # The report comes first: what did finish is worth reading, and it names what did not.
         if failed:
             raise LayerShuffleError(
                 f"{len(failed)} of the tasks failed: {', '.join(failed)}",
@@ -104,6 +106,7 @@ class ReportCommand(Command):
 def _read_study(recipe: Path) -> StudySettings:
     fields = read_recipe(recipe)
     try:
+        # Misspelt keys before missing ones: the former are often the reason for the latter.
         check_known(StudySettings, fields)
         return StudySettings(**fields)
     except SettingsError as error:

@@ -18,6 +18,7 @@ from layershuffle.data.contract import Split
 from layershuffle.data.view import Finish
 
 Place = Literal["gpu", "host"]
+# The activations of a training need the rest; ImageNet's 50,000 test images are 7.5 GB.
 GPU_SHARE = 0.25  # of the GPU's memory that is free when the first batch arrives
 
 
@@ -47,6 +48,7 @@ class DeviceBatches:
             split.dataset,
             batch_size=batch_size,
             num_workers=processes,
+            # Only from pinned memory can a copy to the GPU run without the host waiting for it.
             pin_memory=self.device.type == "cuda",
         )
 
@@ -70,9 +72,11 @@ class DeviceBatches:
                 place = self._place(pixels)
             sent = self._sent(pixels), self._sent(labels)
             if place is not None:
+                # Bytes, not finished images: in float32 they would take four times the memory.
                 stored.append(sent if place == "gpu" else (pixels, labels))
             yield self._finished(*sent)
         if place is not None:
+            # Only after a whole pass: a reader that stops early must not shorten the next ones.
             self._kept = stored
 
     def _finished(self, pixels: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,6 +87,7 @@ class DeviceBatches:
         return tensor.to(self.device, non_blocking=True)
 
     def _place(self, pixels: Tensor) -> Place | None:
+        # A stream has no length, so nobody can say beforehand whether it fits.
         if self.split.size is None:
             return None
         size = self.split.size * pixels[0].numel()

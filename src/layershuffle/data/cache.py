@@ -43,6 +43,7 @@ HEADER, MANIFEST = "cache.json", "manifest"
 SOURCE = "source"  # key of the header: image counts and checksum that identify the source
 SCHEMA = 1
 CHUNK = 128  # images per file of the manifest: what a killed process checks again at most
+# Nothing goes through this view: it only tells the sources that the images have three channels.
 _VIEW = ImageView(channels=3, height=1, width=1, mean=(0.0,) * 3, std=(1.0,) * 3)
 _FOLDERS = {"train": "train", "holdout": "val", "test": "test"}
 
@@ -107,6 +108,7 @@ def build_cache(
         with locked(work):
             if not out.exists():  # another process may have made it while this one waited
                 return _build(out, made_by, parts=parts, settings=settings, progress=progress)
+        # This process only made the directory for its lock: the other one has renamed its own.
         shutil.rmtree(work, ignore_errors=True)
     header = read_header(out)
     require_same(out, header, wanted=made_by)
@@ -156,6 +158,7 @@ def _build(
         if folder.is_dir():
             remove_stale_stages(folder)
     header = read_header(work)
+    # Files without a header are no cache of ours: they are refused, not written over.
     if header is not None or any(path.name != ".lock" for path in work.iterdir()):
         require_same(work, header, wanted=begun)
     else:
@@ -171,6 +174,7 @@ def _build(
         if progress is not None:
             progress(done, chunks.images)
 
+    # The header is made whole first: whoever sees the final name must find a complete cache.
     header = {**begun, **_counts(work, parts), "versions": {"pillow": version("pillow")}}
     write_text(work / HEADER, json.dumps(header, indent=2))
     with explained(out):
@@ -195,6 +199,7 @@ def _open(spec: str) -> list[Part]:
                 place=spec,
                 hint="folder: could not read the copy; leave these classes out of the source",
             )
+        # folder: reports val/ where there is no test/, so the copy has the splits of its source.
         folder = "val" if name == "test" and "holdout" not in data.splits else _FOLDERS[name]
         parts.append(Part(folder, table, classes))
     return sorted(parts, key=lambda part: ("train", "val", "test").index(part.folder))
@@ -235,6 +240,7 @@ class _Chunks(Dataset[tuple[int, int]]):
             line = self._line(part, row, path.read_bytes() if there else None)
             written += not there and "file" in line
             lines.append(json.dumps(line) + "\n")
+        # After its images: a chunk that has a record is never looked at again.
         write_text(self._record(part, number), "".join(lines))
         return written, len(rows)
 
@@ -278,6 +284,7 @@ def _counts(work: Path, parts: Sequence[Part]) -> Header:
         empty.discard(folder)
         images[folder.partition("/")[0]] += 1
         size += line["bytes"]
+    # folder: refuses classes without images, so such a copy could not be read.
     if empty:
         raise DataError(
             f"no image could be read of {len(empty)} classes: {shortened(sorted(empty))}",
@@ -317,7 +324,7 @@ def require_same(directory: Path, header: Header | None, *, wanted: Header) -> N
     """Raises UsageError if `directory` is no cache, or one of another source or settings."""
     if header is None:
         raise UsageError(
-            "the directory is there and holds no cache",
+            "the directory exists and holds no cache",
             place=directory,
             hint="choose another --out",
         )

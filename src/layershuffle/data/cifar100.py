@@ -44,6 +44,7 @@ class ArrayTable:
 
     def pixels(self, index: int) -> Tensor:
         """Image `index` as pixels uint8 [C, H, W]."""
+        # Through Pillow, because the grey of a one-channel model must be that of `image`.
         return pixel_tensor(self.image(index))
 
     def name(self, index: int) -> str:
@@ -60,11 +61,13 @@ def open_source(request: SourceRequest) -> ImageData:
 
     Raises DataError if the files are missing or not the published ones.
     """
+    # For its error: a model with other channels is refused before 150 MB are read.
     mode_for(request.view.channels)
     root = Path(request.place).expanduser()
     # torchvision wants the parent; people name the folder that they unpacked.
     root = root.parent if root.name == FOLDER else root
     names, test = _read(root, request, train=False)
+    # An evaluation needs none of the 50,000 training images, which take 150 MB of memory.
     train = _read(root, request, train=True)[1] if request.options.train else None
     return assemble(request, Tables(classes=names, test=test, train=train))
 
@@ -72,6 +75,7 @@ def open_source(request: SourceRequest) -> ImageData:
 def _read(root: Path, request: SourceRequest, *, train: bool) -> tuple[tuple[str, ...], ArrayTable]:
     try:
         data = CIFAR100(root, train=train, download=False)
+    # torchvision raises the same error for files that are absent and for wrong checksums.
     except RuntimeError as error:
         raise _absent(root) from error
     return tuple(data.classes), ArrayTable(data.data, data.targets, request.view.channels)

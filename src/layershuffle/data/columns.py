@@ -50,6 +50,7 @@ def label_column(features: Features, *, wanted: str | None, place: str) -> str:
         # webdataset's own columns (__key__, __url__) are strings too.
         plain = [name for name, kind in features.items() if _plain_label(kind)]
         labels = [name for name in plain if not name.startswith("__")]
+        # Beside other texts and numbers (captions, sizes) only this name says what it is.
         if "label" in labels:
             labels = ["label"]
     return _chosen(labels, features, what="label", wanted=wanted, place=place)
@@ -69,6 +70,7 @@ def label_meaning(
     if feature.dtype in ("string", "large_string"):
         names = tuple(sorted(present))
         table = {name: index for index, name in enumerate(names)}
+        # A partial, not a closure: loader processes that are not forked must pickle it.
         return names, partial(_looked_up, table)
     return numbered(max(present, default=-1) + 1), as_index
 
@@ -85,6 +87,7 @@ class HubTable:
         # Labels are read once, in whole columns: row by row would decode every image.
         self.labels = [columns.index(cell) for cell in data[columns.label]]
         names = [name for name in (columns.image, "__key__") if name in data.column_names]
+        # Reading a row reads all of its columns, and only these are needed from here on.
         data = data.select_columns(names)
         self.data = data.cast_column(columns.image, datasets.Image(decode=False))
         self.reader = record_reader(columns, channels=channels, place=place)
@@ -105,6 +108,7 @@ class HubTable:
 
     def fingerprint(self) -> str:
         """What the library knows the data by, and the sizes of the files that it keeps them in."""
+        # The fingerprint says how the data came about, not whether its files are still the same.
         sizes = [os.stat(file["filename"]).st_size for file in self.data.cache_files]
         return f"{self.data._fingerprint} {sizes}"
 
@@ -130,6 +134,7 @@ def record_reader(
 
 def as_index(cell: Any) -> int:
     """The integer in a cell; -1 for an empty one."""
+    # Hugging Face itself marks an unknown label by -1, as in ImageNet's test split.
     return -1 if cell is None else int(cell)
 
 

@@ -54,6 +54,7 @@ class DataOptions:
     train: bool = True
 
     def __post_init__(self) -> None:
+        # `FitSettings` checks these too, but users of the Python interface come here without it.
         if self.holdout is not None and not 0 < self.holdout < 1:
             raise UsageError(
                 f"holdout is {self.holdout}, must be above 0 and below 1",
@@ -126,6 +127,7 @@ def derived_seed(*parts: int | str) -> int:
     Stateless, and the same on every machine and library version.
     """
     digest = hashlib.sha256("/".join(str(part) for part in parts).encode("ascii")).digest()
+    # One bit less than the digest gives: the seed then fits a signed 64-bit integer as well.
     return int.from_bytes(digest[:8], "big") >> 1
 
 
@@ -148,6 +150,7 @@ def stratified_holdout(
         members = torch.nonzero(table == label).flatten()
         count = len(members)
         cut = min(max(round(share * count), 1), count - 1)
+        # Each class has draws of its own, so a class more or less moves no image of the others.
         shuffle = torch.randperm(count, generator=generator_for("holdout", seed, label))
         held_out += members[shuffle[:cut]].tolist()
         training += members[shuffle[cut:]].tolist()
@@ -165,6 +168,7 @@ def limited_test(dataset: Dataset[Item], size: int, *, limit: int | None) -> Spl
 def check_labels(labels: Sequence[int] | Tensor, classes: int, *, place: str | Path) -> None:
     """Raises DataError if a label is not one of 0..classes-1."""
     table = torch.as_tensor(labels, dtype=torch.int64)
+    # Without this, min() below would raise an error of torch that names no file.
     if len(table) == 0:
         raise DataError("there are no labelled images", place=place)
     low, high = int(table.min()), int(table.max())

@@ -47,6 +47,7 @@ DIGIT_VIEW = ImageView(
     channels=1, height=12, width=20, mean=(0.2,), std=(0.35,), interpolation="bilinear"
 )
 
+# A digit stays whole and inside its half, so two digits never cover each other.
 _ROW_OFFSETS = CANVAS[0] - DIGIT + 1
 _COLUMN_OFFSETS = CANVAS[1] // 2 - DIGIT + 1
 
@@ -79,6 +80,7 @@ def digit_instances() -> dict[str, Tensor]:
         members = torch.nonzero(values == value).flatten()
         generator = generator_for("digit-split", DATA_SEED, value)
         members = members[torch.randperm(len(members), generator=generator)]
+        # Cuts at rounded sums, not sums of rounded shares: no digit is left over or used twice.
         first = round(SHARES["train"] * len(members))
         second = round((SHARES["train"] + SHARES["validation"]) * len(members))
         cuts = (members[:first], members[first:second], members[second:])
@@ -110,6 +112,7 @@ def compose(draws: PairDraws) -> tuple[Tensor, Tensor]:
     """
     ink, values = digit_images()
     count = len(draws.digits)
+    # 20,000 canvases of one byte per pixel are 4.8 MB, so a whole split stays in memory.
     canvases = torch.zeros(count, *CANVAS, dtype=torch.uint8)
     which = torch.arange(count).view(-1, 1, 1)
     step = torch.arange(DIGIT)
@@ -147,6 +150,7 @@ def pair_counts(settings: Mapping[str, str]) -> dict[str, int]:
     """Pairs per split: the defaults, changed by the spec's settings. Raises UsageError."""
     counts = dict(PAIRS)
     for name, text in settings.items():
+        # isdecimal alone would also accept the digits of other scripts.
         if not text.isascii() or not text.isdecimal() or int(text) < 1:
             raise UsageError(
                 f"{name}={text} is not a number of pairs",
@@ -184,6 +188,7 @@ def open_source(request: SourceRequest) -> ImageData:
         spec=request.spec,
         classes=CLASSES,
         splits=splits,
+        # Ink ends at 16, so dividing by 255 would leave nearly black images.
         finish=Finish(request.view, LEVELS),
         notes=_notes(request.view),
     )

@@ -30,7 +30,7 @@ TEST_NAME = "test"
 class FolderTable:
     """The images below one split folder; `files[i]` has class `labels[i]`.
 
-    `others` are the names of files beside them that are no images of a known kind.
+    `others` names the files beside them that are no images of a known kind.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class FolderTable:
     def fingerprint(self) -> str:
         """SHA-256 over the paths and sizes of the files. Raises DataError if one is gone."""
         digest = hashlib.sha256()
+        # Names and sizes, not contents: to continue a cache must not mean to read a million files.
         for path in self.files:
             try:
                 size = os.stat(path).st_size
@@ -73,6 +74,7 @@ def open_source(request: SourceRequest) -> ImageData:
     """
     root = Path(request.place).expanduser()
     channels = request.view.channels
+    # For its error: other channels are refused before any folder is listed.
     mode_for(channels)
     train, validation, test = split_folders(root, need_train=request.options.train)
     # Without training data (eval) the reported split names the classes.
@@ -127,6 +129,7 @@ def class_names(split: Path) -> tuple[str, ...]:
 
 def require_same_classes(left: Path, right: Path, *, classes: Sequence[str]) -> None:
     """Raises DataError, naming a few, if `right` has other class folders than `classes`."""
+    # Indices come from the sorted names, so one folder more would shift all labels after it.
     other = class_names(right)
     missing = [name for name in classes if name not in set(other)]
     extra = [name for name in other if name not in set(classes)]
@@ -160,6 +163,7 @@ def folder_table(split: Path, classes: Sequence[str], *, channels: int) -> Folde
             )
         files += images
         labels += [label] * len(images)
+        # Hidden files such as .DS_Store come by themselves: a note about them would only alarm.
         left_out += [f"{name}/{other}" for other in others if not other.startswith(".")]
     return FolderTable(files, labels, channels=channels, others=left_out)
 
@@ -176,6 +180,7 @@ def image_files(folder: Path) -> tuple[list[str], list[str]]:
     images, others = [], []
     # Sorted in place: os.walk visits the folders in this order, and so the order of images is the
     # same on every file system.
+    # Links are followed, as torchvision's ImageFolder does.
     for parent, folders, names in os.walk(folder, followlinks=True, onerror=_raise_unreadable):
         folders.sort()
         for name in sorted(names):
@@ -197,6 +202,7 @@ def _wanted(
 def _subfolders(folder: Path) -> list[str]:
     try:
         with os.scandir(folder) as entries:
+            # Hidden folders such as .ipynb_checkpoints are no classes.
             return sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
     except OSError as error:
         raise DataError(f"cannot list the folder ({error.strerror})", place=folder) from error

@@ -52,6 +52,7 @@ def splits_to_data(request: SourceRequest, splits: Mapping[str, Any]) -> ImageDa
         raise _no_split("train", splits, request.spec)
     columns = find_columns(request, splits, train=train)
     validation, test, notes = reported_splits(request, splits, columns=columns)
+    # Only now: in an evaluation, too, the training split names the classes if it is there.
     if not request.options.train:
         train = validation = None
     parts = {"train": train, "validation": validation, "test": test}
@@ -79,6 +80,7 @@ def load_splits(request: SourceRequest) -> Mapping[str, Any]:
     place, config = split_config(request.place)
     root = Path(place).expanduser()
     streaming = request.options.streaming
+    # datasets would take a mistyped path for the name of a data set on the hub.
     if place.startswith(("/", "~", ".")) and not root.is_dir():
         raise DataError(
             "the data folder does not exist",
@@ -86,6 +88,7 @@ def load_splits(request: SourceRequest) -> Mapping[str, Any]:
             hint="correct the path; hub names look like owner/name",
         )
     try:
+        # load_dataset refuses what save_to_disk wrote, and load_from_disk reads nothing else.
         if _saved_by_datasets(root):
             loaded = datasets.load_from_disk(str(root))
             named = loaded if isinstance(loaded, Mapping) else {"train": loaded}
@@ -133,6 +136,7 @@ def reported_splits(
         if split is not None:
             _require_same_names(split, columns, request.spec)
     if test is None:
+        # A validation split by itself is reported, as in the other sources.
         validation, test = None, validation
     if test is None:
         raise _no_split("validation or test", splits, request.spec)
@@ -162,12 +166,14 @@ def _unlabelled(data: Any, columns: Columns) -> bool:
         return True
     if isinstance(data, datasets.Dataset):
         return all(columns.index(cell) < 0 for cell in data[columns.label])
+    # To look at all labels of a stream would take as long as a pass over the data.
     first = next(iter(data.select_columns([columns.label])), None)
     return first is None or columns.index(first[columns.label]) < 0
 
 
 def _require_same_names(data: Any, columns: Columns, place: str) -> None:
     feature = (data.features or {}).get(columns.label)
+    # With other names the same index would mean another class in each of the splits.
     if isinstance(feature, datasets.ClassLabel) and tuple(feature.names) != columns.classes:
         raise DataError(
             f"splits have different classes: {len(columns.classes)} in training, "
@@ -200,6 +206,6 @@ def _load_failure(request: SourceRequest, root: Path, error: BaseException) -> D
         hint = (
             "without a network, point at a copy: hf:DIR (a folder or a save_to_disk directory) or "
             "folder:DIR; or set HF_HOME to a cache that has it and HF_HUB_OFFLINE=1. "
-            "With one, check the name and unset HF_HUB_OFFLINE"
+            "With a network, check the name and unset HF_HUB_OFFLINE"
         )
     return DataError(f"cannot open the data set ({one_line(error)})", place=request.spec, hint=hint)

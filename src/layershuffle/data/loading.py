@@ -82,6 +82,7 @@ def parse_spec(spec: str) -> tuple[str, str, dict[str, str]]:
     A "?" starts settings only where the scheme has some, so patterns such as a?.tar stay whole.
     Raises UsageError for an unknown scheme or setting, naming the nearest valid one.
     """
+    # A spec without a place has no colon: digit-pairs?train=2000.
     scheme = spec.split(":", 1)[0].split("?", 1)[0]
     if scheme not in SOURCES:
         raise _unknown_scheme(spec, scheme)
@@ -135,6 +136,7 @@ def loader_processes(spec: str = "") -> int:
 
 def _settings(query: str, scheme: str) -> dict[str, str]:
     settings: dict[str, str] = {}
+    # Blank values are kept, so that the source refuses `?image=` instead of ignoring it.
     for key, value in parse_qsl(query, keep_blank_values=True):
         names = SOURCES[scheme].settings
         if key not in names:
@@ -151,6 +153,7 @@ def _unknown_scheme(spec: str, scheme: str) -> UsageError:
     match = nearest(scheme, SOURCES)
     if match:
         guess = f"did you mean {SOURCES[match].form}? "
+    # A bare path is the usual slip: the word before the colon was left out.
     elif "/" in spec or "." in spec:
         guess = f"for class folders write folder:{spec}; "
     else:

@@ -17,6 +17,7 @@ TRAIN_NAMES = ("train",)
 VALIDATION_NAMES = ("val", "validation")
 TEST_NAMES = ("test",)
 
+# 25 lines of our own here spare a dependency on braceexpand (decision 019).
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 _HINT = (
@@ -111,6 +112,7 @@ def require_tar(path: Path) -> None:
 def json_label(cell: Any, *, place: str | Path) -> int:
     """The "label" of a decoded .json member. Raises DataError if it is not there or no integer."""
     label = cell.get("label") if isinstance(cell, Mapping) else None
+    # In Python True is an integer; as a label it is a mistake.
     if not isinstance(label, int) or isinstance(label, bool):
         raise DataError('a .json member has no integer "label"', place=place)
     return label
@@ -120,6 +122,7 @@ def _labels(path: Path) -> Iterator[int]:
     try:
         with tarfile.open(path) as archive:
             for member in archive:
+                # As webdataset does, at the first dot: a.b.cls is member "b.cls" of sample "a".
                 kind = Path(member.name).name.partition(".")[2]
                 if kind in ("cls", "json") and (file := archive.extractfile(member)) is not None:
                     yield _label(file.read(), kind, f"{path} ({member.name})")
@@ -137,6 +140,7 @@ def _label(content: bytes, kind: str, place: str) -> int:
 
 
 def _in_folder(root: Path) -> dict[str, list[Path]]:
+    # Shards lie beside each other or in a folder per split; both forms are in use.
     splits: dict[str, list[Path]] = {}
     kinds = {"train": TRAIN_NAMES, "validation": VALIDATION_NAMES, "test": TEST_NAMES}
     for kind, names in kinds.items():

@@ -79,6 +79,7 @@ class RecordReader:
         cell = record[self.image]
         if cell is None:
             raise DataError("a record has no image", place=self.name(record))
+        # Shards and parquet files bring the bytes along; class folders only name the file.
         if cell["bytes"] is not None:
             return bytes(cell["bytes"])
         try:
@@ -114,6 +115,7 @@ class IdentityCut:
 
     def keeps(self, digest: str) -> bool:
         """Whether an image with this identity belongs to the part."""
+        # Derived seeds are uniform below 2**63, so this holds for `share` of all identities.
         falls_in = derived_seed("holdout", HOLDOUT_SEED, digest) < self.share * 2**63
         return falls_in == self.held_out
 
@@ -147,11 +149,13 @@ class StreamedImages(IterableDataset[Item]):
         for record in self._records():
             content = self.reader.content(record)
             digest = self.reader.identity(record, content)
+            # Before decoding, so that images of the other part cost no more than their bytes.
             if self.cut is None or self.cut.keeps(digest):
                 yield self._item(record, content, digest)
 
     def _records(self) -> Iterator[Record]:
         try:
+            # Nothing but reading stands in this `try`: a bad image is named by an error of its own.
             yield from self.stream
         except STREAM_ERRORS as error:
             raise DataError(
@@ -190,6 +194,7 @@ class Streams:
 def assemble_streams(request: SourceRequest, streams: Streams) -> ImageData:
     """The named splits as streams; their sizes are None. Raises UsageError with `skip_corrupt`."""
     options = request.options
+    # Tables count and name what they leave out; a stream could only lose images silently.
     if options.skip_corrupt:
         raise UsageError(
             "unreadable images of a stream cannot be counted beforehand",
@@ -199,6 +204,7 @@ def assemble_streams(request: SourceRequest, streams: Streams) -> ImageData:
     plain, notes = PlainTransform(request.view, options.resize), list(streams.notes)
     test = streams.test
     if options.max_test is not None:
+        # The first records of a stream may all be of one class, hence the shuffle.
         test = test.shuffle(seed=TEST_SHUFFLE_SEED, buffer_size=SHUFFLE_BUFFER)
         test = test.take(options.max_test)
         notes.append(f"test: the first {options.max_test} images of a buffered, fixed shuffle")
@@ -222,6 +228,7 @@ def _train_part(request: SourceRequest, streams: Streams, notes: list[str]) -> S
     transform: Transform | PixelTransform
     if options.augment:
         transform = augment_transform(view)
+    # torch's nearest pixel is another one than Pillow's, which scores are compared with.
     elif view.interpolation == "nearest":
         transform = PlainTransform(view, options.resize)
     else:
@@ -245,6 +252,7 @@ def _holdout_part(request: SourceRequest, streams: Streams, notes: list[str]) ->
         f"the holdout is about {options.holdout:g} of the training images, chosen by the hash of "
         f"their {'content' if reader.key is None else 'key'}, the same for every seed"
     )
+    # Not shuffled: all held-out images are read for every score.
     cut = _identity_cut(request, held_out=True)
     return StreamedImages(streams.train, reader, plain, cut=cut)
 

@@ -207,6 +207,7 @@ def _training_splits(
     else:
         training, cut = _cut(request, tables, rows["train"], notes)
         holdout_images, size = TransformedImages(tables.train, cut, plain), len(cut)
+    # Without a holdout there is no such split at all: asking for one fails, and is never empty.
     uncut = options.holdout is None and tables.validation is None
     _require_images(training, size or uncut, request)
     fitted = _fitted(request, tables.train, training, notes)
@@ -236,9 +237,11 @@ def _cut(
         notes.append("all training images are trained on, none is held out")
         return good, []
     if tables.holdout is not None:
+        # A set, because a list would be searched once for every image.
         readable = set(good)
         training, cut = ([row for row in part if row in readable] for part in tables.holdout)
         return training, cut
+    # Cut among the readable images: the share holds for what is really trained on.
     labels = [tables.train.labels[row] for row in good]
     training, cut = stratified_holdout(labels, request.options.holdout)
     notes.append(

@@ -85,6 +85,7 @@ def match_channels(images: Tensor, channels: int) -> Tensor:
     have = images.shape[-3]
     if have == channels:
         return images
+    # expand makes a view: three equal channels need the memory of one.
     if have == 1:
         return images.expand(*images.shape[:-3], channels, *images.shape[-2:])
     if have == 3 and channels == 1:
@@ -104,6 +105,7 @@ def resize_images(images: Tensor, size: tuple[int, int], *, mode: str = "bilinea
     if tuple(images.shape[-2:]) == size:
         return images
     if mode == "nearest":
+        # torch documents that plain "nearest" repeats a fault of OpenCV.
         return F.interpolate(images, size=size, mode="nearest-exact")
     out = F.interpolate(images, size=size, mode=mode, align_corners=False, antialias=True)
     return out.clamp(0, 1)  # bicubic overshoots

@@ -55,6 +55,7 @@ def open_source(request: SourceRequest) -> ImageData:
     shards = find_shards(request.place)
     if "train" not in shards and request.options.train:
         raise DataError("there are no training shards", place=request.spec)
+    # A small test set may lack the last classes, so the training shards number them.
     counted = shards.get("train", shards["test"])
     classes = read_classes(counted) or numbered(largest_label(counted) + 1)
     if not request.options.train:
@@ -66,6 +67,7 @@ def open_source(request: SourceRequest) -> ImageData:
 
 def held_out_shards(count: int, share: float) -> list[int] | None:
     """Which of `count` shards are held out; None if the share is less than half a shard."""
+    # One shard at least stays for training.
     number = min(round(share * count), count - 1)
     if number == 0:
         return None
@@ -106,6 +108,7 @@ def _cut(
     # Whole shards can be left unread by a stream too, so both ways of reading hold out the same.
     held_out = held_out_shards(len(shards), share)
     if held_out is not None:
+        # __url__ is the library's column: the path of the shard that a row came from.
         names = {str(shards[index]) for index in held_out}
         out = [shard in names for shard in train[_SHARD]]
         note = _shard_note(held_out, shards)
@@ -153,6 +156,7 @@ def _load(
     request: SourceRequest, shards: Sequence[Path], classes: tuple[str, ...]
 ) -> tuple[Any, Columns]:
     """One split with its image column called "image". Raises DataError."""
+    # One by one, because the library's own error does not say which shard is damaged.
     for path in shards:
         require_tar(path)
     files = {"train": [str(path) for path in shards]}  # the library's name for "the only split"
@@ -162,6 +166,7 @@ def _load(
         )
     except (*LOAD_ERRORS, tarfile.TarError) as error:
         raise DataError(
+            # datasets puts a sentence of its own around the error that says what happened.
             f"cannot read the shards ({one_line(error.__cause__ or error)})",
             place=shortened([str(path) for path in shards]),
             hint=f"try tar -tf {shards[0]} and the like; samples need an image and a .cls or .json",

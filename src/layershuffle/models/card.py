@@ -35,6 +35,7 @@ def render(metadata: Mapping[str, Any], *, place: str) -> str:
         eval_results=list(_results(scores, provenance.get("data"))) or None,
     )
     sections = [f"---\n{front.to_yaml()}\n---", f"# {place}", _summary(metadata, provenance)]
+    # A record may hold scores of other metrics only; an empty table says nothing.
     if any(key in score for key, _ in _NUMBERS for score in scores.values()):
         sections.append(f"## Scores\n\n{_score_table(scores)}")
     merge = _merge_table(provenance.get("merge"))
@@ -82,6 +83,7 @@ def _summary(metadata: Mapping[str, Any], provenance: Mapping[str, Any]) -> str:
     ]
     if metadata.get("method"):
         lines.append(f"Training method: {metadata['method']}.")
+    # Mappings (a merge, say) have sections of their own or stay in layershuffle.json.
     facts = [f"- {key}: {value}" for key, value in provenance.items() if isinstance(value, str)]
     lines += ["", *facts, ""] if facts else []
     parts = [name for name, form in metadata["position"].items() if form]

@@ -45,6 +45,7 @@ def read_json(path: Path, *, limit: int = MAX_JSON_BYTES) -> dict[str, Any]:
     """The JSON object in `path`; raises `ModelFileError` for anything else, or beyond `limit`."""
     try:
         with path.open("rb") as file:
+            # One byte beyond the limit shows that there is more, without reading all of it.
             raw = file.read(limit + 1)
     except OSError as error:
         raise ModelFileError(
@@ -153,6 +154,7 @@ def tensor_shapes(path: Path) -> dict[str, Shape]:
     # A directory or an unreadable file raises OSError, a bad header SafetensorError.
     try:
         with safe_open(path, framework="pt") as file:
+            # A slice knows its shape from the header, so that no tensor is read.
             return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 -- not a mapping
     except (SafetensorError, OSError, ValueError) as error:
         raise _damaged(path, error) from error
@@ -184,6 +186,7 @@ def weights_digest(model: nn.Module) -> str:
     for name, tensor in sorted(model.state_dict().items()):
         plain = tensor.detach().cpu().contiguous()
         digest.update(f"{name} {plain.dtype} {tuple(plain.shape)};".encode())
+        # As bytes, because numpy has no bfloat16.
         digest.update(plain.reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
 
@@ -238,6 +241,7 @@ def stack_depth(names: Iterable[str]) -> int:
     for name in names:
         for match in re.finditer(r"(?:(?<=[._])|^)(\d+)(?=\.)", name):
             stacks[name[: match.start()]].add(match[1])
+    # Names count other things too (two heads, the layers of an MLP), but none as high as blocks.
     return max((len(numbers) for numbers in stacks.values()), default=0)
 
 

@@ -58,6 +58,7 @@ from layershuffle.models.origin import (
 from layershuffle.text import one_line, shortened
 
 NAME = "transformers"
+# No pickles and no code: what would be refused later is not downloaded at all.
 _FILES = (
     CONFIG, PROCESSOR, WEIGHTS, WEIGHTS_INDEX, "model-*-of-*.safetensors",
 )  # fmt: skip
@@ -65,6 +66,7 @@ _FILES = (
 _ATTENTION = frozenset(
     {"eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"}
 )
+# Keywords with which a configuration could make timm read or fetch other files.
 _INSIDE_TIMM = frozenset(
     {"checkpoint_path", "cache_dir", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay"}
 )
@@ -120,6 +122,7 @@ def resize_head(host: Host, classes: int, *, seed: int) -> None:
     std = float(getattr(config, "initializer_range", 0.02))  # the library's own law for new heads
     for number, (path, head) in enumerate(heads.items()):
         owner, _, attribute = path.rpartition(".")
+        # A seed for each: the two heads of a distilled model must not start equal.
         new = new_linear(head, classes, std=std, seed=seed + number)
         setattr(host.get_submodule(owner), attribute, new)
     config.num_labels = classes  # sets id2label and label2id too
@@ -145,6 +148,7 @@ def set_depth(host: Host, depth: int) -> None:
     before, same = dict(vars(config)), False
     _note_depth(config, depth)
     try:
+        # On the meta device, because only names and shapes are compared.
         with quiet(), seeded(0), torch.device("meta"):
             sketch = type(host)._from_config(host.config)
         same = shapes_of(sketch.state_dict()) == shapes_of(host.state_dict())
@@ -172,6 +176,7 @@ def write(
     host: Host, directory: Path, *, view: ImageView, model_args: Mapping[str, Any] | None
 ) -> tuple[str, dict[str, Any]]:
     """`save_pretrained` into `directory`, with the image processor that came; (class name, {})."""
+    # save_pretrained has no place for it: layershuffle.json holds the view.
     del view
     if not isinstance(host, PreTrainedModel) or model_args:
         raise UsageError("A transformers model takes no model_args: its config has them all")
@@ -294,6 +299,7 @@ def _stored(directory: Path, *, seed: int, lenient: bool) -> Host:
 
 def _check_stored_depth(config: Any, names: set[str], place: Path) -> None:
     depth = getattr(getattr(config, "vision_config", config), "num_hidden_layers", None)
+    # CLIP models have a text tower too, whose blocks do not count.
     prefixed = {name for name in names if not name.startswith("text_model.")}
     if isinstance(depth, int):
         check_depth(stack_depth(prefixed), depth, place=place)
@@ -311,6 +317,7 @@ def _check_loaded(
     if missing or unexpected:
         _check_stored_depth(host.config, names, directory)
     if lenient:
+        # A backbone without a head is what gets refined; anything else that is missing is a fault.
         heads = {f"{path}.{name}" for path in _heads(host) for name in ("weight", "bias")}
         if missing & heads:
             LOG.warning(
@@ -319,6 +326,7 @@ def _check_loaded(
                 directory,
                 num_classes(host),
             )
+        # Heads of other tasks do no harm, but nothing is left out without a word.
         if unexpected:
             LOG.warning(
                 "%s: tensors that are not used: %s.", directory, shortened(sorted(unexpected))
@@ -338,6 +346,7 @@ def _heads(host: Host) -> dict[str, nn.Linear]:
     classes = num_classes(host)
     heads = {name: child for name, child in host.named_children() if isinstance(child, nn.Linear)}
     if not heads and hasattr(host, "timm_model"):
+        # transformers' wrapper keeps the head inside of timm's model, not beside it.
         inner = host.timm_model.get_classifier()
         heads = {n: m for n, m in host.named_modules() if m is inner and isinstance(m, nn.Linear)}
     return {name: head for name, head in heads.items() if head.out_features == classes}

@@ -43,12 +43,14 @@ _HABITS = {
 def view_of(host: Host, processor: Mapping[str, Any] | None) -> ImageView:
     """The view of `host`, from the processor's settings if there are any.
 
-    Raises `ModelFileError` for settings that are not ones.
+    Raises `ModelFileError` for settings that cannot be used.
     """
+    # timm's model inside of transformers' wrapper knows how its weights were trained.
     timm_model = getattr(host, "timm_model", None)
     if timm_model is not None:
         return timm_view(timm_model)
     config: Any = host.config
+    # CLIP and SigLIP keep the settings of their image tower apart.
     vision = getattr(config, "vision_config", config)
     size, channels = size_pair(vision.image_size), int(getattr(vision, "num_channels", 3))
     habit = _HABITS.get(config.model_type, _Habit())
@@ -90,6 +92,7 @@ def _from_processor(
         mean=tuple(scale * value for value in per_channel(mean, channels)),
         std=tuple(scale * value for value in per_channel(std, channels)),
         interpolation=_interpolation(settings.get("resample"), habit),
+        # A crop larger than the resized image would be padded, which a view cannot express.
         crop_pct=min(1.0, min(height, width) / max(1, min(resized))),
     )
 

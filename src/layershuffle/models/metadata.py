@@ -26,6 +26,7 @@ RECORD_KEYS = ("method", "policy", "selected", "settings", "scores", "provenance
 Json = dict[str, JsonValue]
 
 
+# Strict types: a file that says "12" or 12.0 for a number was not written by `save`.
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
 
@@ -40,6 +41,7 @@ class PositionForms(_Strict):
 class ModelMetadata(_Strict):
     """The content of layershuffle.json."""
 
+    # pydantic's models have a method `schema`, hence the alias.
     schema_: Literal[1] = Field(alias="schema")
     library: Literal["timm", "transformers", "torchvision"]
     name: str
@@ -68,6 +70,7 @@ def read_record(directory: str | Path) -> dict[str, Any]:
 
 def parse_metadata(data: Mapping[str, Any], path: Path) -> ModelMetadata:
     """The metadata in `data`; raises `ModelFileError` naming the first key that is wrong."""
+    # Before the keys: a newer file has other ones, and its version is what the user must know.
     if data.get("schema") != SCHEMA:
         raise ModelFileError(
             f"The file has schema {str(data.get('schema'))[:20]}, this version reads {SCHEMA}",
@@ -92,6 +95,7 @@ def form_of(
     """The form of a position part; raises `ModelFileError` for other fields, types or values."""
     try:
         form = form_from_json(kind, data)
+        # A dataclass takes values of any type; pydantic checks those of its fields.
         TypeAdapter(kind).validate_python(dict(data))
         if isinstance(form, EncodingForm) and not 0 <= form.dropout <= 1:
             raise UsageError(f"dropout lies in [0, 1], {form.dropout} does not")

@@ -58,6 +58,7 @@ def trained_with(host: nn.Module) -> Mapping[str, Any]:
 
 def remember(host: nn.Module, origin: Origin) -> nn.Module:
     """`host` itself, with its origin."""
+    # nn.Module registers tensors and modules only, so the state_dict stays the library's.
     setattr(host, _ATTRIBUTE, origin)
     return host
 
@@ -69,6 +70,7 @@ def seeded(seed: int) -> Iterator[None]:
     The host libraries draw new weights from torch's global generator on the CPU and take no other,
     so that generator is seeded here and put back afterwards.
     """
+    # A device that the caller made the default would draw from a generator of its own.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)
         yield
@@ -100,6 +102,7 @@ def new_linear(old: nn.Linear, outputs: int, *, std: float, seed: int) -> nn.Lin
 def match_dtype(host: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Give `host` the floating type of its stored weights, if they have one in common."""
     kinds = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
+    # With several there is no one type to give; loading then converts tensor by tensor.
     if len(kinds) == 1:
         host.to(kinds.pop())
 
@@ -117,7 +120,7 @@ def view_from_json(data: Mapping[str, Any], place: Path) -> ImageView:
         return ImageView(**{**data, "mean": mean, "std": std})
     except (TypeError, KeyError, ValueError) as error:
         raise ModelFileError(
-            f"The image_view is not one ({error})",
+            f"The image_view cannot be used ({error})",
             place=place,
             hint=f"its fields are {', '.join(_VIEW_KEYS)}",
         ) from error

@@ -30,6 +30,7 @@ def with_stored_parts(host: nn.Module, metadata: ModelMetadata, *, directory: Pa
     path = directory / PARTS
     encoding, prediction = metadata.position.encoding, metadata.position.prediction
     if encoding is None and prediction is None:
+        # To ignore the file would mean to score a model without parts that it was trained with.
         if path.exists():
             raise ModelFileError(
                 f"{METADATA_FILE} knows nothing of this file",
@@ -44,12 +45,14 @@ def with_stored_parts(host: nn.Module, metadata: ModelMetadata, *, directory: Pa
     if encoding is not None:
         form = cast(EncodingForm, form_of(EncodingForm, encoding, path=place))
         _check_features(shapes, form, path=path)
+        # Any seed would do: all that is drawn here is replaced by the stored tensors.
         model.encoding = PositionEncoding(metadata.depth, width_of(host), form=form, seed=0)
     if prediction is not None:
         guess = cast(PredictionForm, form_of(PredictionForm, prediction, path=place))
         model.prediction = PositionPrediction(metadata.depth, width_of(host), form=guess, seed=0)
     parts = _parts_of(model)
     tensors = read_tensors(path, shapes_of(parts.state_dict()))
+    # assign keeps the type in which the tensors were saved, such as half precision.
     parts.load_state_dict(tensors, strict=True, assign=True)
     return model
 

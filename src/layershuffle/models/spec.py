@@ -34,14 +34,16 @@ def parse_spec(spec: str) -> ModelSpec:
     """The parts of `spec`; a path that exists is dir:PATH.
 
     Values are YAML scalars or lists, "12,20" is (12, 20). Raises `UsageError` for unknown schemes,
-    with the nearest, and for settings that are not ones.
+    naming the nearest one, and for malformed settings.
     """
     scheme, colon, rest = spec.partition(":")
+    # A known scheme wins over a path of the same name: dir: names such a path.
     if not colon or scheme not in FORMS:
         if Path(spec).expanduser().exists():
             return ModelSpec("dir", spec)
         raise _unknown(spec, scheme if colon else "")
     query = ""
+    # Names of directories may hold a "?", and dir: has no settings.
     if "?" in FORMS[scheme]:
         rest, _, query = rest.partition("?")
     if not rest:
@@ -77,6 +79,7 @@ def _value(text: str, spec: str) -> Any:
     if "," in text and not text.startswith(("[", "{")):
         return tuple(_value(part, spec) for part in text.split(","))
     try:
+        # safe_load, because YAML tags can name Python objects to build.
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise UsageError(f"{text!r} in {spec!r} is not a value", hint="quote it") from error

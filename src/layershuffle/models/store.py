@@ -179,8 +179,9 @@ def truncate(model: nn.Module, blocks: ExecutionOrder | str | Sequence[int]) -> 
             "A model with position parts cannot be shortened", hint="shorten it before adding them"
         )
     if len(set(order)) < len(order):
-        raise UsageError(f"The blocks {order} hold one twice", hint="name each block once")
+        raise UsageError(f"The blocks {order} hold a block twice", hint="name each block once")
     before = dict(stack._modules)
+    # The names count from 0 again, as the library names the blocks of a shorter model.
     names = list(before)[: len(order)]
     shorter = dict(zip(names, [stack.block(block) for block in order], strict=True))
     _fill(stack, shorter)
@@ -208,6 +209,7 @@ def host_of(model: nn.Module) -> nn.Module:
 def image_view(model: nn.Module) -> ImageView:
     """How the model wants its images."""
     host = host_of(model)
+    # What was saved with the model counts more than what its library would guess.
     return origin_of(host).view or library_of(host).image_view(host)
 
 
@@ -222,6 +224,7 @@ def logits_of(output: Any) -> Tensor:
 
     Of two heads (timm's distilled models in training) the mean, as they compute at evaluation.
     """
+    # transformers returns an object with them, timm and torchvision the tensor itself.
     logits = getattr(output, "logits", output)
     if isinstance(logits, tuple) and all(isinstance(head, Tensor) for head in logits):
         logits = torch.stack(logits).mean(dim=0)
@@ -278,6 +281,7 @@ def _load_bundled(name: str, *, seed: int) -> nn.Module:
             hint="install layershuffle again, or train it: "
             "layershuffle pretrain recipes/digits-base.yaml",
         )
+    # A package may be a zip file; its files then exist only inside of this block.
     with resources.as_file(root) as directory:
         return _load_directory(directory, seed=seed)
 
@@ -319,6 +323,7 @@ def _model_directory(place: Path) -> Path:
     for directory in (place, place / "model"):
         if (directory / METADATA_FILE).is_file():
             return directory
+    # The pickle is named first: it is the cause, and what else is missing only follows from it.
     if place.suffix.lower() in PICKLE_SUFFIXES or (
         place.is_dir() and not (place / CONFIG).exists()
     ):
@@ -333,6 +338,7 @@ def _model_directory(place: Path) -> Path:
 
 
 def _stack_place(host: nn.Module) -> tuple[str, int]:
+    # A wrapped model names the place; one that is not wrapped is searched and stays as it is.
     for path, module in host.named_modules():
         if isinstance(module, BlockStack):
             return path, module.depth

@@ -92,6 +92,7 @@ def build(name: str, settings: Mapping[str, Any], *, seed: int) -> nn.Module:
     _check_name(name)
     _check_reserved(args)
     view = {key: args.pop(key) for key in _VIEW_SETTINGS & args.keys()}
+    # timm would drop the trained head without a word; here it is loaded, then replaced aloud.
     classes = args.pop("num_classes", None) if pretrained else None
     base, overlay = _trained(name) if pretrained else (None, {})
     host = _create(name, args, seed=seed, pretrained=pretrained, overlay=overlay)
@@ -131,6 +132,7 @@ def image_view(host: Host) -> ImageView:
     config = resolve_model_data_config(host)
     channels = int(getattr(host, "in_chans", None) or config["input_size"][0])
     height, width = _image_size(host) or tuple(config["input_size"][1:])
+    # timm also names "random" and "lanczos", which a view does not have.
     usable = config["interpolation"] in INTERPOLATIONS
     return ImageView(
         channels=channels,
@@ -201,6 +203,7 @@ def read(directory: Path, *, seed: int) -> tuple[nn.Module, str]:
     tensors = read_tensors(weights, shapes_of(host.state_dict()))
     match_dtype(host, tensors)
     host.load_state_dict(tensors, strict=True)
+    # These keys alone: a whole pretrained_cfg could name files for timm to load.
     host.pretrained_cfg = {**host.pretrained_cfg, **{k: cfg[k] for k in _CFG_KEYS if k in cfg}}
     return remember(host, Origin(model_args=args)), name
 
@@ -222,6 +225,7 @@ def _config_parts(
 
 def _check_name(name: str) -> None:
     architecture, _, tag = name.partition(".")
+    # A colon (hf-hub:, local-dir:) would make timm fetch or read files past our checks.
     if not timm.is_model(architecture) or ":" in name:
         raise unknown_name(
             "timm model",
@@ -268,6 +272,7 @@ def _trained(name: str) -> tuple[str, dict[str, Any]]:
             hint=f"use timm:{name}?pretrained=false for random weights, or another model",
         ) from error
     tensor_shapes(Path(path))  # a damaged download is named here
+    # custom_load would send timm to a loader of the architecture instead of this file.
     return repository, {"file": path, "custom_load": False}
 
 
@@ -335,6 +340,7 @@ def _check_rebuilt(host: Host, name: str, args: Mapping[str, Any]) -> None:
         sketch = _sketch(name, args)
     except UsageError as error:
         raise UsageError(error.cause, hint=hint) from error
+    # Shapes alone would miss another activation, epsilon or pooling.
     for what in (lambda m: shapes_of(m.state_dict()), _behaviour):
         ours, theirs = what(host), what(sketch)
         for key in sorted(ours.keys() | theirs.keys()):
@@ -355,6 +361,7 @@ def _behaviour(model: nn.Module) -> dict[str, Any]:
         if isinstance(value, bool | int | float | str | tuple)
         and not key.startswith("_")
         and key not in _IGNORED
+        # Rates of dropout act in training only.
         and "drop" not in key
     }
 

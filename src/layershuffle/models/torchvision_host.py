@@ -84,6 +84,7 @@ def num_classes(host: Host) -> int:
 def resize_head(host: Host, classes: int, *, seed: int) -> None:
     """Give `host` a fresh head, all zero as torchvision starts them, and say so."""
     old = _head(host)
+    # The meta device draws nothing: torch's global generator stays as it was.
     new = nn.Linear(old.in_features, classes, device="meta").to_empty(device=old.weight.device)
     with torch.no_grad():
         for parameter in new.parameters():
@@ -118,6 +119,7 @@ def write(
 
     Raises `UsageError` for models that these arguments do not describe.
     """
+    # config.json has no place for it: layershuffle.json holds the view.
     del view
     if not isinstance(host, VisionTransformer):
         raise UsageError(
@@ -191,6 +193,7 @@ def _trained(name: str, args: dict[str, Any], *, tag: str, seed: int) -> Host:
     size = weights.meta.get("min_size", (None,))[0]
     of_weights = {"num_classes": len(weights.meta["categories"]), "image_size": size}
     classes = args.pop("num_classes", None)
+    # image_size is a keyword of the vision transformers alone.
     args = {**({k: v for k, v in of_weights.items() if v} if "vit" in name else {}), **args}
     host = _create(name, args, seed=seed)
     _load_trained(host, weights, name)

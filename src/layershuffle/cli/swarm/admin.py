@@ -55,7 +55,7 @@ class ReadmitCommand(_HostCommand):
     """Start an excluded, drained or dead host again; run this on the machine of the server."""
 
     def run(self) -> int:
-        """Readmit it; it serves again when it has been found correct."""
+        """Readmit the host; it serves again once its answers were found correct."""
         with self.operator() as operator:
             operator.readmit(self.host)
         print(f"Host {self.host} is started. Next: layershuffle swarm status")
@@ -75,7 +75,7 @@ class SwapCommand(_HostCommand):
     """Model that the block comes from: a sibling, refined from the same base."""
 
     def run(self) -> int:
-        """Swap it."""
+        """Swap the block."""
         with self.operator() as operator:
             operator.swap(self.host, self.block, donor=self.donor)
         print(f"Block {self.block} of host {self.host} comes from {self.donor} now.")

@@ -49,6 +49,7 @@ def client_options(server: ServerOptions) -> dict[str, Any]:
         if server.api_key is not None:
             raise UsageError("The API key is given twice", hint="leave --api-key out")
         keys = read_keys(server.api_key_file)
+        # The file of a server may hold many keys; we do not guess which of them is meant.
         if len(keys) != 1:
             raise UsageError(
                 f"The file holds {len(keys)} keys", place=server.api_key_file, hint="keep one"
@@ -116,6 +117,7 @@ def describe_answer(answer: Classification, images: tuple[Path, ...]) -> str:
     lines += [f"block {skipped.block} skipped: {skipped.why}" for skipped in answer.skipped]
     expected = answer.expected
     if expected is None:
+        # Said, not left out: without a number users would take the answer for a certain one.
         lines.append(f"Accuracy to expect is not known: {answer.expected_why}")
     else:
         lines.append(
@@ -148,6 +150,7 @@ class StatusCommand(ServerOptions):
 def _status_table(swarm: SwarmAnswer) -> str:
     rows = []
     for host in swarm.hosts:
+        # A host that has answered nothing yet has no times, and 0 would look like a fast one.
         times = ["-" if ms is None else f"{ms:.1f}" for ms in (host.compute_ms, host.link_ms)]
         blocks = ", ".join(map(str, host.blocks)) + (f" ({host.why})" if host.why else "")
         rows.append((host.name, host.condition, str(host.waiting), *times, blocks))

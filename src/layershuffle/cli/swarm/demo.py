@@ -41,6 +41,7 @@ class DemoCommand(Command):
     def run(self) -> int:
         """Run every phase."""
         require_extra()
+        # Ctrl-C is a usual end of a demo; the blocks below have ended the hosts by then.
         with ended_by_signals(), suppress(KeyboardInterrupt):
             asyncio.run(self._start())
         return 0
@@ -69,6 +70,7 @@ class DemoCommand(Command):
         from layershuffle.swarm.drill import run_drill
         from layershuffle.swarm.load_client import client_inside, load_client
 
+        # Drawn from the seed before any request, so that a demo can be repeated.
         faults = crashes(
             list(service.plan.hosts), share=1 / 3, requests=self.requests, seed=self.seed
         )
@@ -89,6 +91,7 @@ class DemoCommand(Command):
             service.router.routing = "sequential"
             await phase("the same as a fixed-order pipeline")
             service.router.routing = "order-free"
+            # Asked while hosts are dead, so that the answer shows which blocks were skipped.
             answer = await client.classify(images[0].image)
         print(f"\n{table(_HEADER, rows)}")
         guess = answer.images[0].top[0]
@@ -114,6 +117,7 @@ def _cells(drill: Drill, calibration: Calibration | None) -> tuple[str, ...]:
         return (share, "", "", "", "")
     blocks = sum(reply.blocks for reply in answered) / len(answered)
     cells = (share, f"{blocks:.1f}", f"{drill.quantile(0.5):.0f}")
+    # Without a calibration there is nothing to compare the answers with.
     if calibration is None:
         return (*cells, "", "")
     verdict = judged(replies, calibration)

@@ -62,6 +62,7 @@ class DrillCommand(ServerOptions):
 
         with operator_of(self.state) as operator:
             plan = SwarmPlan(**operator.plan())
+            # What is to be expected is computed from the plan, so it has to be the right one.
             if self.plan is not None and read_plan(self.plan) != plan:
                 raise UsageError("The swarm runs another plan", place=self.plan)
             return asyncio.run(self.drill(plan, operator))
@@ -80,6 +81,7 @@ class DrillCommand(ServerOptions):
         if any(host.donors for host in plan.hosts.values()):
             print("Blocks of other models take part: the accuracy is not judged.")
             calibration = None  # it was measured with the blocks of one model
+        # More requests than a thousand send the same images again.
         images = labelled_images(model, self.data, count=min(self.requests, 1000))
         faults = self._faults(list(plan.hosts))
         print(
@@ -113,6 +115,7 @@ class DrillCommand(ServerOptions):
                                 "One host gave wrong answers for a while; those given until it was "
                                 "found count."
                             )
+                        # A fixed order cannot but lose requests: only free order counts.
                         if routing == "order-free":
                             lost = drill.share("failed", "late")
                     finally:
@@ -161,11 +164,13 @@ class _Remote:
         """Bring every host back that a fault hit. Raises `LayerShuffleError` for those that stay
         away, after all others were seen to.
         """
+        # A fault that is still on its way would otherwise hit after its own mending.
         if self._order is not None:
             await asyncio.wait({self._order}, timeout=_BACK_SECONDS)
         hit, self._hit = sorted(self._hit), set()
         if hit:
             print(f"Bringing back {', '.join(hit)}.", flush=True)
+        # All at once: hosts that start one after the other would each have to be waited for.
         orders = [asyncio.ensure_future(self._ordered(name, "rejoin")) for name in hit]
         if orders:
             await asyncio.wait(orders, timeout=_BACK_SECONDS)
@@ -176,6 +181,7 @@ class _Remote:
         await self.healthy(set(hit))
 
     async def _ordered(self, host: str, kind: FaultKind) -> None:
+        # The operator's socket blocks, and the requests must go on meanwhile.
         await asyncio.to_thread(self._operator.fault, host, kind)
 
 

@@ -46,6 +46,7 @@ class HeadCommand(TlsOptions):
         tls = tls_of(self)
         store = self.store or state_directory() / "store"
         store.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # Named by the port, so that a head and hosts can share a machine.
         scratch = scratch_directory(f"head-{self.port}")
         command = head_command(scratch, ip=self.ip, port=self.port)
         address = f"{self.ip}:{self.port}"
@@ -105,4 +106,5 @@ class HostCommand(TlsOptions):
 
 def _become(command: Sequence[str], settings: dict[str, str]) -> NoReturn:
     """This process becomes `command`, so that its supervisor watches Ray itself."""
+    # What Python still buffers is lost here, so whatever is printed before must be flushed.
     os.execve(command[0], list(command), {**os.environ, **settings})

@@ -63,6 +63,7 @@ class PlanCommand(Command):
             wire=self.wire,
         )
         print(
+            # Said, because speeds in the file are relative to what this machine did just now.
             f"A block of one image takes {facts.block_ms:.3g} ms here, measured just now: that is "
             "`speed: 1` (block_ms or blocks_per_s in the file override it).\n"
         )
@@ -179,6 +180,7 @@ class CalibrateCommand(Command):
         from layershuffle.models import load
         from layershuffle.swarm.calibration import calibrate, calibration_path, write_calibration
 
+        # First: a model without a directory of its own is refused before minutes of work.
         path = calibration_path(self.model)
         calibration = calibrate(
             load(self.model),
@@ -190,6 +192,7 @@ class CalibrateCommand(Command):
         write_calibration(calibration, path)
         rows = [
             (str(row.kept), f"{row.top1:.1f}", f"{row.low:.1f} to {row.high:.1f}")
+            # From all blocks downwards, as they are lost.
             for row in reversed(calibration.rows)
         ]
         print(table(("blocks", "top-1 %", "95 % interval"), rows))

@@ -77,7 +77,7 @@ def context_of(options: HttpsOptions) -> ssl.SSLContext | None:
 
 
 def tls_of(options: TlsOptions) -> Tls | None:
-    """The TLS files of the flags, all three or none. Raises `UsageError` for some of them."""
+    """The TLS files of the flags, or `None`. Raises `UsageError` if only some of them are given."""
     from layershuffle.swarm.ray_config import Tls, check_tls
 
     given = (options.tls_certificate, options.tls_key, options.tls_authority)
@@ -103,6 +103,7 @@ def read_keys(path: Path | None) -> tuple[str, ...]:
 
     if path is None:
         return ()
+    # Before they are read: keys that others can read are no secret any more.
     check_secret(path, what="API keys", hint="one key per line, mode 0600")
     try:
         return tuple(path.read_text(encoding="utf-8").split())
@@ -119,7 +120,7 @@ def require_extra() -> None:
     missing = [name for name in needed if find_spec(name) is None]
     if missing:
         raise UsageError(
-            f"The swarm needs what is not installed: {', '.join(missing)}",
+            f"The swarm needs packages that are not installed: {', '.join(missing)}",
             hint="pip install 'layershuffle[swarm]'",
         )
 
@@ -130,6 +131,7 @@ def ended_by_signals() -> Iterator[None]:
 
     def stop(number: int, frame: Any) -> None:
         del number, frame
+        # An exception and no exit: the blocks around it end Ray and the hosts.
         raise Interrupted("The swarm was told to end; its hosts have ended with it")
 
     before = signal.signal(signal.SIGTERM, stop)
@@ -164,6 +166,7 @@ async def operator_door(service: Service, state: Path) -> AsyncIterator[None]:
             )
         path.unlink(missing_ok=True)
         listener.bind(str(path))
+        # Before it listens, so that no other user can connect in between.
         path.chmod(0o600)
         listener.listen()
         app = operator_app(service)
@@ -198,6 +201,7 @@ async def serve_service(
         calibration=service.calibration,
         keys=keys,
         model=service.plan.model,
+        # Functions, because the server asks for these while they change.
         foreign_blocks=lambda: coordinator.foreign_blocks,
         watching=lambda: coordinator.watching,
         audits=lambda: (health.audited, health.disagreed),
@@ -210,6 +214,7 @@ def describe_service(service: Service, url: str, *, state: str | None, keyed: bo
     """What a user should know once a swarm answers, and what to type next."""
     plan = service.plan
     hosts = [(name, f"blocks {', '.join(map(str, h.blocks))}") for name, h in plan.hosts.items()]
+    # With all flags that the address needs, so that the printed lines can be copied as they are.
     address = f" --address {url}"
     if url.startswith("https:"):
         address += " --authority FILE"
@@ -276,6 +281,7 @@ class _ServingCommand(HttpsOptions):
                     keys=keys,
                     public=public,
                     tls=tls,
+                    # With port 0 the address is only known once the server listens.
                     ready=lambda url: print(
                         describe_service(service, url, state=self.state, keyed=bool(keys)),
                         flush=True,
@@ -334,6 +340,7 @@ class UpCommand(_ServingCommand):
 
         depth = depth_of(load(self.model))
         plan = even_plan(depth, self.hosts, model=self.model, replicas=self.replicas)
+        # Built anew, not copied: a copy of a pydantic model would not check the two values.
         return SwarmPlan(**{**dict(plan), "routing": self.routing, "wire": self.wire})
 
 
@@ -374,6 +381,7 @@ class DeployCommand(TlsOptions, _ServingCommand):
 
         plan = read_plan(self.plan)
         keys, tls = read_keys(self.keys), context_of(self)
+        # Before the model is loaded, which takes seconds.
         check_address(self.bind, keyed=bool(keys), public=self.public)
         if warning := in_clear(self.bind, keyed=bool(keys), encrypted=tls is not None):
             print(f"warning: {warning}", file=sys.stderr, flush=True)
