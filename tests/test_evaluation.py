@@ -1,5 +1,6 @@
 """Scores equal a slow path that runs every order by itself and counts with plain Python."""
 
+import dataclasses
 import math
 import sys
 
@@ -10,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import layershuffle as ls
 from common import CLASSES, FAMILIES, images, logits_of
 from layershuffle.errors import DataError, UsageError
-from layershuffle.evaluation import Tally, evaluate
+from layershuffle.evaluation import Tally, evaluate, score_rows
 from layershuffle.modes import parse_modes
 from layershuffle.stack import running
 
@@ -203,3 +204,11 @@ def test_modes_as_text():
     assert evaluate(model, BATCHES, modes=text, num_orders=2) == evaluate(
         model, BATCHES, modes=parse_modes(text), num_orders=2
     )
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
+def test_scores_that_are_not_finite_become_no_rows(loss):
+    (score,) = evaluate(VIT.wrapped(), BATCHES, modes="sequential")
+    broken = dataclasses.replace(score, cross_entropy=loss)
+    with pytest.raises(DataError, match=rf"{loss} under the order 0,1,2,3.*lower lr"):
+        score_rows([score, broken], method="layershuffle", seed=0, draw="pass")

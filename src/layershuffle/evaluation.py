@@ -8,6 +8,7 @@ per batch, as the paper's section 4.2 has it ("randomly for every forward path")
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -287,7 +288,18 @@ def check_modes(fit_settings: FitSettings, settings: EvalSettings) -> None:
 
 
 def score_rows(scores: Iterable[Score], *, method: str, seed: int, draw: Draw) -> list[ScoreRow]:
-    """Scores of drawn orders as rows of results.csv, for the model of that method and seed."""
+    """Scores of drawn orders as rows of results.csv, for the model of that method and seed.
+
+    Raises `DataError` for a cross-entropy that is not finite: no mean could hold it.
+    """
+    scores = list(scores)
+    for score in scores:
+        if not math.isfinite(score.cross_entropy):
+            raise DataError(
+                f"The cross-entropy of {method}, seed {seed}, is {score.cross_entropy} under the "
+                f"order {score.order or 'of a batch'}",
+                hint="score it with precision: fp32, or train it again with a lower lr",
+            )
     return [
         ScoreRow(
             method=method,

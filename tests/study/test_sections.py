@@ -254,6 +254,28 @@ def test_a_claim_between_bounds(tmp_path, gap, verdict):
     )
 
 
+def test_models_that_are_never_right_are_judged(tmp_path):
+    """No gain is not a slight gain; what is 0 % cannot be divided by."""
+    arms = ["baseline", "layershuffle", "layershuffle-position"]
+    out = write_study(
+        tmp_path,
+        seeds=(0, 1),
+        arms={"layerdrop": "layerdrop"},
+        more_arms=[{"method": method} for method in arms],
+        merging={"arms": ["baseline"]},
+    )
+    for arm in arms:
+        for seed in (0, 1):
+            scores = {("sequential", 12, "", FULL): 0.0, ("arbitrary", 12, "", REVERSED): 0.0}
+            finish(out, f"{arm}-seed{seed}", scores)
+    write_merging(out, "baseline", merging_rows([0.0, 0.0], [0.0, 0.0]))
+    judged = verdicts(out)
+    slightly = ("does not hold", "+0.00 points (+0.00 to +0.00)")
+    assert verdict_on("helps only slightly", judged) == slightly
+    assert verdict_on("unusable", judged) == ("holds", "single 0.00, merged 0.00")
+    assert verdict_on("price of arbitrary", judged) == ("not measured", "-")
+
+
 def test_every_silence_of_the_paper_is_answered():
     study = StudySettings(
         name="s",

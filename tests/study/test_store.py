@@ -75,9 +75,28 @@ def test_kept_results_are_not_trained_into(kept: Path):
         write_plan(read_plan(kept), kept)
 
 
+@pytest.mark.parametrize("cut", [2, 3, 30])
 @pytest.mark.parametrize("name", ["runs.json", "merging.csv", "analysis.csv"])
-def test_cut_off_files_are_refused(kept: Path, name: str):
+def test_cut_off_files_are_refused(kept: Path, name: str, cut: int):
+    """Also inside the last number, which would then be another one."""
     text = (kept / name).read_text()
-    (kept / name).write_text(text[: len(text) - 30])
+    (kept / name).write_text(text[: len(text) - cut])
     with pytest.raises(StudyError, match="kept results cannot be read"):
+        read_study(kept)
+
+
+def test_scores_without_a_run_and_runs_without_scores_are_refused(kept: Path):
+    """`layershuffle report` would otherwise write results.csv again without those rows."""
+    text = (kept / "results.csv").read_text()
+    header, *rows = text.splitlines(keepends=True)
+    lost = [row for row in rows if not row.startswith("layershuffle,0,")]
+    assert len(lost) < len(rows)
+    (kept / "results.csv").write_text(header + "".join(lost))
+    with pytest.raises(StudyError, match="do not belong together: layershuffle seed 0"):
+        read_study(kept)
+    (kept / "results.csv").write_text(text)
+    stored = json.loads((kept / "runs.json").read_text())
+    stored["runs"] = [run for run in stored["runs"] if run["run"] != "layershuffle-seed0"]
+    (kept / "runs.json").write_text(json.dumps(stored))
+    with pytest.raises(StudyError, match="do not belong together: layershuffle seed 0"):
         read_study(kept)

@@ -47,7 +47,7 @@ from layershuffle.study.tasks import (
     check_result,
     read_outcome,
 )
-from layershuffle.text import one_line
+from layershuffle.text import one_line, shortened
 
 _SCHEMA = 1
 _GROUPS = ("settings", "data", "hardware", "versions")
@@ -157,6 +157,12 @@ def read_kept(out: Path) -> Study:
     if runs:
         for row in read_rows(out / "results.csv", hint=_HINT):
             scores.setdefault((row.method, row.seed), []).append(row)
+    # A report writes results.csv again: rows without a run would be deleted by it.
+    arms = {(task.arm, task.settings.seed) for task in tasks if task.name in runs}
+    if unpaired := sorted(arms ^ scores.keys()):
+        names = shortened(f"{arm} seed {seed}" for arm, seed in unpaired)
+        cause = f"Runs and scores do not belong together: {names}"
+        raise StudyError(cause, place=out, hint=_HINT)
 
     def run_result(task: RunSpec) -> RunResult | None:
         if task.name not in runs:
@@ -205,8 +211,10 @@ def _numbers(value: Any, path: str) -> Iterator[tuple[str, float]]:
 def _table(path: Path) -> list[dict[str, str]]:
     if not path.exists():
         return []
-    rows = list(csv.DictReader(io.StringIO(path.read_text(encoding="utf-8"), newline="")))
-    if any(None in row.values() for row in rows):
+    text = path.read_text(encoding="utf-8")
+    rows = list(csv.DictReader(io.StringIO(text, newline="")))
+    # A file that was cut off inside a number would otherwise read as another number.
+    if not text.endswith("\n") or any(None in row.values() for row in rows):
         raise ValueError(f"{path.name} is cut off")
     return rows
 

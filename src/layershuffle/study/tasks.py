@@ -35,6 +35,7 @@ from layershuffle.study.settings import StudySettings
 from layershuffle.text import one_line
 
 AGAIN = "delete the task's directory and run the study again; finished tasks are not repeated"
+_OTHER_VERSION = "use the version of layershuffle that wrote it, or run the study into a new --out"
 
 State = Literal["done", "failed", "missing"]
 SpecT = TypeVar("SpecT", bound=Task)
@@ -206,8 +207,10 @@ def check_result(
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(map(str, first["loc"])).replace("schema_version", "schema")
+        # A result of a later version is whole: nobody should be told to delete it.
+        hint = _OTHER_VERSION if name == "schema" else AGAIN
         raise StudyError(
-            f'The field "{name}" is wrong: {first["msg"]}', place=place, hint=AGAIN
+            f'The field "{name}" is wrong: {first["msg"]}', place=place, hint=hint
         ) from error
     # A result under the right name can still be of another study: copied, or of an older recipe.
     if isinstance(task, RunSpec) and isinstance(result, RunResult):
