@@ -23,6 +23,7 @@ class Job:
     `compute`: seconds of the batches that it was in, `each`: their seconds per image.
     """
 
+    # The blocks themselves and not their ids: a swap does not change a visit that is here.
     steps: tuple[Block, ...]
     packet: Packet
     arrived: float
@@ -43,6 +44,7 @@ class Job:
     @property
     def batch_key(self) -> object:
         """Visits of one key can go through their next block together."""
+        # Blocks compare by identity, so that old and new weights of one id never share a batch.
         return self if self.alone else self.steps[self.done]
 
 
@@ -65,19 +67,23 @@ _Waiting = TypeVar("_Waiting", bound=Waiting)
 
 
 def next_batch(jobs: Sequence[_Waiting], *, images: int) -> list[_Waiting]:
-    """Of the waiting `jobs` (oldest first) those that go together through one block next.
+    """The waiting `jobs` (oldest first) that go through one block together next.
 
     They need the block that most of the jobs need; if there are several such blocks, the one that
-    the oldest job needs. As many jobs as `images` allows, at least one. An oldest job that was
-    passed over `MAX_SKIPS` times goes first.
+    the oldest job needs. The batch holds as many jobs as `images` allows, and at least one. An
+    oldest job that was passed over `MAX_SKIPS` times goes first.
     """
     groups: dict[object, list[_Waiting]] = {}
     for job in jobs:
         groups.setdefault(job.batch_key, []).append(job)
     oldest = jobs[0]
+    # The fullest block first lets visits meet, but alone it could leave one behind for as long as
+    # others keep coming (decision 009).
     patient = oldest.passed < MAX_SKIPS
+    # Groups stand in the order of their oldest jobs, and of equal ones `max` takes the first.
     group = max(groups.values(), key=len) if patient else groups[oldest.batch_key]
     chosen, total = group[:1], group[0].images
+    # A job that is too large is passed over, and smaller ones behind it still go.
     for job in group[1:]:
         if total + job.images <= images:
             chosen.append(job)

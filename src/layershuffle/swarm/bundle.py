@@ -83,13 +83,16 @@ def make_bundle(model: nn.Module, *, blocks: Sequence[int] | None = None) -> Bun
     calls = _listen(model)
     _check_calls(calls, depth=len(modules))
     states = calls[0].state
+    # One program for all blocks: those that can take each other's place compute the same steps.
     program = export(Alone(modules[chosen[0]], calls[0]), states)
     bound = read_program(program)
     tensors, outputs = dict[int, bytes](), dict[int, State]()
     for block in chosen:
         tensors[block] = pack_tensors(modules[block].state_dict())
         program_block = bound.bind(tensors[block])
+        # A program is believed only after every block computed the same through it (decision 009).
         _check_same(Alone(modules[block], calls[block]), program_block, block=block, states=states)
+        # From the program and not from the model, because hosts are compared with it.
         outputs[block] = program_block(states[:1]).numpy()
     canary = Canary(states[:1].clone().numpy(), outputs)
     return Bundle(program, tensors, len(modules), bound.shape, lineage_of(model), canary)
@@ -104,8 +107,10 @@ def check_sibling(bundle: Bundle, other: Bundle | str | Path) -> None:
     path = other if isinstance(other, str | Path) else None
     theirs = read_lineage(other) if isinstance(other, str | Path) else other.lineage
     differences = list(_differences(bundle.lineage, theirs))
+    # Of a directory no weights are read, so that its program is not known here.
     if isinstance(other, Bundle) and other.program != bundle.program:
         differences.append(("the computation of a block", "one", "another"))
+    # Only the first difference is told: it is the most important.
     for what, there, here in differences:
         raise UsageError(
             f"These blocks cannot stand in for the swarm's: {what} is {there} there, {here} here",
@@ -117,6 +122,7 @@ def check_sibling(bundle: Bundle, other: Bundle | str | Path) -> None:
 
 def _differences(ours: Lineage, theirs: Lineage) -> Iterator[tuple[str, str, str]]:
     """What differs, with the values of both sides, the most important first."""
+    # Two models without a record may come from anywhere, so that they do not match either.
     if None in (ours.base, theirs.base) or ours.base != theirs.base:
         yield "the base", ours.base or "not recorded", theirs.base or "not recorded"
     if ours.depth != theirs.depth:
@@ -166,6 +172,7 @@ def _listen(model: nn.Module) -> list[Call]:
         def note(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any], answer: Any) -> None:
             if not args:
                 raise StackError("The model hands its blocks the state by name, not in first place")
+            # A copy, because a later block may write into its input.
             calls.append(Call(block, args[0].clone(), args[1:], named, state_of(answer)))
 
         return note
@@ -195,6 +202,7 @@ def _check_calls(calls: Sequence[Call], *, depth: int) -> None:
                 hint="serve a model whose position information enters before the blocks (ViT, "
                 "DeiT, DINOv2)",
             )
+        # What a model does between two blocks would not happen on a host.
         if after is not None and not torch.equal(after.state, call.answer):
             raise StackError(
                 f"The model changes the state between the blocks {call.block} and {after.block}"
@@ -230,6 +238,8 @@ def _check_same(module: Alone, program: Block, *, block: int, states: Tensor) ->
         wanted = _computed(module, states[:images], gradient=False)
         if torch.equal(wanted, got):
             continue
+        # torchvision's attention is fused without gradients and exported the plain way: either is
+        # right.
         if not torch.equal(_computed(module, states[:images], gradient=True), got):
             like = wanted.shape == got.shape
             error = f"largest difference {(wanted - got).abs().max()}" if like else "another shape"
@@ -242,5 +252,6 @@ def _computed(module: nn.Module, state: Tensor, *, gradient: bool) -> Tensor:
     """The block's own output; some of torch's operations have two ways to compute it."""
     with torch.set_grad_enabled(gradient):
         leaf = state.clone().requires_grad_(gradient)
+        # A clone, because torch refuses to change a leaf in place that wants gradients.
         answer: Tensor = module(leaf.clone())
     return answer.detach()

@@ -67,6 +67,7 @@ class Expected:
 
 
 class _Strict(BaseModel):
+    # Strict: a number that somebody wrote as a text is refused, not converted.
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
@@ -120,6 +121,7 @@ def calibrate(
     from layershuffle.models.files import weights_digest
     from layershuffle.swarm.remote_model import resize_of, served_host
 
+    # One order has no spread, and so no interval.
     if orders < 2:
         raise UsageError("A calibration takes two orders or more", hint="20 is a good number")
     host = served_host(model)
@@ -184,7 +186,10 @@ def _row(kept: int, top1: Sequence[float], *, images: int) -> Row:
     """
     centre = mean(top1)
     low_orders, high_orders = t_interval(top1)
+    # Wilson's interval stays within 0 and 100 %, where accuracies near 100 % lie.
     low_images, high_images = wilson_interval(round(centre * images / 100), images)
+    # Rounding to whole images can put the centre outside of their interval; no side may turn
+    # negative.
     low = centre - math.hypot(centre - low_orders, centre - min(centre, low_images))
     high = centre + math.hypot(high_orders - centre, max(centre, high_images) - centre)
     return Row(
@@ -224,6 +229,7 @@ def expected_over(calibration: Calibration, kept: Sequence[int]) -> tuple[float,
         raise UsageError("No answers, no accuracy to expect")
     rows = [expected_at(calibration, one) for one in kept]
     top1 = mean([0.0 if row is None else row.top1 for row in rows])
+    # The calibration's own error is the same for all answers: it does not shrink with their number.
     below = mean([0.0 if row is None else row.top1 - row.low for row in rows])
     above = mean([0.0 if row is None else row.high - row.top1 for row in rows])
     chance = _SURE * math.sqrt(top1 * (100 - top1) / len(kept))
@@ -283,6 +289,7 @@ def read_calibration(path: Path, *, weights: str) -> Calibration | None:
         ) from error
     if [row.kept for row in calibration.rows] != list(range(1, len(calibration.rows) + 1)):
         raise ModelFileError("The rows do not count the blocks up from 1", place=path, hint=again)
+    # A model that was refined further has other accuracies, and must not be told by the old file.
     if calibration.weights != weights:
         raise ModelFileError(
             "The calibration was measured on other weights than the model has",

@@ -82,6 +82,7 @@ def crashes(hosts: Sequence[str], *, share: float, requests: int, seed: int) -> 
     stream = Stream(seed, 0)
     count = max(1, int(len(hosts) * share))
     chosen = [hosts[i] for i in stream.shuffled(range(len(hosts)))[:count]]
+    # Quiet at both ends, so that there is a before and an after to compare.
     first, last = requests // 10, requests - requests // 10
     return check_faults(
         [Fault(first + stream.below(max(1, last - first)), host, "crash") for host in chosen], hosts
@@ -93,8 +94,8 @@ def one_of_each_fault(
 ) -> tuple[Fault, ...]:
     """Every kind of failure once, one after the other, each on a host drawn at random.
 
-    The requests are cut into as many parts as there are kinds; a failure comes at the beginning of
-    its part and is undone (rejoin) at half of it, so that what it costs can be told apart.
+    The requests are cut into as many parts as there are kinds. A failure comes after a quarter of
+    its part and is undone (rejoin) after three quarters, so that its costs can be told apart.
     """
     stream = Stream(seed, 1)
     troubles = [kind for kind in kinds if kind != "rejoin"]
@@ -107,6 +108,7 @@ def one_of_each_fault(
     faults: list[Fault] = []
     for number, kind in enumerate(troubles):
         host = hosts[stream.below(len(hosts))]
+        # The quiet quarters keep the late effects of one failure out of the next one's part.
         start = number * part + part // 4
         faults.append(Fault(start, host, kind))
         if "rejoin" in kinds:
@@ -148,6 +150,7 @@ class ChaosTransport:
 
     async def way_to(self, host: str) -> None:
         """Wait until messages get through to `host` and back."""
+        # A loop, because the host may be cut off again before this task runs.
         while host in self._open:
             await self._open[host].wait()
 
@@ -163,6 +166,7 @@ class ChaosTransport:
         if visit.host in self._wrong:
             state = unpack(answer.packet)
             noise = np.random.default_rng(_NOISE_SEED).standard_normal(state.shape, np.float32)
+            # A state of zeros has no spread, but must come out false too.
             state = state + noise * np.float32(_NOISE_FACTOR * (state.std() or 1.0))
             answer = replace(answer, packet=pack(state, answer.packet.wire))
         return answer
@@ -171,6 +175,8 @@ class ChaosTransport:
         try:
             return await self.inner.visit(visit, packet)
         except VisitError as error:
+            # A killed host of this process is only closed; callers are to hear what a dead one
+            # would say.
             if visit.host in self.dead:
                 raise HostGone(f"The process of host {visit.host} is dead") from error
             raise
@@ -182,6 +188,7 @@ class ChaosTransport:
         arrived = clock()
         async with turn:
             waited = clock() - arrived
+            # As real hosts do, it drops work whose budget has run out before its turn.
             if 1000 * waited > visit.budget_ms:
                 raise WorkExpired(f"Host {visit.host} had no time for it in its budget")
             answer = await self._passed(visit, packet)
@@ -264,12 +271,14 @@ class ChaosBackend:
 def signal_process(ray: Any, pid: int, *, number: signal.Signals, node: str) -> None:
     """Signal a process on a member of the cluster. Raises `HostUnavailable` if it is dead."""
     if node == ray.get_runtime_context().get_node_id():
+        # A task would have to wait for a worker process to start there.
         try:
             os.kill(pid, number)
         except ProcessLookupError as error:
             raise HostUnavailable(f"The process {pid} of a host is dead") from error
         return
     there = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
+    # Without retries: the number may be another process's by then.
     send = ray.remote(_send_signal).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
     send.remote(pid, int(number))
 
@@ -296,6 +305,7 @@ class FaultInjector:
         coordinator.record_of(name)
         if fault.kind == "crash":
             await self.backend.kill(name)
+            # Or the coordinator would start it again at once.
             coordinator.hold(name, "it crashed")
         elif fault.kind == "leave":
             await coordinator.leave(name)

@@ -173,6 +173,7 @@ def _settings(
     try:
         parts = urlsplit(url)
         host = parts.hostname
+    # A broken IPv6 address, as one without its closing bracket.
     except ValueError:
         host = None
     if not host or parts.scheme not in ("http", "https"):
@@ -180,6 +181,7 @@ def _settings(
             f"{url!r} is not the address of a gateway",
             hint="write for example http://127.0.0.1:8000",
         )
+    # No header can carry anything else.
     if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
         raise UsageError("An API key has plain letters, digits and signs alone")
     settings: dict[str, Any] = {
@@ -224,6 +226,7 @@ def _classify_request(
 
 def _content(image: Any) -> bytes:
     """The bytes of an image file, as they are; of a Pillow image, as PNG."""
+    # Not decoded here: the gateway is to see the very pixels of the file.
     if isinstance(image, bytes):
         return image
     if isinstance(image, str | Path):
@@ -233,6 +236,7 @@ def _content(image: Any) -> bytes:
             raise UsageError(
                 f"The image cannot be read ({error.strerror or error})", place=image
             ) from error
+    # By what it can do, because only those who have Pillow images need Pillow.
     if not hasattr(image, "save"):
         raise UsageError(
             f"A {type(image).__name__} is not an image",
@@ -267,6 +271,7 @@ def _swarm_errors(url: httpx.URL) -> Iterator[None]:
 def _read(response: httpx.Response, kind: type[_A]) -> _A:
     """The answer in `response`, or the gateway's own error raised."""
     place = str(response.url)
+    # /healthz answers 503 with the same body when no block can be run.
     answers = response.is_success or (kind is Health and response.status_code == _UNAVAILABLE)
     try:
         if answers:

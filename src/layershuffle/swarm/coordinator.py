@@ -75,6 +75,7 @@ class Coordinator:
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._asking: asyncio.Future[Sequence[Node]] | None = None
         for name, host in plan.hosts.items():
+            # Shown from the start, so that the hosts that are still missing can be seen.
             absent = self._fresh(name, frozenset(host.blocks))
             self._show(replace(absent, condition="gone", why="it has not come yet"))
 
@@ -91,6 +92,8 @@ class Coordinator:
         health = asyncio.create_task(self.health.run())
         self.watching = True
         try:
+            # A health check that breaks ends this watch too, and `service.keep_watching` begins
+            # both anew.
             while not health.done():
                 await self._look()
                 await asyncio.sleep(self.router.limits.watch_ms / _MILLI)
@@ -129,6 +132,7 @@ class Coordinator:
         dead) has nothing to finish: its process ends, and it stays away until `readmit`.
         """
         self.record_of(name)
+        # Before anything is awaited, or the next look at the machines would start it again.
         self.hold(name, "it is leaving")
         view = self.router.swarm.get(name)
         if view is None or view.condition == "gone":
@@ -173,6 +177,7 @@ class Coordinator:
         host = self.record_of(name)
         if host.phase == "starting":
             raise LayerShuffleError(f"Host {name} is starting", hint="swap once it is up")
+        # No canary is asked of a block while old or new weights may answer it.
         before = self.health.forget(name, [block])
         self.foreign_blocks |= {(name, block)}  # until the load is over, either weights may answer
         try:
@@ -212,6 +217,7 @@ class Coordinator:
             return
         now = self.router.clock()
         for host in [*self.hosts.values()]:
+            # A visit that fails tells the router of a death before anybody else knows.
             if host.phase == "up" and self.router.swarm[host.name].condition == "gone":
                 self.hosts[host.name] = replace(host, phase="dead", retry_at=now)
         for action in reconcile(
@@ -246,6 +252,7 @@ class Coordinator:
             self._gone(name, action.why)
             del self.hosts[name]
             self.health.drop(name)
+            # Hosts of the plan stay listed as gone, but spares come and go for years.
             if name not in self.plan.hosts:
                 self.router.swarm = self.router.swarm.without(name)
             ending = asyncio.create_task(self._ended(name))
@@ -255,6 +262,7 @@ class Coordinator:
     def _begin(self, start: Start, *, anew: bool) -> None:
         """Start the host in the background; with `anew`, its present process ends first."""
         before = self.hosts.get(start.name)
+        # Failures on one machine say nothing about another.
         tries = before.tries if before is not None and before.node == start.node else 0
         self._stop(start.name)
         self.hosts[start.name] = HostRecord(start.name, start.node, start.blocks, tries=tries)
@@ -298,11 +306,13 @@ class Coordinator:
         for bundle in {id(source): source for source in sources.values()}.values():
             mine = sorted(block for block, source in sources.items() if source is bundle)
             answers = await asyncio.to_thread(known_answers, bundle, mine)
+            # An adopted process still has its blocks: what is equal is not sent again.
             missing = [block for block in mine if info.blocks.get(block) != answers[block].digest]
             if missing:
                 await self._loaded(name, bundle, missing)
             self.health.expect(name, answers)
         self._mark_foreign(name, start.blocks)
+        # A new process has the time of a start for its first answers, which take longer.
         return await self.health.check(name, limit=self.router.limits.start_ms / _MILLI)
 
     async def _loaded(self, name: str, bundle: Bundle, blocks: Sequence[int]) -> None:
@@ -342,6 +352,7 @@ class Coordinator:
         async with self._locks[name]:
             await self._end_process(name)
         if name not in self.hosts and not self._locks[name].locked():
+            # Or one lock would stay for every spare that ever came.
             del self._locks[name]
 
     async def _end_process(self, name: str) -> None:

@@ -55,6 +55,7 @@ class Drill:
 
     def quantile(self, q: float) -> float:
         """Milliseconds below which a share `q` of all requests ended (nearest rank)."""
+        # Failed requests count: somebody waited for them, too.
         times = sorted(reply.ms for reply in self.replies.values())
         return times[max(0, math.ceil(q * len(times)) - 1)] if times else math.nan
 
@@ -78,6 +79,7 @@ async def run_drill(
 
     async def work() -> None:
         while True:
+            # One lock over both: a fault happens just before its request, with no other in between.
             async with turn:
                 number = next(numbers, None)
                 if number is None:
@@ -97,6 +99,7 @@ async def run_drill(
         await asyncio.gather(*workers)
     finally:
         for worker in workers:
+            # If one of them raised, the drill is over, and the others must send no more.
             worker.cancel()
     return drill
 
@@ -123,6 +126,7 @@ def judged(replies: Sequence[Reply], calibration: Calibration) -> Judgement:
     Each answer counts with the accuracy of its own number of blocks
     (`calibration.expected_over`).
     """
+    # Late answers count: their classes are right or wrong all the same.
     answers = [reply for reply in replies if reply.ended != "failed"]
     if not answers:
         return Judgement(0, math.nan, math.nan, math.nan, math.nan)
@@ -174,6 +178,7 @@ def _reachable(plan: SwarmPlan, out: set[str], routing: Routing) -> set[int]:
         for block in plan.hosts[name].blocks:
             holders.setdefault(block, []).append(name)
     if routing == "sequential":
+        # As in `policy`: each stage of a pipeline has one host, the first by name.
         holders = {block: names[:1] for block, names in holders.items()}
     return {block for block, names in holders.items() if not out.issuperset(names)}
 

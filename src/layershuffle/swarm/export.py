@@ -23,6 +23,7 @@ from layershuffle.swarm.program import (
 )
 from layershuffle.text import one_line
 
+# Far more than a host ever runs together (`Limits.max_batch`).
 _MOST_IMAGES = 4096
 # What torch.export raises for a block that it cannot follow.
 _REFUSED = (
@@ -70,6 +71,7 @@ def export(module: Alone, states: Tensor) -> bytes:
     images = torch.export.Dim("images", min=1, max=_MOST_IMAGES)
     try:
         with torch.no_grad():
+            # Two images, because torch.export takes a size of 1 for a constant.
             exported = torch.export.export(
                 module, (states[:2].clone(),), dynamic_shapes=({0: images},), strict=False
             )
@@ -94,6 +96,7 @@ def _written(exported: ExportedProgram, *, prefix: str) -> bytes:
             for kind, name in inputs
             if kind == "weight"
         ),
+        # A weight's `requires_grad` decides which matrix product torch takes, and so the last bits.
         "trained": sorted(
             name.removeprefix(prefix)
             for kind, name in inputs
@@ -117,6 +120,8 @@ def _source(spec: InputSpec) -> tuple[str, str]:
     kind = spec.kind.name
     if kind == "USER_INPUT":
         return "state", ""
+    # A buffer that the state_dict leaves out cannot come with a block's weights: it becomes a
+    # constant of the program.
     if kind == "PARAMETER" or (kind == "BUFFER" and spec.persistent):
         return "weight", str(spec.target)
     if kind in ("BUFFER", "CONSTANT_TENSOR"):
@@ -125,6 +130,7 @@ def _source(spec: InputSpec) -> tuple[str, str]:
 
 
 def _state_shape(exported: ExportedProgram) -> list[int]:
+    # The graph's first nodes are its inputs, in the order of the specs.
     states = [
         node
         for node, spec in zip(
@@ -139,6 +145,7 @@ def _state_shape(exported: ExportedProgram) -> list[int]:
 
 def _output(exported: ExportedProgram) -> fx.Node:
     kinds = [spec.kind.name for spec in exported.graph_signature.output_specs]
+    # A buffer that changes while the block runs shows up here, as a second output.
     if kinds != ["USER_OUTPUT"]:
         names = ", ".join(kind.lower() for kind in kinds)
         raise StackError(f"A block cannot travel as a program: its outputs are {names}")
@@ -150,6 +157,7 @@ def _target(node: fx.Node) -> str:
     if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten":
         return str(node.target)
     name = getattr(node.target, "__name__", str(node.target))
+    # By identity, because any library may have a function named `add`.
     if ARITHMETIC.get(name) is node.target:
         return name
     raise StackError(

@@ -129,6 +129,7 @@ def patience(host: HostView, swarm: Swarm, *, limits: Limits) -> float:
 
 def agrees(answer: State, wanted: State, *, tolerance: float) -> bool:
     """Whether no value of `answer` is off by more than `tolerance` x the largest of `wanted`."""
+    # NaN compares as false, so that it never agrees.
     return bool(np.abs(answer - wanted).max() <= tolerance * np.abs(wanted).max())
 
 
@@ -137,8 +138,8 @@ def replicas(
 ) -> tuple[str, ...] | None:
     """For each block of an answered hop a usable host other than its own, with the same weights.
 
-    The one with the least waiting, then the first by name; none of those in `apart`. `None` if a
-    block has none.
+    It is the one with the least waiting, then the first by name, and none of those in `apart`. The
+    result is `None` if a block has no such host.
     """
     chosen = []
     for block in hop.blocks:
@@ -334,9 +335,11 @@ class Health:
         """One visit outside of all requests, and its answer if that can be compared."""
         clock, visit = self.router.clock, Visit(check.host, (check.block,), check.limit)
         hop, begun = Visited(check.host, visit.blocks, "answered", 0.0), clock()
+        # Always float32: what a narrower wire rounds is no fault of the host.
         asked = self.router.transport.visit(visit, pack(start, "fp32"))
         try:
             async with asyncio.timeout(check.limit):
+                # `gather` hands over errors of every kind: nothing that a host does ends the watch.
                 (answer,) = await asyncio.gather(asked, return_exceptions=True)
         except TimeoutError:
             answer = WorkExpired("it did not answer a canary in time")
@@ -379,10 +382,9 @@ class Health:
     ) -> None:
         """Compute the hop's first image again, block by block on the replicas, and compare."""
         wire = self.router.wire
-        start, mine = (
-            unpack(pack(before, wire)),
-            self._weights_of([hop.host] * len(hop.blocks), hop),
-        )
+        # What the hop's host saw, rounded by the wire.
+        start = unpack(pack(before, wire))
+        mine = self._weights_of([hop.host] * len(hop.blocks), hop)
         tolerance = self.router.limits.tolerance + _ROUNDING[wire]
         second = await self._again(hop, chosen, start)
         if second is None:
@@ -392,6 +394,7 @@ class Health:
             return
         self.disagreed += 1
         names = sorted({hop.host, *chosen})
+        # First the canaries, because a failed one needs no third host to decide.
         failed = any(await asyncio.gather(*map(self.check, names)))
         if failed or self._weights_of([hop.host] * len(hop.blocks), hop) != mine:
             return
@@ -409,14 +412,11 @@ class Health:
 
     async def _again(self, hop: Visited, hosts: tuple[str, ...], start: State) -> Again | None:
         """The hop's blocks on `hosts`; `None` if a host fails or its weights change meanwhile."""
-        weights, limit, states = (
-            self._weights_of(hosts, hop),
-            self.router.limits.hop_cap_ms,
-            list[State](),
-        )
+        weights, states = self._weights_of(hosts, hop), list[State]()
+        limit = self.router.limits.hop_cap_ms / _MILLI
         for host, block in zip(hosts, hop.blocks, strict=True):
             before = states[-1] if states else start
-            again, after = await self._ask(Check(host, block, limit / _MILLI), before)
+            again, after = await self._ask(Check(host, block, limit), before)
             if after is None:
                 self.router.report(again)
                 return None

@@ -22,23 +22,33 @@ class Limits(Settings):
     """Deadline of a request that names none."""
     max_deadline_ms: Milliseconds = 30_000.0
     """Longest deadline that a request may ask for."""
+    # Heads that take longer than this are given more: `RemoteModel` measures them.
     reserve_ms: Milliseconds = 30.0
     """Kept back at the end of a deadline for the model's head and the answer."""
 
+    # A factor alone would give up a quick host at its first hiccup, and wait too long for a slow
+    # one.
     hop_factor: Factor = 4.0
     """A visit is given up after this many times what it was expected to take ..."""
     hop_floor_ms: Milliseconds = 100.0
     """... but not sooner than this ..."""
     hop_cap_ms: Milliseconds = 1000.0
     """... and not later than this."""
+    # Without this rule one host that is ten times slower sets the pace of every request (decision
+    # 010).
     slow_factor: Factor = 5.0
     """A host this many times slower per block than the swarm's median is used as a last resort."""
+    # The digits model computes 0.3 ms per block: five times as much is still less than a hop costs,
+    # and by the factor alone such a host would be a last resort for nothing.
     slow_margin_ms: Milliseconds = 5.0
     """A host is not slow as long as it loses less than this per block against the median."""
 
+    # A step costs the same in any swarm, and a few choices are nearly as good as all (`policy`).
     compared: Positive = 48
     """Holders that a request compares at a step; of more than these, as many are drawn."""
 
+    # The pauses double, so that a bad host costs users one hop limit per pause, not one per
+    # request.
     suspect_ms: Milliseconds = 200.0
     """A host that failed a visit is left alone this long; doubled at every further failure ..."""
     suspect_max_ms: Milliseconds = 5000.0
@@ -47,6 +57,7 @@ class Limits(Settings):
     """Longest answer time of a probe, by which a quarantined host comes back."""
     canary_every_ms: Milliseconds = 2000.0
     """Every host answers a stored input with a known output this often."""
+    # A host that answers canaries rightly and requests wrongly is found by audits alone.
     audit_share: Annotated[float, Field(ge=0, le=1)] = 0.01
     """Share of visits that are repeated on a replica, off the request's path, and compared."""
     audit_strikes: Positive = 3
@@ -69,5 +80,7 @@ class Limits(Settings):
     max_queue: Positive = 256
     """Visits that a host holds before it turns new ones away."""
 
+    # Canaries travel as float32, and a block in a batch differs from one alone by 1e-5 at most
+    # (decision 009): no honest host comes near this.
     tolerance: Annotated[float, Field(ge=0)] = 1e-3
     """Largest difference of an answer from the known one, relative to its largest value."""

@@ -86,6 +86,7 @@ def read_block(directory: str | Path, block: int) -> bytes:
     place, facts = _facts(directory)
     check_blocks([block], depth=facts.depth, place=place)
     names, tensors = _names(place, facts, block=block), {}
+    # Of the files of a large model only those that hold the block are read beyond their header.
     for path in weight_files(place):
         try:
             with safe_open(path, framework="pt") as file:
@@ -119,6 +120,7 @@ def _base(provenance: object) -> str | None:
     record: Mapping[str, Any] = provenance if isinstance(provenance, Mapping) else {}
     if record.get("base_sha256") is None:
         return None
+    # Siblings of a model that kept only some of its base's blocks must have kept the same ones.
     blocks = record.get("blocks_of_base")
     return f"{record['base_sha256']}, blocks {blocks}" if blocks else str(record["base_sha256"])
 
@@ -126,6 +128,7 @@ def _base(provenance: object) -> str | None:
 def _names(place: Path, facts: ModelMetadata, *, block: int) -> dict[str, str]:
     """The tensors of the block: name in the file to name in the block."""
     stored = {name for file in weight_files(place) for name in tensor_shapes(file)}
+    # timm and torchvision save tensors under the names of the modules, transformers renames some.
     if facts.library == "transformers":
         names = _transformers_names(place, f"{facts.blocks}.{block}.")
     else:
@@ -151,6 +154,7 @@ def _transformers_names(place: Path, prefix: str) -> dict[str, str]:
 
     from layershuffle.models import hf_host
 
+    # Weights of no size are enough, because only names are needed.
     config = hf_host.checked_config(place)
     with seeded(0), torch.device("meta"):
         sketch = AutoModelForImageClassification.from_config(config)

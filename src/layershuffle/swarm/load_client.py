@@ -42,6 +42,7 @@ def labelled_images(model: nn.Module, data: str, *, count: int) -> tuple[Labelle
     """
     resize, view = resize_of(model), image_view(model)
     margin = view.crop_pct if resize == "crop" else 1.0
+    # Without normalisation, because image files hold pixels.
     raw = replace(
         view,
         height=round(view.height / margin),
@@ -73,6 +74,7 @@ def load_client(
     async def ask(number: int) -> Reply:
         labelled = images[number % len(images)]
         for _ in range(_RETRIES):
+            # Anew for every try: to be told to come later is no answer time of the swarm.
             begun = time.perf_counter()
             try:
                 answer = await client.classify(labelled.image, deadline_ms=deadline_ms, top_k=1)

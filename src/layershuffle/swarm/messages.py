@@ -49,16 +49,22 @@ def pack(state: State, wire: Wire) -> Packet:
     if wire == "fp32":
         return Packet(wire, np.ascontiguousarray(state))
     if wire == "fp16":
+        # Values beyond the range of fp16 would become infinite on the way, and an honest host would
+        # look as if it were wrong.
         limits = np.finfo(np.float16)
         small = np.clip(state, limits.min, limits.max)
         # What is not finite stays so, because the router has to see it.
         return Packet(wire, np.where(np.isfinite(state), small, state).astype(np.float16))
+    # A scale per token, so that one with large values does not coarsen the others.
     largest = np.abs(state).max(axis=-1, keepdims=True)
+    # A token of zeros would divide by zero.
     scales = np.where(largest == 0, 1, largest / _LEVELS).astype(np.float32)
     broken = ~np.isfinite(scales)
     scales[broken] = np.nan  # so that its whole token comes out as not finite
     levels = state / scales
+    # In place, because a state is the largest thing that a hop touches.
     np.rint(levels, out=levels)
+    # int8 knows no NaN: the scale alone says that the token is broken.
     if broken.any():
         np.nan_to_num(levels, copy=False)
     return Packet(wire, levels.astype(np.int8), scales)
@@ -113,6 +119,8 @@ class VisitError(LayerShuffleError):
     outcome: Outcome = "failed"
 
 
+# What becomes of the host depends on which of these is raised (`state.failed`): dead hosts are
+# gone, the others become suspects and are asked again later.
 class HostGone(VisitError):
     """The host's process is dead; only a new process can take its name."""
 

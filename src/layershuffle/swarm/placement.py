@@ -121,7 +121,9 @@ def reconcile(
     """The actions that bring the hosts to what `plan` says, on the machines that are there."""
     homes = homes_of(nodes, hosts)
     here = {name: host for name, host in hosts.items() if homes.get(name) == host.node}
+    # A host whose name has moved to another machine has left its old one, too.
     drops = [Drop(name, "its machine has left the swarm") for name in hosts if name not in here]
+    # A held host may stay away for days, so that spares are to hold its blocks as well.
     holding = {name: host.blocks for name, host in here.items() if host.phase != "held"}
     actions: list[Action] = [*drops]
     # Hosts of the plan first: spare ones fill up what they leave open.
@@ -133,6 +135,7 @@ def reconcile(
             blocks = planned or spare_blocks(plan, holding.values(), depth=depth)
             holding[name] = blocks
             actions.append(Start(name, homes[name], blocks))
+        # A host that is starting or dead gets what the plan says when it is started.
         elif host.phase == "up" and planned not in (None, host.blocks):
             actions.append(Reload(name, planned or host.blocks))
     return tuple(actions)

@@ -98,6 +98,8 @@ def even_plan(
         raise UsageError(f"{replicas} replicas do not fit {hosts} hosts")
     blocks_of: dict[int, list[int]] = {host: [] for host in range(hosts)}
     for block in range(depth):
+        # Copies go to the hosts that follow, so that the work of a dead host falls to several
+        # others.
         for copy in range(replicas):
             blocks_of[(block + copy) % hosts].append(block)
     if not all(blocks_of.values()):
@@ -113,6 +115,7 @@ def even_plan(
 def read_plan(path: Path) -> SwarmPlan:
     """The plan in a YAML file. Raises `UsageError` or `SettingsError` naming the file."""
     try:
+        # pydantic names the wrong key, but cannot know the file.
         return SwarmPlan(**read_recipe(path))
     except SettingsError as error:
         raise SettingsError(error.cause, place=path, hint=error.hint) from error
@@ -121,4 +124,5 @@ def read_plan(path: Path) -> SwarmPlan:
 def plan_text(plan: SwarmPlan) -> str:
     """The plan as YAML that `read_plan` reads; what is as by default is left out."""
     data = plan.model_dump(mode="json", exclude_defaults=True)
+    # With None lists of numbers stand in one line, as people write them.
     return yaml.safe_dump(data, sort_keys=False, default_flow_style=None, allow_unicode=True)

@@ -70,7 +70,7 @@ class Progress:
     def wanted(self) -> tuple[int, ...]:
         """Blocks still to run: in the order asked for, else ascending.
 
-        Of an order asked for, what stands before the last block that ran is past.
+        In an order asked for, the blocks before the last one that ran are past.
         """
         if self.order is None:
             return tuple(block for block in range(self.depth) if block not in self.done)
@@ -91,10 +91,9 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Too few blocks ran, and a suspect host holds more: ask again when the swarm has changed or a
-    visit that was given up has ended.
+    """Too few blocks ran, but more may become available before `until`.
 
-    At `until` the time is up.
+    Ask again when the swarm has changed, or a visit that was given up has ended.
     """
 
     until: float
@@ -117,13 +116,17 @@ def decide(
     that ran before, so a request ends after at most `depth` answered visits.
     """
     if not progress.wanted:
+        # Blocks of an order that nobody held were passed over: nothing is left to run, and yet
+        # blocks are missing.
         whole = progress.order is None or len(progress.done) == len(progress.order)
         return Finish("complete" if whole else "unreachable")
     free = routing == "order-free"
     if free and progress.room <= 0:
         return Finish("enough")
+    # Head and answer still have to fit in behind the last visit.
     left = progress.deadline - limits.reserve_ms / 1000 - now
     if left <= 0:
+        # A pipeline has no half answers (decision 010).
         return Finish("deadline" if free else "lost")
     pace = swarm.pace(limits)
     if free:
@@ -134,9 +137,11 @@ def decide(
         return _nowhere(progress, swarm, now=now, left=left, routing=routing)
     host, blocks = visit
     wanted_time = expected(host, len(blocks), pace=pace, images=progress.images)
+    # A visit that cannot be back in time would only keep its host busy.
     if free and wanted_time > left:
         return Finish("deadline")
     limit = hop_limit(wanted_time, left=left, limits=limits)
+    # A limit that the deadline cut short says nothing about the host (decision 010).
     fair = limit < left or limit >= _FAIR * wanted_time
     return Visit(host.name, blocks, limit, budget=left, fair=fair)
 
@@ -155,16 +160,21 @@ def compared(
 ) -> list[HostView]:
     """Usable hosts to choose from: the holders of `blocks`, by name.
 
-    If these are more than `limits.compared`, of each block an equal part, drawn with repeats.
+    If there are more than `limits.compared` of them, an equal number is drawn for each block, with
+    repeats.
     """
     holders = [swarm.usable(block) for block in blocks]
     if sum(map(len, holders)) > limits.compared:
+        # By request and step, so that a request which has waited draws the same hosts again.
         stream = Stream(progress.seed, len(progress.done))
         each = max(_FEWEST, limits.compared // len(blocks))
+        # The same numbers for all blocks: those with the same holders draw the same hosts, which
+        # keeps the list short.
         draws = [stream.below(1 << 64) for _ in range(each)]
         holders = [
             tuple([names[draw % len(names)] for draw in draws if names]) for names in holders
         ]
+    # Sorted, because a set of names has another order in every process.
     return [swarm[name] for name in sorted(set().union(*holders))]
 
 
@@ -183,7 +193,9 @@ def _free_visit(
         (host, _offer(host, progress, wanted, pace=pace, left=left))
         for host in compared(progress, swarm, blocks=wanted, limits=limits)
     ]
+    # A host that nobody has measured counts as quick, or it would never be measured.
     quick = [offer for offer in offers if (offer[0].compute or 0.0) <= bound]
+    # Fewer blocks are better here than to wait for a slow host.
     if not quick and len(progress.done) >= progress.min_blocks:
         return None
     if inorder:
@@ -192,6 +204,7 @@ def _free_visit(
     def rank(offer: tuple[HostView, tuple[int, ...]]) -> tuple[float, float, str]:
         host, work = offer[0], len(offer[1])
         time = expected(host, work, pace=pace, images=progress.images)
+        # The name comes last, so that equal hosts rank alike in every run.
         return _turn(host, work * progress.images), time, host.name
 
     return min(quick or offers, key=rank, default=None)
@@ -204,6 +217,7 @@ def _turn(host: HostView, work: int) -> float:
     """
     if host.share is None:
         return 0.0
+    # What is under way counts too, or all requests of one moment would choose the same host.
     done = host.served + host.waiting + work
     return done / host.share if host.share > 0 else math.inf
 
@@ -217,6 +231,7 @@ def _offer(
     else:
         blocks = tuple([block for block in wanted if block in host.blocks])[: progress.room]
     images = progress.images
+    # One block stays: `decide` ends the request if even that takes too long.
     while len(blocks) > 1 and expected(host, len(blocks), pace=pace, images=images) > left:
         blocks = blocks[:-1]
     return blocks
@@ -244,6 +259,7 @@ def _pipeline_visit(
     """The next stretch of the pipeline, on the block's first holder or on any replica."""
     wanted = progress.wanted
     if routing == "sequential":
+        # The first holder by name is the one host of its stage, whether it can be used or not.
         usable = [host for name in swarm.held(wanted[0])[:1] if (host := swarm[name]).usable]
     else:
         usable = compared(progress, swarm, blocks=wanted[:1], limits=limits)
@@ -256,12 +272,15 @@ def _pipeline_visit(
 def _nowhere(
     progress: Progress, swarm: Swarm, *, now: float, left: float, routing: Routing
 ) -> Finish | Wait:
-    """No usable host holds what is missing: end, or wait: for a quarantined host to come back, or
-    for the answer of one that was given up.
+    """What a request does when no usable host holds what is missing.
+
+    It waits if a quarantined host may come back or a visit that was given up may still be answered;
+    else it ends.
     """
     enough = routing == "order-free" and len(progress.done) >= progress.min_blocks
     wanted = progress.wanted
     may_return = any(
+        # A host that is asked again after the deadline cannot help this request.
         host.retry_at < now + left and not host.blocks.isdisjoint(wanted)
         for host in (swarm[name] for name in swarm.suspects)
     )

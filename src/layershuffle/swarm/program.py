@@ -34,6 +34,7 @@ ARITHMETIC = {
     )
 }  # fmt: skip
 NAMED = (torch.dtype, torch.memory_format, torch.layout)
+# What reading a header raises if something else than `export` wrote it.
 _MALFORMED = (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError)
 
 
@@ -107,6 +108,7 @@ def read_program(content: bytes) -> BlockProgram:
     """What `layershuffle.swarm.export` wrote. Raises `ModelFileError` for anything else."""
     constants = _loaded(content)
     try:
+        # safetensors: the first 8 bytes give the length of a JSON header, which holds the metadata.
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
         data = json.loads(header["__metadata__"][METADATA_KEY])
         if data["format"] != FORMAT:
@@ -160,6 +162,7 @@ def _compiled(inputs: int, steps: Sequence[Sequence[Any]], *, output: int) -> Ca
 def _operation(target: str) -> Callable[..., Any]:
     if target in ARITHMETIC:
         return ARITHMETIC[target]  # type: ignore[no-any-return]
+    # Names below torch.ops.aten alone: a program calls nothing else, whatever stands in its file.
     name = re.fullmatch(r"aten\.([a-z0-9_]+)\.([A-Za-z0-9_]+)", target)
     if name is None:
         raise ValueError(f"{target[:80]!r} is not an operation of torch")
@@ -176,6 +179,7 @@ def _decoded(value: Any, nodes: Sequence[fx.Node]) -> Any:
         return nodes[value["value"]]
     if "device" in value:
         return torch.device(value["device"])
+    # The file may name anything in torch, so that its kind is checked before it is used.
     named = getattr(torch, value["torch"])
     if not isinstance(named, NAMED):
         raise ValueError(f"{value['torch']!r} is no type or layout of torch")

@@ -197,6 +197,7 @@ class RayHosts:
     def _actor_of(self, name: str, node: str) -> Any:
         """Handle of the actor of `name` on `node`; it may not have started yet."""
         mine = f"{name}@{node}#{self._kind}"
+        # A process on another machine, or with other limits, must not go on under this host's name.
         for other in self._ray.util.list_named_actors():
             if other.startswith(f"{name}@") and other != mine:
                 self._ray.kill(self._ray.get_actor(other))

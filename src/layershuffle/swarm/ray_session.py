@@ -48,6 +48,7 @@ def local_ray(names: Sequence[str], *, threads: int = 1) -> Iterator[Any]:
     token = directory / "token"
     new_token(token)
     try:
+        # Ray reads these variables once, when it is imported.
         with _set(environment(token, threads=threads, loopback=True)):
             ray = import_ray(extra=_EXTRA)
             _log_dead_hosts(ray)
@@ -63,6 +64,7 @@ def local_ray(names: Sequence[str], *, threads: int = 1) -> Iterator[Any]:
 def _start(ray: Any, directory: Path, names: Sequence[str]) -> None:
     with _Started(directory):
         ray.init(
+            # With processors to offer, Ray would start idle workers in advance, one per core.
             num_cpus=0,
             num_gpus=0,
             resources=host_resources(names),
@@ -75,6 +77,7 @@ def _start(ray: Any, directory: Path, names: Sequence[str]) -> None:
             _temp_dir=str(directory),
             _system_config=dict(CALL_CONFIG),
         )
+    # If Ray was imported earlier, it has not seen `loopback` and listens on other addresses too.
     address = ray.nodes()[0]["NodeManagerAddress"]
     if address != LOOPBACK:
         raise LayerShuffleError(
@@ -114,6 +117,7 @@ def joined_ray(address: str, *, token: Path, tls: Tls | None = None) -> Iterator
     Raises `UsageError` if the token is missing or not private (at once), if nothing answers there,
     or if the cluster does not take the token.
     """
+    # Before Ray sees it: with a wrong token Ray tries for 20 s before it gives up.
     check_token(token)
     if tls is not None:
         check_tls(tls)

@@ -129,6 +129,7 @@ class Router:
             most=self.most_blocks,
         )
         walk = Walk(start, progress, begun)
+        # The operator may change it while this request runs.
         routing = self.routing
         try:
             while True:
@@ -160,6 +161,7 @@ class Router:
 
     async def _wait(self, walk: Walk, until: float) -> None:
         """Wait until the swarm changes, the late visit ends (then take it), or that time comes."""
+        # Nothing was awaited since the decision, so that it has seen every change up to here.
         self._changed.clear()
         changed = asyncio.ensure_future(self._changed.wait())
         late, patience = walk.late, max(0.0, until - self.clock())
@@ -174,6 +176,7 @@ class Router:
 
     async def _step(self, walk: Walk, visit: Visit) -> None:
         """Make one visit. A late visit that it repeats runs on beside it: the first answer wins."""
+        # The state moves on with this visit, and the late answer to the old state fits no more.
         if walk.late is not None and not policy.hedges(walk.late.visit, visit):
             _drop(walk.late)
             walk.late = None
@@ -191,6 +194,7 @@ class Router:
                 raise
             if not done:
                 self._fail(walk, call, outcome="late", why="no answer in time")
+                # At most two visits race: an older late one makes room.
                 _drop(walk.late)
                 walk.late = call
                 return
@@ -211,6 +215,7 @@ class Router:
         def over(task: asyncio.Task[Answer]) -> None:
             if not task.cancelled():
                 task.exception()  # else asyncio reports those of dropped calls as lost
+            # Also for a cancelled call, or the host would look busy for ever.
             self.update(visit.host, lambda host: state.settled(host, work))
 
         task.add_done_callback(over)
@@ -266,11 +271,12 @@ class Router:
 def unpacked(answer: Answer, *, like: State) -> tuple[State, str]:
     """The state in a host's answer to the state `like`, and what is wrong with it, or "".
 
-    Wrong is what cannot be read, another shape, numbers that are not finite (`NOT_FINITE`), or so
-    large that no block made them. What cannot be read comes back as `like`.
+    An answer is wrong if it cannot be read, has another shape, or holds numbers that are not finite
+    (`NOT_FINITE`) or so large that no block made them. If it cannot be read, the state is `like`.
     """
     try:
         after = unpack(answer.packet)
+        # One pass is enough, because `max` hands on NaN and infinity.
         largest = float(np.abs(after).max(initial=0.0))
     except _UNREADABLE as error:
         return like, f"its answer cannot be read ({one_line(error)})"
@@ -278,6 +284,7 @@ def unpacked(answer: Answer, *, like: State) -> tuple[State, str]:
         return after, f"it answered with the shape {after.shape}, not {like.shape}"
     if not math.isfinite(largest):
         return after, NOT_FINITE
+    # At least 1, because a state of zeros may grow by any factor.
     if largest > _GROWTH * max(1.0, float(np.abs(like).max(initial=0.0))):
         return after, f"it answered with numbers up to {largest:.1g}"
     return after, ""

@@ -71,6 +71,7 @@ def load_cargo(plan: SwarmPlan) -> Cargo:
     for place in plan.hosts.values():
         for block, donor in place.donors.items():
             given.setdefault(donor, set()).add(block)
+    # A plan may name its own model as a donor, of which everything is there already.
     given.pop(plan.model, None)
     for donor, blocks in sorted(given.items()):
         bundles[donor] = donor_bundle(donor, bundles[plan.model], blocks=sorted(blocks))
@@ -97,6 +98,7 @@ def donor_bundle(donor: str, base: Bundle, *, blocks: Sequence[int]) -> Bundle:
         tensors = {block: pack_tensors(modules[block].state_dict()) for block in blocks}
     start, program = base.canary.state, read_program(base.program)
     state = torch.from_numpy(start.copy())
+    # The donor's blocks have right answers of their own, by which their hosts are checked.
     outputs = {block: program.bind(content)(state).numpy() for block, content in tensors.items()}
     return replace(base, tensors=tensors, canary=Canary(start, outputs))
 
@@ -179,6 +181,7 @@ async def running_service(
     On leaving it ends the hosts. It takes `cargo.model` over, which loses its blocks' weights.
     """
     depth = cargo.bundles[plan.model].depth
+    # Always there: without a fault it adds one look into a dictionary per visit (decision 014).
     chaos = ChaosBackend(backend, ray=ray)
     router = Router(
         chaos.transport,
@@ -190,15 +193,18 @@ async def running_service(
     )
     coordinator = Coordinator(plan, router=router, backend=chaos, bundles=cargo.bundles)
     faults = FaultInjector(coordinator, backend=chaos)
+    # Before `ready`, which only waits for what the watch starts.
     watch = asyncio.create_task(keep_watching(coordinator))
     remote_model = RemoteModel(cargo.model, router)
     try:
         missing = await coordinator.ready(within=within)
         yield Service(plan, router, coordinator, faults, remote_model, cargo.calibration, missing)
     finally:
+        # First of all, because the watch would start the hosts again that `close` ends.
         watch.cancel()
         await asyncio.gather(watch, return_exceptions=True)
         await coordinator.close()
+        # In a thread, because it waits for stems and heads that still compute.
         await asyncio.to_thread(remote_model.close)
 
 
@@ -208,6 +214,7 @@ async def keep_watching(coordinator: Coordinator) -> None:
         (error,) = await asyncio.gather(coordinator.run(), return_exceptions=True)
         coordinator.restarts += 1
         _log.error("The watch over the hosts broke, and begins anew", exc_info=error)
+        # With a pause, because an error that comes back at once would fill the log.
         await asyncio.sleep(coordinator.router.limits.watch_ms / _MILLI)
 
 

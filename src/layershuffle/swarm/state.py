@@ -34,11 +34,11 @@ class HostView:
     """One host as the router sees it.
 
     `compute` and `link` are averages in seconds: per block and image, and per visit of one image
-    beyond compute and queue; `None` until measured; `batch` is that of the images which it computes
-    together. `waiting` counts blocks x images sent there and
-    not answered yet. `strikes` counts failures since the last success. `why` explains every
-    condition but "healthy". `share`: blocks that it is to run per request, if the plan says so, and
-    `served` those that it ran.
+    beyond compute and queue; they are `None` until measured. `batch` is the average number of
+    images that it computes together. `waiting` counts blocks x images sent there and not answered
+    yet. `strikes` counts failures since the last success. `why` explains every condition but
+    "healthy". `share` is the number of blocks that it should run per request, if the plan says so,
+    and `served` counts those that it ran.
     """
 
     name: str
@@ -78,11 +78,13 @@ class Swarm(Mapping[str, HostView]):
     def __init__(self, hosts: Iterable[HostView] = ()) -> None:
         by_name = {host.name: host for host in sorted(hosts, key=lambda host: host.name)}
         views = list(by_name.values())
+        # Places stay as they are while no host joins or leaves, so that a change copies one row.
         self._place = {name: place for place, name in enumerate(by_name)}
         self._rows = [tuple(views[i : i + _ROW]) for i in range(0, len(views), _ROW)]
         self._held = _by_block((view.name, view.blocks) for view in views)
         self._usable = _by_block((view.name, view.blocks) for view in views if view.usable)
         self._suspects = tuple(view.name for view in views if view.condition == "suspect")
+        # Sorted, so that a decision reads the medians off and computes none.
         self._compute = _sorted_times(_times(view)[0] for view in views)
         self._link = _sorted_times(_times(view)[1] for view in views)
 
@@ -99,7 +101,9 @@ class Swarm(Mapping[str, HostView]):
     def with_host(self, host: HostView) -> Swarm:
         """This swarm with `host` added, or in the place of the one of its name."""
         if host.name not in self._place:
+            # Hosts join rarely, so that everything may be built anew then.
             return Swarm([*self.values(), host])
+        # A shallow copy past `__init__`: rows and indexes that do not change are shared.
         after = object.__new__(Swarm)
         after.__dict__.update(self.__dict__)
         row, column = divmod(self._place[host.name], _ROW)
@@ -162,7 +166,7 @@ def _times(host: HostView) -> tuple[float | None, float | None]:
 
 
 def _by_block(hosts: Iterable[tuple[str, frozenset[int]]]) -> _Names:
-    """_Names by block, in the order of `hosts`: each a name and the blocks it stands under."""
+    """Names by block, in the order of `hosts`, which are pairs of a name and its blocks."""
     names: dict[int, list[str]] = {}
     for name, blocks in hosts:
         for block in blocks:
@@ -186,7 +190,7 @@ def _toggled(names: tuple[str, ...], name: str) -> tuple[str, ...]:
 
 
 def _sorted_times(times: Iterable[float | None]) -> array[float]:
-    """The times there are, ascending."""
+    """The times that are not `None`, ascending."""
     return array("d", sorted(time for time in times if time is not None))
 
 
@@ -218,11 +222,14 @@ def expected(host: HostView, blocks: int, *, pace: Pace, images: int = 1) -> flo
     """
     compute = pace.compute if host.compute is None else host.compute
     link = pace.link if host.link is None else host.link
+    # `waiting` is this router's own count: to ask the host would cost a visit, and the answer would
+    # be old.
     return link * images + compute * (host.waiting + blocks * max(images, host.batch))
 
 
 def slow_above(pace: Pace, limits: Limits) -> float:
     """Seconds per block above which a host is so much slower than the median: a last resort."""
+    # With the factor alone, honest hosts would be outcasts wherever all blocks are quick.
     return max(limits.slow_factor * pace.compute, pace.compute + limits.slow_margin_ms / 1000)
 
 
@@ -238,6 +245,8 @@ def sent(host: HostView, work: int) -> HostView:
 
 def settled(host: HostView, work: int) -> HostView:
     """A visit of so many blocks x images is over, however it ended."""
+    # A host that starts anew begins with 0, while visits to its old process still come to their
+    # end.
     return replace(host, waiting=max(0, host.waiting - work))
 
 
@@ -250,7 +259,7 @@ def answered(host: HostView, hop: Visited, *, limits: Limits) -> HostView:
 def _timed(host: HostView, hop: Visited, *, limits: Limits) -> HostView:
     """The hop's times join the averages, earlier failures are forgiven.
 
-    The link is told by visits of one image alone: canaries are such.
+    Only visits of one image say how long the link takes; canaries are such visits.
     """
     compute = hop.compute_ms / 1000 / len(hop.blocks) / hop.batch
     link = host.link
@@ -259,6 +268,7 @@ def _timed(host: HostView, hop: Visited, *, limits: Limits) -> HostView:
         link = _averaged(host.link, beyond, weight=limits.average_weight)
     return replace(
         host,
+        # The late answer of a suspect forgives nothing: only a probe brings it back.
         strikes=0 if host.usable else host.strikes,
         compute=_averaged(host.compute, compute, weight=limits.average_weight),
         batch=_averaged(host.batch, hop.batch, weight=limits.average_weight),
@@ -272,6 +282,7 @@ def failed(host: HostView, hop: Visited, *, now: float, limits: Limits) -> HostV
     A dead host is gone, a wrong answer shuts it out; all else makes it a suspect, for longer at
     every failure since its last success.
     """
+    # A host that lied stays out: it may well answer the stored input of a probe rightly.
     if host.condition in ("gone", "shut-out"):
         return host
     if hop.outcome == "lost":
@@ -281,8 +292,10 @@ def failed(host: HostView, hop: Visited, *, now: float, limits: Limits) -> HostV
     pause = min(limits.suspect_ms * 2**host.strikes, limits.suspect_max_ms) / 1000
     return replace(
         host,
+        # As a suspect, a draining host would be brought back by its next probe.
         condition="draining" if host.condition == "draining" else "suspect",
         why=hop.why,
+        # Bounded, or 2**strikes would some day be too large for a float.
         strikes=min(host.strikes + 1, 32),
         retry_at=now + pause,
     )

@@ -122,6 +122,7 @@ class ModelFacts:
         Raises `UsageError` if not even all blocks reach it.
         """
         values = [self.accuracy_at(blocks) for blocks in range(self.depth + 1)]
+        # A curve may dip below the floor again, so that the last number below it decides.
         below = [blocks for blocks, value in enumerate(values) if value < floor]
         if below and below[-1] == self.depth:
             raise UsageError(
@@ -141,6 +142,7 @@ def facts_of(
     accuracy: Mapping[int, float] | None = None,
 ) -> ModelFacts:
     """Facts of a model from its bundle: weights by block, shape of a state without the batch."""
+    # Packed and counted, because only `pack` knows what a wire adds.
     state = np.zeros((1, *shape), dtype=np.float32)
     return ModelFacts(
         block_bytes=tuple(len(tensors[block]) for block in sorted(tensors)),
@@ -272,6 +274,7 @@ class Problem:
     @cached_property
     def room(self) -> NDArray[np.int64]:
         """Most blocks that fit each host, [hosts]."""
+        # The smallest blocks first: no other choice gets more of them in.
         filled = np.cumsum(np.sort(self.sizes))
         return np.searchsorted(filled, self.column("memory"), side="right")
 
@@ -307,12 +310,14 @@ class Problem:
         """Whether a placement keeps memory, replicas and reach."""
         stored = bool((placement @ self.sizes <= self.column("memory")).all())
         copies = bool((placement.sum(axis=0) >= max(1, self.replicas)).all())
+        # With a margin, because sums of logarithms round.
         certain = self.certainty @ placement >= self.certainty_needed - 1e-9
         return stored and copies and bool(certain.all())
 
 
 def refuse_impossible(problem: Problem) -> None:
     """Raises `UsageError` for what no placement can fulfil, with what is short and by how much."""
+    # First, because the sum of all memories says nothing about a block that fits nowhere.
     _refuse_large_blocks(problem)
     needed, there = problem.replicas * problem.sizes.sum(), _storable(problem)
     if there < needed:
@@ -353,6 +358,7 @@ def _refuse_large_blocks(problem: Problem) -> None:
     size, fitting = problem.sizes[largest], int((memory >= problem.sizes[largest]).sum())
     if fitting >= problem.replicas:
         return
+    # Where there are too few hosts, no memory would help.
     short = "" if len(memory) < problem.replicas else _megabytes(size - memory[fitting])
     raise UsageError(
         f"{_copies(problem.replicas)} block {largest} cannot be held: {fitting} of {len(memory)} "

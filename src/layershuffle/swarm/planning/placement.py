@@ -86,6 +86,7 @@ def solve(
     Raises `UsageError` if the constraints exclude each other.
     """
     least = least_load(problem, objective)
+    # In units around 1, because the solver's tolerances are absolute.
     scale = least or _any_load(problem, objective)
     # With the closed-form bound as the least L the solver stops when it gets there.
     result = _programme(
@@ -106,9 +107,11 @@ def solve(
     cells = hosts * blocks
     bound = result.fun if result.mip_dual_bound is None else result.mip_dual_bound
     return Solution(
+        # The solver's whole numbers are so only up to a tolerance.
         placement=(result.x[:cells] > 0.5).reshape(hosts, blocks),
         shares=np.clip(result.x[cells : 2 * cells], 0, 1).reshape(hosts, blocks),
         value=float(result.fun) * scale,
+        # Both are bounds from below, so that the larger one says more.
         bound=max(least, float(bound) * scale),
         solver="exact",
     )
@@ -182,6 +185,7 @@ def _programme(
         low[:cells] = high[:cells] = fixed.ravel()
     whole = np.zeros_like(costs)
     whole[:cells] = fixed is None
+    # Loads may be shared out, but one request alone visits a host or does not.
     whole[2 * cells : -1] = latency
     return milp(
         costs,
@@ -315,7 +319,7 @@ def _add_copies(problem: Problem, placement: Placement, *, give: Numbers) -> Non
                 f"No room was found for another copy of block {block}",
                 hint="add hosts or memory, or ask for fewer replicas or a lower reach",
             )
-        # Fewest blocks for what it can give first; of equals the one that is there most.
+        # The host with the fewest blocks for what it can give; of equal ones the most available.
         worth = np.where(able, give - placement.sum(axis=1), -np.inf)
         best = np.flatnonzero(worth == worth.max())
         host = int(best[problem.certainty[best].argmax()])

@@ -52,6 +52,7 @@ class Planned:
     @property
     def gap(self) -> float:
         """Distance of the value from the bound, as a share of the bound; 0 is proved best."""
+        # Both may be infinite.
         if self.value == self.bound:
             return 0.0
         return abs(self.value - self.bound) / self.bound if math.isfinite(self.bound) else math.inf
@@ -130,9 +131,11 @@ def _best(problem: Problem, objective: Objective, *, time_limit: float) -> Solut
 def _needed(problem: Problem, solution: Solution) -> Placement:
     """The placement without copies that run nothing and that no constraint asks for."""
     placement = solution.placement.copy()
+    # Greedy plans for latency have no shares, and in large swarms each test takes too long.
     if len(problem.hosts) > LARGE or solution.shares.shape != placement.shape:
         return placement
     for host, block in np.argwhere(placement & (solution.shares < 1e-6))[::-1]:
+        # One by one, because of two copies each may be spare, and yet not both.
         placement[host, block] = False
         placement[host, block] = not problem.fits(placement)
     return placement
@@ -141,6 +144,7 @@ def _needed(problem: Problem, solution: Solution) -> Placement:
 def _swarm_plan(planned: Planned, *, model: str, wire: Wire) -> SwarmPlan:
     problem, best = planned.problem, planned.solution
     used = np.flatnonzero(best.placement.any(axis=1)).tolist()
+    # Other objectives want whoever answers first, which is what the router does without shares.
     work = best.shares.sum(axis=1) if planned.objective == "lifetime" else None
     # No host is to be left out as slow for a slowness that the plan knows of.
     block, usual = problem.column("block")[used], Limits()

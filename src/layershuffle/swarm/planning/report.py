@@ -41,12 +41,11 @@ class Figures:
     """What to expect of a plan under one routing.
 
     `throughput`: requests per second with all hosts up and busy. `life`: requests until the first
-    battery is empty (infinite on mains). Both are `None` for more than 60 hosts: so many requests
-    take minutes to simulate. `latency_ms`: of a request alone, all hosts up, without stem and head.
-    `answered`:
-    share of requests that get an answer when hosts are away as often as their availability says;
-    `blocks`: mean number of blocks of an answer; `accuracy`: percent right of all requests, those
-    without an answer counted as wrong (`None` without a calibration).
+    battery is empty (infinite on mains). Both are `None` for more than 60 hosts, where so many
+    requests take minutes to simulate. `latency_ms`: of a request alone, all hosts up, without stem
+    and head. `answered`: share of requests that get an answer when hosts are away as often as their
+    availability says; `blocks`: mean number of blocks of an answer; `accuracy`: percent right of
+    all requests, those without an answer counted as wrong (`None` without a calibration).
     """
 
     throughput: float | None
@@ -73,6 +72,7 @@ def figures_of(plan: SwarmPlan, planned: Planned, *, routing: Routing) -> Figure
 
     alone, busy = play(_ALONE, 1), None
     if len(plan.hosts) <= LARGE:
+        # Enough that no host has nothing to do.
         clients = 4 * len(plan.hosts)
         busy = play(max(_BUSY, 5 * clients), clients)
     reachable = _reachable(plan, planned)
@@ -99,7 +99,9 @@ def _reachable(plan: SwarmPlan, planned: Planned) -> np.ndarray[tuple[int], np.d
     holdings = np.zeros((len(hosts), planned.problem.depth), dtype=np.float32)
     for row, host in zip(holdings, hosts, strict=True):
         row[list(plan.hosts[host.name].blocks)] = 1
+    # Fewer draws in larger swarms, so that the table stays as large as with 60 hosts.
     draws = max(100, _DRAWS * LARGE // max(LARGE, len(hosts)))
+    # A fixed seed, so that one plan always has the same figures.
     up = np.random.default_rng(0).random((draws, len(hosts)))
     there = up < np.array([host.availability for host in hosts])
     blocks: np.ndarray[tuple[int], np.dtype[np.int64]] = (there @ holdings > 0).sum(axis=1)
@@ -132,6 +134,7 @@ def plan_report(plan: SwarmPlan, planned: Planned) -> str:
     copies = sum(len(host.blocks) for host in plan.hosts.values())
     columns = {
         "free order": figures_of(plan, planned, routing="order-free"),
+        # The pipeline at its best: one that may choose among replicas.
         "in order": figures_of(plan, planned, routing="replicated-sequential"),
     }
     figures = list(columns.values())
@@ -174,6 +177,7 @@ def _notes(plan: SwarmPlan, planned: Planned, free: Figures) -> list[str]:
     for host in problem.hosts:
         if host.name in plan.hosts:
             blocks = list(plan.hosts[host.name].blocks)
+            # Hosts fail independently of each other (`HostSpec.availability`).
             away[blocks] *= 1 - host.availability
             copies[blocks] += 1
     hardest = int(away.argmax())

@@ -27,6 +27,7 @@ from layershuffle.swarm.policy import Routing
 from layershuffle.swarm.service import Service, donor_bundle
 
 SOCKET = "operator.sock"
+# Seconds; a swap may have to load a whole model before it answers.
 _TIMEOUT = 120.0
 _SOCKET_PATH_BYTES = 100  # Linux allows 107, less what Python adds
 _Name = Annotated[str, Body(embed=True)]
@@ -55,6 +56,7 @@ def operator_app(service: Service) -> FastAPI:
 
     @app.post("/routing")
     async def routing(routing: Annotated[Routing, Body(embed=True)]) -> dict[str, Any]:
+        # A drill puts the earlier routing back when it is over.
         before, router.routing = router.routing, routing
         return {"before": before}
 
@@ -70,6 +72,7 @@ def operator_app(service: Service) -> FastAPI:
     @app.exception_handler(LayerShuffleError)
     async def answer_error(request: Request, error: LayerShuffleError) -> JSONResponse:
         del request
+        # The operator's side turns the two back into these classes of errors.
         status = 400 if isinstance(error, UsageError) else 409
         return JSONResponse({"cause": error.cause, "hint": error.hint}, status)
 

@@ -103,6 +103,7 @@ def create_app(
         "die at any time. Every answer says which blocks it used.",
         version=__version__,
         redoc_url=None,
+        # A redirect would be made with the Host header, which may be anything.
         redirect_slashes=False,
         lifespan=lifespan,
     )
@@ -136,6 +137,7 @@ def _add_routes(app: FastAPI, gateway: _Gateway) -> None:
         return gateway.swarm()
 
     @app.get(
+        # Without a key: load balancers and service managers ask here, and have none.
         "/healthz",
         responses={503: {"model": Health, "description": "No block can be run."}},
         summary="Whether requests can be answered",
@@ -174,6 +176,7 @@ class _Gateway:
         """Let a request through. Raises `HTTPError`: 429 before anything else, or 401."""
         del bearer, header  # declared for the OpenAPI page, read below as they came
         address = request.client.host if request.client else ""
+        # Rates are checked before keys, so that guessing keys is slow too.
         wait = self.scheduler.clients.at(address).wait(self.router.clock())
         if wait:
             raise busy("Too many requests from your address", wait=wait)

@@ -139,7 +139,7 @@ class Clients:
         client = self._clients.setdefault(name, Client(self._limits))
         self._clients.move_to_end(name)
         if len(self._clients) > self._limits.max_clients:
-            # Of a client that is forgotten the rate starts anew, so the one unheard of for longest
+            # The rate of a forgotten client starts anew, so the one that was silent for longest
             # goes. Those with requests under way stay: the limit on connections bounds them.
             idle = (name for name, client in self._clients.items() if client.idle)
             self._clients.pop(next(idle, name))

@@ -25,6 +25,7 @@ from layershuffle.data.view import Finish, ImageView
 from layershuffle.errors import DataError
 from layershuffle.swarm.server.limits import GatewayLimits
 
+# Named, because Pillow would otherwise try every decoder that it has.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
 MAX_SCANS = 32
 """Of a JPEG. Progressive ones have about ten."""
@@ -76,6 +77,7 @@ class Decoder:
     def decode(self, image: Image.Image, place: str) -> Image.Image:
         """The pixels of an opened image, in the mode that the model wants."""
         with _data_errors(place, self.limits):
+            # Opening read the head alone; here the pixels are decoded.
             image.load()
             return to_mode(image, self.view.channels, place=place)
 
@@ -100,6 +102,7 @@ class Decoder:
         if width * height > most:
             raise _too_large(f"{width}x{height} pixels", place, most)
         resized = 0
+        # A long thin image grows when its short side is brought to the model's size.
         if self.resize == "crop":
             across, down = resized_size(size, self.view)
             resized = across * down

@@ -42,10 +42,13 @@ class GatewayLimits(Settings):
     to come later."""
     connections: Positive = 512
     """Most open connections; further ones are closed at once."""
+    # uvicorn sets no timer before the first request, so that `run` looks after it (decision 015).
     head_ms: Milliseconds = 10_000.0
     """Longest time from the opening of a connection, and from every answer, to the next request's
     complete head; for the handshake of TLS as much."""
 
+    # A quarter of the connections, and half of the requests that may run or wait: no single address
+    # can take every place.
     client_connections: Positive = 128
     """Open connections of one client address ..."""
     client_requests: Positive = 48
@@ -55,5 +58,6 @@ class GatewayLimits(Settings):
     """Requests per second that one client address may make in the long run ..."""
     burst: Annotated[float, Field(ge=1)] = 200.0
     """... and how many at once after a pause."""
+    # Bounded, because an attacker may come from ever new addresses.
     max_clients: Positive = 10_000
-    """Client addresses remembered for that; the one unheard of for longest is forgotten first."""
+    """Client addresses remembered for that; whoever was silent for longest is forgotten first."""

@@ -53,6 +53,7 @@ class Metrics(Collector):
         self._blocks = prometheus.Histogram(
             "layershuffle_blocks_used",
             "Blocks used by answers.",
+            # One bucket for each number of blocks, so that nothing is rounded.
             buckets=tuple(range(1, router.depth + 1)),
             registry=None,
         )
@@ -78,7 +79,7 @@ class Metrics(Collector):
             for visit_outcome, count in outcomes.items():
                 hops.add_metric([host, visit_outcome], count)
         yield from (requests, hops)
-        # `watching` is no zero where nobody knows: an alarm on it would ring for ever.
+        # `watching` is left out where nobody knows it: an alarm on a zero would ring for ever.
         gauges = [
             ("usable_hosts", "Hosts that visits may go to.", health.usable_hosts),
             ("reachable_blocks", "Blocks that a usable host holds.", health.reachable_blocks),

@@ -101,6 +101,7 @@ async def read_query(
     order = None
     if options.order is not None:
         execution_order = order_of(options.order, bounds.depth)
+        # The router runs no block twice, so that it could not keep such an order.
         if execution_order.has_repeats:
             raise UsageError(
                 "A block stands twice in the order", hint="name each block once at most"
@@ -119,6 +120,7 @@ async def read_query(
         )
     query = Query(
         deadline_ms=options.deadline_ms or bounds.swarm.deadline_ms,
+        # The gateway's default may be more than a short order can give.
         min_blocks=options.min_blocks or min(bounds.gateway.min_blocks, most),
         order=order,
         top_k=options.top_k,

@@ -140,6 +140,7 @@ class RequestScheduler:
             for block in hop.blocks:
                 if hop.outcome == "answered" and (hop.host, block) in foreign:
                     used.setdefault(hop.host, set()).add(block)
+        # The accuracy was measured with the model's own blocks, and holds for no others.
         if not used:
             return expected_at(self.calibration, len(route.order)), ""
         listed = "; ".join(
@@ -196,6 +197,7 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
+    # Nobody cancels a handler whose client has left: only `receive` tells of it.
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(disconnect())
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)

@@ -17,6 +17,7 @@ from layershuffle.swarm.policy import Routing
 from layershuffle.swarm.state import Condition, Swarm
 
 if TYPE_CHECKING:
+    # It imports torch, which clients may not have.
     from layershuffle.swarm.remote_model import Classified
 
 IMAGE_FIELD = "image"
@@ -158,7 +159,7 @@ def classification(
 ) -> Classification:
     """The answer for the logits `[images, classes]` and the route of `classified`."""
     route, logits = classified.route, classified.logits
-    # In float32, of many classes the improbable ones would add up to something else than 1.
+    # In float32 the probabilities of many classes would not add up to 1.
     best = logits.double().softmax(dim=-1).topk(min(top_k, logits.shape[-1]))
     images = [
         ImageAnswer(
@@ -194,6 +195,7 @@ def is_degraded(route: Route, *, order: tuple[int, ...] | None) -> bool:
 
     A route may end as complete although a block in the middle of the order had no host.
     """
+    # As sets, because any order of the blocks is a whole answer.
     return set(route.order) != set(range(route.depth) if order is None else order)
 
 
@@ -226,6 +228,7 @@ def health(swarm: Swarm, *, depth: int, watching: bool | None = None) -> Health:
     if watching is False:
         reasons.append("nobody watches the hosts now: those that fail do not come back")
     return Health(
+        # A single block gives an answer, if a poor one, and one can be had without a watch too.
         ok=reachable > 0,
         why="; ".join(reasons),
         usable_hosts=sum(host.usable for host in swarm.values()),
@@ -244,4 +247,5 @@ def unreachable(swarm: Swarm, *, depth: int) -> list[int]:
 def retry_after(swarm: Swarm, *, now: float) -> float:
     """Seconds until a suspect host is asked again: when a refused request may fare better."""
     waits = [host.retry_at - now for host in swarm.values() if host.condition == "suspect"]
+    # Without suspects nothing says when it will be better; a second is a guess.
     return max(0.0, min(waits, default=1.0))

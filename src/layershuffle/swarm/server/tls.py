@@ -49,6 +49,7 @@ def client_context(authority: Path) -> ssl.SSLContext:
     Raises `UsageError` if it cannot be read.
     """
     try:
+        # With a file named, the authorities of the system are not trusted beside it.
         return ssl.create_default_context(cafile=authority)
     except OSError as error:
         raise UsageError(
@@ -84,4 +85,5 @@ def is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
+        # Other names are not looked up: what they stand for may change until they are used.
         return host == "localhost"

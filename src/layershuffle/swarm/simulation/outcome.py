@@ -49,9 +49,9 @@ class Outcome:
     the end of all requests, ascending. `accuracy`: percent to expect of the answers; `right`: of
     all requests, those without an answer counted as wrong; `None` without a calibration. `false`:
     answers in which a host that answers wrongly took part, counted as wrong. `hops`: visits per
-    request, failed ones too. `served`: blocks that each host ran for requests, `visited`: visits
-    that it answered for them. `seconds`: virtual time; `per_second`: requests that ended in one,
-    over the middle half of them. `visits`: all that hosts were sent, canaries and audits too.
+    request, failed ones too. `served`: blocks that each host ran for requests; `visited`: visits
+    that each host answered for them. `seconds`: virtual time; `per_second`: requests that ended in
+    one, over the middle half of them. `visits`: all visits sent, canaries and audits too.
     """
 
     routing: str
@@ -100,8 +100,10 @@ def outcome_of(
     right = None
     if accuracy:
         measured = sorted(accuracy)
+        # Numbers of blocks that nobody calibrated lie between those that were.
         percent = np.interp(range(depth + 1), measured, [accuracy[k] for k in measured])
         right = float(sum(percent[len(r.route.order)] for r in answers if not r.false))
+    # A swarm fills up at first and empties at the end; what it can do shows in the middle half.
     quarter = len(replies) // 4
     first, last = replies[quarter].ended_at, replies[-1 - quarter].ended_at
     return Outcome(
@@ -117,6 +119,7 @@ def outcome_of(
         served=served,
         visited=Counter(hop.host for hop in hops if hop.outcome == "answered"),
         seconds=replies[-1].ended_at,
+        # n ends have n - 1 intervals between them.
         per_second=(len(replies) - 2 * quarter - 1) / (last - first) if last > first else math.nan,
         visits=visits,
     )
@@ -139,6 +142,7 @@ def outcome_report(outcomes: Mapping[str, Outcome]) -> str:
         ("visits per request", *(f"{outcome.hops:.2f}" for outcome in columns)),
     ]
     used = sorted({k for outcome in columns for k in outcome.blocks}, reverse=True)
+    # Where nothing was answered every share is 0.
     pairs = [(outcome, max(1, sum(outcome.blocks.values()))) for outcome in columns]
     shares = [(f"{k}", *(f"{100 * o.blocks.get(k, 0) / n:.2f}" for o, n in pairs)) for k in used]
     used_blocks = table(("blocks used, % of the answers", *outcomes), shares)

@@ -57,6 +57,7 @@ def simulate(
     arrivals = arrivals or Arrivals()
 
     async def play() -> Outcome:
+        # Within the loop, because router and hosts take their clock from it.
         simulation = _Simulation(plan, profile=profile, routing=routing, faults=pending, seed=seed)
         await simulation.run(requests, arrivals=arrivals, churn=churn, min_blocks=min_blocks)
         return outcome_of(
@@ -106,8 +107,8 @@ class _Simulation:
     async def _expect_all(self) -> None:
         """Hold all hosts to their answers, one by one within the time between two canaries.
 
-        So it is with real hosts, which join one by one; held to them all at once, they would all
-        answer their canaries at one moment ever after.
+        Real hosts join one by one, too. If all began at once, they would all answer their canaries
+        at the same moments ever after.
         """
         shares = np.random.default_rng((self.seed, _CANARY_STREAM)).random(len(self.plan.hosts))
         times = shares * self.plan.limits.canary_every_ms / _MILLI
@@ -122,6 +123,7 @@ class _Simulation:
         self.health.expect(
             name,
             {
+                # The text stands for the digest of the weights.
                 block: KnownAnswer(_STATE, _STATE, f"{block} {donor}")
                 for block, donor in donors.items()
             },
@@ -153,6 +155,7 @@ class _Simulation:
                         await asyncio.sleep(time - self.loop.time())
                         senders.create_task(self._request(number, min_blocks))
             await self.health.close()
+            # They never end by themselves, and the group waits for all of its tasks.
             for task in endless:
                 task.cancel()
 
@@ -181,7 +184,7 @@ class _Simulation:
     # --- failures ---------------------------------------------------------------------------------
 
     def happen(self, fault: Fault) -> None:
-        """Make the fault happen; see `faults.Fault`."""
+        """Make the fault happen; see `chaos.Fault`."""
         host = self.transport.hosts[fault.host]
         if fault.kind == "crash":
             host.die()
@@ -204,6 +207,7 @@ class _Simulation:
             host.mend()
             return
         host.start()
+        # The count of served blocks survives, because it stands for the host's battery.
         self.router.update(name, lambda view: replace(self._view(name), served=view.served))
         self.health.drop(name)
         self._expect(name)
@@ -235,4 +239,5 @@ class _Simulation:
                 host.die()
             else:
                 self.rejoin(name)
+            # From the planned time on, so that a host's times depend on its own draws alone.
             heapreplace(changes, (time + next(times), name, times))

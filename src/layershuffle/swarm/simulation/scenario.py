@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from layershuffle.swarm.planning.hosts import Host
 
 _COPY = "~"
+# Arrivals, churn and canaries draw from streams of their own: a change of one leaves the others.
 _CHURN_STREAM = 1
 Above = Annotated[float, Field(gt=0)]
 NotBelow = Annotated[float, Field(ge=0)]
@@ -106,6 +107,7 @@ def scaled(plan: SwarmPlan, hosts: int) -> SwarmPlan:
         names[i % len(names)] + (f"{_COPY}{i // len(names) + 1}" if i >= len(names) else ""): i
         for i in range(hosts)
     }
+    # Blocks alone are copied: shares hold for exactly the hosts that they were planned for.
     grown = {
         name: HostPlan(blocks=plan.hosts[names[i % len(names)]].blocks)
         for name, i in copies.items()
@@ -121,7 +123,9 @@ def lives(
     The times of a host depend on the seed and its number alone, not on what else is simulated.
     """
     draw = np.random.default_rng((seed, _CHURN_STREAM))
+    # In the steady state: with all hosts up at first the first seconds would look too good.
     up = draw.random(hosts) < churn.availability
+    # Exponential times have no memory: the rest of a stay is distributed as a whole one.
     stays = draw.exponential(np.where(up, churn.up_s, churn.down_s)).tolist()
     return tuple(up.tolist()), tuple(
         _stays(churn, there, stay, (seed, _CHURN_STREAM, number))
@@ -131,6 +135,7 @@ def lives(
 
 def _stays(churn: Churn, up: bool, first: float, seed: tuple[int, ...]) -> Iterator[float]:
     yield first
+    # Not made before a host changes sides twice, which few hosts of a short run do.
     draw = np.random.default_rng(seed)
     while True:
         up = not up
@@ -139,6 +144,7 @@ def _stays(churn: Churn, up: bool, first: float, seed: tuple[int, ...]) -> Itera
 
 def depth_of(plan: SwarmPlan) -> int:
     """Number of blocks that the plan's hosts hold. Raises `UsageError` if one is missing."""
+    # Gaps below the last block can be seen; a plan that ends too early looks whole.
     depth = 1 + max(block for host in plan.hosts.values() for block in host.blocks)
     plan.check(depth)
     return depth
