@@ -158,7 +158,7 @@ def read_kept(out: Path) -> Study:
         for row in read_rows(out / "results.csv", hint=_HINT):
             scores.setdefault((row.method, row.seed), []).append(row)
     # A report writes results.csv again: rows without a run would be deleted by it.
-    arms = {(task.arm, task.settings.seed) for task in tasks if task.name in runs}
+    arms = {(t.arm, t.settings.seed) for t in tasks if isinstance(t, RunSpec) and t.name in runs}
     if unpaired := sorted(arms ^ scores.keys()):
         names = shortened(f"{arm} seed {seed}" for arm, seed in unpaired)
         cause = f"Runs and scores do not belong together: {names}"
