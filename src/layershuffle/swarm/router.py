@@ -36,7 +36,7 @@ from layershuffle.swarm.state import HostView, Swarm
 from layershuffle.text import one_line
 
 NOT_FINITE = "it answered with numbers that are not finite"
-_UNREADABLE = (AttributeError, TypeError, ValueError)  # of an answer that is none
+_UNREADABLE = (AttributeError, OverflowError, TypeError, ValueError)  # of an answer that is none
 _MILLI = 1000.0
 _GROWTH = 1e4
 """A visit that makes the largest value grow so many times is false: blocks add to their state."""
