@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import defaultdict
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakValueDictionary
 
 from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.swarm import state
@@ -72,7 +72,9 @@ class Coordinator:
         self.foreign_blocks = frozenset(filter(self._is_foreign, self._donors))
         self._starting: dict[str, asyncio.Task[None]] = {}
         self._ending: set[asyncio.Task[None]] = set()
-        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        # Weak: a lock lasts as long as somebody holds it or waits for it. `Lock.locked` does not tell
+        # of those who wait, so a lock that is deleted by hand may be deleted under them.
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._asking: asyncio.Future[Sequence[Node]] | None = None
         for name, host in plan.hosts.items():
             absent = self._fresh(name, frozenset(host.blocks))
@@ -264,7 +266,7 @@ class Coordinator:
     async def _bring_up(self, start: Start, *, anew: bool) -> None:
         """Process, blocks, canaries; only then does the router send visits there."""
         name = start.name
-        async with self._locks[name]:
+        async with self._lock_of(name):
             if anew:
                 # A dead or stopped process may still hold its name, and its blocks are unknown.
                 await self._end_process(name)
@@ -339,10 +341,11 @@ class Coordinator:
 
     async def _ended(self, name: str) -> None:
         """End the process, after whatever else is being done to the host."""
-        async with self._locks[name]:
+        async with self._lock_of(name):
             await self._end_process(name)
-        if name not in self.hosts and not self._locks[name].locked():
-            del self._locks[name]
+
+    def _lock_of(self, name: str) -> asyncio.Lock:
+        return self._locks.setdefault(name, asyncio.Lock())
 
     async def _end_process(self, name: str) -> None:
         try:
