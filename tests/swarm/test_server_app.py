@@ -115,6 +115,18 @@ def test_a_dead_host_degrades_the_answer():
     assert (swarm["depth"], swarm["classes"], swarm["wire"]) == (4, 5, "fp32")
 
 
+def test_words_of_a_host_that_no_encoding_carries():
+    """A file name that is no UTF-8 stands in the error of a host as half a surrogate pair."""
+
+    async def go(place):
+        place.blocks.faults["b"] = HostGone("no file /\udcff")
+        answers = await place.classify(file_of(picture())), await place.client.get("/v1/swarm")
+        refused = await place.classify(file_of(picture()), min_blocks=4)
+        return [(answer.status_code, "no file /?" in answer.text) for answer in (*answers, refused)]
+
+    assert run(go) == [(200, True), (200, True), (503, True)]
+
+
 def test_an_order_with_a_hole_is_degraded():
     """The policy calls such a route complete; the client asked for a block that did not run."""
 
