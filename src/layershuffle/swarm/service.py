@@ -190,8 +190,8 @@ async def running_service(
     )
     coordinator = Coordinator(plan, router=router, backend=chaos, bundles=cargo.bundles)
     faults = FaultInjector(coordinator, backend=chaos)
+    front = RemoteModel(cargo.model, router)  # may refuse the model, so before anything runs
     watch = asyncio.create_task(keep_watching(coordinator))
-    front = RemoteModel(cargo.model, router)
     try:
         missing = await coordinator.ready(within=within)
         yield Service(plan, router, coordinator, faults, front, cargo.calibration, missing)
