@@ -26,7 +26,7 @@ from hf_trainer import row as row_against_plain
 from torch._dynamo.exc import FailOnRecompileLimitHit
 
 from layershuffle.bench.kinds import bench_eval, bench_input
-from layershuffle.bench.report import Report, mode_of
+from layershuffle.bench.report import BenchReport, mode_of
 from layershuffle.bench.settings import BenchConfig
 from layershuffle.bench.timing import SMOKE, Effort, Side, cpu_timed, gpu_timed
 from layershuffle.bench.training import bench_train
@@ -92,7 +92,7 @@ def compared_blocks(
     return replace(row, what=what, facts=asdict(mode))
 
 
-def throughput(name: str, report: Report) -> Row:
+def throughput(name: str, report: BenchReport) -> Row:
     """The row of a throughput, told with what it was measured on."""
     row = measured(
         name,

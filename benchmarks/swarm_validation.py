@@ -22,7 +22,7 @@ from layershuffle.swarm.plan import DEFAULT_MODEL, SwarmPlan, even_plan
 from layershuffle.swarm.policy import Routing
 from layershuffle.swarm.ray_session import local_ray
 from layershuffle.swarm.service import Service, swarm_on
-from layershuffle.swarm.simulation import Arrivals, HostTimes, Outcome, Profile, simulate
+from layershuffle.swarm.simulation import Arrivals, HostTimes, Profile, SimulationOutcome, simulate
 
 DEPTH, HOSTS, CLIENTS, SEED, DATA = 12, 6, 4, 0, "digit-pairs"
 REQUESTS, FEW = 1000, 24
@@ -80,7 +80,7 @@ def profile(service: Service) -> Profile:
     )
 
 
-def simulated(plan: SwarmPlan, seen: Profile, *, each: float, requests: int) -> Outcome:
+def simulated(plan: SwarmPlan, seen: Profile, *, each: float, requests: int) -> SimulationOutcome:
     """The same in virtual time. A client's pause makes its pace that of the real ones: `each`."""
     quiet = simulate(plan, profile=seen, requests=requests // 3, arrivals=Arrivals(clients=CLIENTS))
     pause = max(0.0, 1000 * each - statistics.fmean(quiet.ms))

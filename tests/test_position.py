@@ -28,8 +28,8 @@ from common import (
 from layershuffle.errors import StackError, UsageError
 from layershuffle.hooks import Step
 from layershuffle.position import (
-    Guess,
     PositionEncoding,
+    PositionGuess,
     PositionPrediction,
     has_class_token,
     position_loss,
@@ -177,7 +177,7 @@ def test_pooling(pooling: Any) -> None:
 # --- the loss -------------------------------------------------------------------------------------
 
 
-def slow_loss(guesses: list[Guess], form: ls.PredictionForm, *, batch: int) -> float:
+def slow_loss(guesses: list[PositionGuess], form: ls.PredictionForm, *, batch: int) -> float:
     """Plain loops: each sample's own loss as if it ran alone, then the mean over samples."""
     total = 0.0
     for sample in range(batch):

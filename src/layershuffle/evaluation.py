@@ -106,7 +106,7 @@ class Tally:
 
 
 @dataclass
-class _Column:
+class _PendingScore:
     """A score in the making; `order` is `None` where every batch gets an order of its own."""
 
     mode: Mode | None
@@ -136,13 +136,15 @@ def evaluate(
     order that does not fit the depth, `DataError` if there is no image.
     """
     depth = depth_of(model)
-    columns = [_Column(None, index, order_of(order, depth)) for index, order in enumerate(orders)]
+    columns = [
+        _PendingScore(None, index, order_of(order, depth)) for index, order in enumerate(orders)
+    ]
     for mode in parse_modes(modes) if isinstance(modes, str) else modes:
         for index in range(mode.draws(num_orders)):
             # Drawn here even where batches draw their own: it refuses a mode that does not fit.
             order = mode.policy().draw(depth, seed=seed, step=index)
             per_batch = draw == "batch" and mode.is_drawn
-            columns.append(_Column(mode, index, None if per_batch else order))
+            columns.append(_PendingScore(mode, index, None if per_batch else order))
     # Training calls this between two steps, and dropout must be off here and on again after it.
     was_training = model.training
     model.eval()
@@ -176,7 +178,7 @@ def evaluate(
 
 
 def _score_batch(
-    model: nn.Module, batch: tuple[Tensor, Tensor], *, columns: Sequence[_Column]
+    model: nn.Module, batch: tuple[Tensor, Tensor], *, columns: Sequence[_PendingScore]
 ) -> None:
     # One trie for all modes: the orders of kept:3:arbitrary begin those of kept:9:arbitrary.
     trie = build_trie([column.order or column.batch_orders[-1] for column in columns])

@@ -91,7 +91,7 @@ class PositionPrediction(nn.Module):
 
 
 @dataclass(frozen=True)
-class Guess:
+class PositionGuess:
     """The position logits `[rows, depth]` of one step."""
 
     step: Step
@@ -103,7 +103,7 @@ class Guesses:
     """A block hook that collects what the blocks of one forward predict about their positions."""
 
     prediction: PositionPrediction
-    items: list[Guess] = field(default_factory=list)
+    items: list[PositionGuess] = field(default_factory=list)
 
     def before(self, state: Tensor, step: Step) -> Tensor:
         """Leaves the input alone."""
@@ -118,7 +118,7 @@ class Guesses:
         _check_position(step, len(self.prediction.norms), "prediction")
         logits = self.prediction(state, step.block)
         if not step.replay:
-            self.items.append(Guess(step, logits.float()))  # their loss is a sum of many
+            self.items.append(PositionGuess(step, logits.float()))  # their loss is a sum of many
 
     def loss(self) -> Tensor:
         """Cross-entropy of the true positions: mean over samples, sum or mean over positions.
@@ -134,7 +134,7 @@ class Guesses:
         return 100.0 * right / sum(len(g.logits) for g in self.items)
 
 
-def position_loss(guesses: Sequence[Guess], form: PredictionForm) -> Tensor:
+def position_loss(guesses: Sequence[PositionGuess], form: PredictionForm) -> Tensor:
     """The prediction loss of section 3.4 (a scalar, weight included) for one forward's guesses.
 
     The mean over samples of the sum (or mean) over the positions that the sample went through, so
@@ -147,17 +147,17 @@ def position_loss(guesses: Sequence[Guess], form: PredictionForm) -> Tensor:
     return form.weight * torch.stack(losses).sum() / len(runs)
 
 
-def _samples(guess: Guess) -> Sequence[int]:
+def _samples(guess: PositionGuess) -> Sequence[int]:
     return range(len(guess.logits)) if guess.step.rows is None else guess.step.rows
 
 
-def _losses(guess: Guess) -> Tensor:
+def _losses(guess: PositionGuess) -> Tensor:
     """Cross-entropy `[rows]` of the step's true position."""
     truth = torch.full_like(guess.logits[:, 0], guess.step.position, dtype=torch.long)
     return F.cross_entropy(guess.logits, truth, reduction="none")
 
 
-def _share(guess: Guess, runs: Mapping[int, int], form: PredictionForm) -> Tensor | float:
+def _share(guess: PositionGuess, runs: Mapping[int, int], form: PredictionForm) -> Tensor | float:
     """What each row's loss at this step counts in the loss of its sample."""
     if form.loss == "sum":
         return 1.0
@@ -168,7 +168,7 @@ def _share(guess: Guess, runs: Mapping[int, int], form: PredictionForm) -> Tenso
     return to_device(shares, guess.logits.device)
 
 
-def _check_asked(guesses: Sequence[Guess]) -> None:
+def _check_asked(guesses: Sequence[PositionGuess]) -> None:
     if not guesses:
         raise UsageError(
             "No position was guessed",

@@ -26,31 +26,31 @@ _CACHED_BYTES, _LEAST_IMAGES = 1 << 20, 4
 
 
 @dataclass
-class Node:
+class TrieNode:
     """A prefix: the blocks that follow it, and the indices of the orders that end here."""
 
-    children: dict[int, Node] = field(default_factory=dict)
+    children: dict[int, TrieNode] = field(default_factory=dict)
     ends: list[int] = field(default_factory=list)
 
 
-def build_trie(orders: Sequence[ExecutionOrder]) -> Node:
+def build_trie(orders: Sequence[ExecutionOrder]) -> TrieNode:
     """The trie of `orders`; their indices stand where they end."""
-    root = Node()
+    root = TrieNode()
     for index, order in enumerate(orders):
         node = root
         for block in order:
-            node = node.children.setdefault(block, Node())
+            node = node.children.setdefault(block, TrieNode())
         node.ends.append(index)
     return root
 
 
-def block_executions(node: Node) -> int:
+def block_executions(node: TrieNode) -> int:
     """How many block runs a walk of the trie takes."""
     return sum(1 + block_executions(child) for child in node.children.values())
 
 
 def forward_trie(
-    model: nn.Module, images: Tensor, *, trie: Node, forward: Callable[[Tensor], Tensor]
+    model: nn.Module, images: Tensor, *, trie: TrieNode, forward: Callable[[Tensor], Tensor]
 ) -> Iterator[tuple[list[int], Tensor]]:
     """(indices of orders, their logits) for every distinct order, depth first.
 
@@ -125,7 +125,7 @@ class _Reached(BaseException):
 
 
 def _walk(
-    node: Node, state: Tensor, position: int, call: BlockCall
+    node: TrieNode, state: Tensor, position: int, call: BlockCall
 ) -> Iterator[tuple[list[int], Tensor]]:
     # An order may end where another goes on, as subsets of one permutation do.
     if node.ends:

@@ -10,7 +10,7 @@ from itertools import count, islice
 import pytest
 import torch
 
-from layershuffle.bench.kinds import BENCHES, Again, bench_input, bench_orders, steady
+from layershuffle.bench.kinds import BENCHES, EndlessBatches, bench_input, bench_orders, steady
 from layershuffle.bench.machine import Syncs, factors, flops_of
 from layershuffle.bench.report import Conditions, report_text, throughput
 from layershuffle.bench.settings import KINDS, WARM_UP, BenchConfig, BenchSettings, resolve
@@ -191,7 +191,7 @@ def test_input_reads_what_was_generated():
     assert "12 JPEG files of 500 x 375" in report.facts["files"]
     assert (report.conditions.batch, report.conditions.dtype) == (20, "uint8")
     assert report.conditions.hardware["precision"] == "uint8"
-    assert [*islice(Again(3, batch=4), 2)] == [[0, 1, 2, 0], [1, 2, 0, 1]]
+    assert [*islice(EndlessBatches(3, batch=4), 2)] == [[0, 1, 2, 0], [1, 2, 0, 1]]
 
 
 @pytest.mark.parametrize(("workers", "steps"), [(0, 5), (3, 1), (16, 5)])

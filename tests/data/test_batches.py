@@ -9,7 +9,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from layershuffle.data import ImageView, Split
 from layershuffle.data.batches import GPU_SHARE, DeviceBatches, place_for
-from layershuffle.data.view import Finish
+from layershuffle.data.view import PixelFinish
 
 VIEW = ImageView(channels=3, height=6, width=5, mean=(0.5, 0.4, 0.3), std=(0.2, 0.25, 0.3))
 PIXELS = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (11, 3, 6, 5), dtype=np.uint8))
@@ -45,7 +45,7 @@ def batches(
     dataset: Dataset, *, size: int | None = 11, device: str = "cpu", **options
 ) -> DeviceBatches:
     split = Split(dataset=dataset, size=size)
-    return DeviceBatches(split, Finish(VIEW), batch_size=4, device=device, **options)
+    return DeviceBatches(split, PixelFinish(VIEW), batch_size=4, device=device, **options)
 
 
 def one_by_one() -> torch.Tensor:
@@ -70,7 +70,7 @@ def test_batches_equal_images_normalised_one_by_one_bit_for_bit() -> None:
 def test_every_byte_is_finished_as_by_hand() -> None:
     view = ImageView(channels=1, height=16, width=16, mean=(0.485,), std=(0.229,))
     every = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16)
-    got = Finish(view)(every).flatten().numpy()
+    got = PixelFinish(view)(every).flatten().numpy()
     by_hand = (np.arange(256, dtype=np.float32) / np.float32(255) - np.float32(0.485)) / np.float32(
         0.229
     )
@@ -81,9 +81,9 @@ def test_constants_made_in_an_evaluation_do_in_training() -> None:
     view = ImageView(channels=1, height=1, width=1, mean=(0.123,), std=(0.77,))
     pixels = torch.full((1, 1, 1, 1), 7, dtype=torch.uint8)
     with torch.inference_mode():
-        there = Finish(view)(pixels)
+        there = PixelFinish(view)(pixels)
     weight = torch.ones(1, requires_grad=True)
-    here = Finish(view)(pixels)
+    here = PixelFinish(view)(pixels)
     (here * weight).sum().backward()
     assert weight.grad.item() == here.item() == there.item()
 
@@ -153,7 +153,7 @@ def test_on_a_gpu_a_split_is_kept_there_and_the_numbers_are_the_same() -> None:
 
 @needs_gpu
 def test_finishing_on_a_gpu_does_not_wait() -> None:
-    finish, pixels = Finish(VIEW), PIXELS.cuda()
+    finish, pixels = PixelFinish(VIEW), PIXELS.cuda()
     finish(pixels)
     torch.cuda.set_sync_debug_mode("error")
     try:

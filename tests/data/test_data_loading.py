@@ -9,7 +9,7 @@ from layershuffle.data import SOURCES, DataOptions, ImageData, check_class_count
 from layershuffle.data.contract import check_labels, derived_seed, stratified_holdout
 from layershuffle.data.digits import DIGIT_VIEW
 from layershuffle.data.loading import parse_spec
-from layershuffle.data.view import Finish
+from layershuffle.data.view import PixelFinish
 from layershuffle.errors import DataError, UsageError
 
 
@@ -97,7 +97,7 @@ def test_labels_out_of_range(labels: list[int]) -> None:
 
 
 def test_class_count_against_a_head() -> None:
-    data = ImageData(spec="folder:x", classes=("a", "b"), splits={}, finish=Finish(DIGIT_VIEW))
+    data = ImageData(spec="folder:x", classes=("a", "b"), splits={}, finish=PixelFinish(DIGIT_VIEW))
     check_class_count(data, 2, place="model dir:y")
     with pytest.raises(DataError, match="has 1000 outputs, the data has 2 classes") as error:
         check_class_count(data, 1000, place="model dir:y")

@@ -25,7 +25,7 @@ from layershuffle.data.transforms import (
     resized_size,
     seeded_globals,
 )
-from layershuffle.data.view import Finish
+from layershuffle.data.view import PixelFinish
 from layershuffle.errors import UsageError
 
 VIEW = ImageView(
@@ -76,7 +76,7 @@ def test_crop_equals_torchvision(size: tuple[int, int], interpolation: str) -> N
         ]
     )
     image = noise(*size)
-    pixels = Finish(view)(PlainTransform(view)(image)[None])[0]
+    pixels = PixelFinish(view)(PlainTransform(view)(image)[None])[0]
     off = (pixels - reference(image)).abs()
     assert off.max() == 0, f"max {off.max():.2e}, mean {off.mean():.2e}"
 
@@ -84,7 +84,7 @@ def test_crop_equals_torchvision(size: tuple[int, int], interpolation: str) -> N
 def test_tensor_and_normalisation_equal_a_slow_loop() -> None:
     image = noise(16, 16)
     view = ImageView(**{**VIEW.__dict__, "crop_pct": 1.0})
-    out = Finish(view)(PlainTransform(view)(image)[None])[0]
+    out = PixelFinish(view)(PlainTransform(view)(image)[None])[0]
     for x in range(16):
         for y in range(16):
             for channel, value in enumerate(image.getpixel((x, y))):
@@ -185,7 +185,7 @@ def test_augmentation_is_timms_with_the_views_numbers() -> None:
     batch = torch.stack([data[row][0] for row in range(12)])
     assert batch.dtype == torch.uint8
     assert batch.is_contiguous()
-    finished = Finish(VIEW)(batch)
+    finished = PixelFinish(VIEW)(batch)
     for row in range(12):
         with seeded_globals(derived_seed("augment", 3, 0, row)):
             assert torch.equal(finished[row], timms(NoiseTable().image(row)))

@@ -8,7 +8,7 @@ from fixture import TINY, run_rows, write_run
 import layershuffle as ls
 from layershuffle.errors import UsageError
 from layershuffle.study.dry_run import (
-    Subject,
+    StudySubject,
     Work,
     block_runs,
     forecast,
@@ -188,7 +188,7 @@ def test_the_plan_in_words(study):
     assert "merging-baseline: 7 merges of 3 models" in text
 
 
-SUBJECT = Subject(depth=12, parameter_bytes=4, train_images=6400, test_images=1000)
+SUBJECT = StudySubject(depth=12, parameter_bytes=4, train_images=6400, test_images=1000)
 
 
 def test_work_is_counted(study):

@@ -25,7 +25,7 @@ import layershuffle as ls
 from common import DEPTH, FAMILIES, redraw
 from layershuffle.errors import ModelFileError, UsageError
 from layershuffle.swarm import program as programs
-from layershuffle.swarm.batching import MAX_SKIPS, Job, next_batch
+from layershuffle.swarm.batching import MAX_SKIPS, QueuedVisit, next_batch
 from layershuffle.swarm.bundle import make_bundle
 from layershuffle.swarm.messages import (
     HostFailed,
@@ -115,7 +115,7 @@ def test_visits_meet_at_the_blocks_they_share(calls):
 
 def job(*steps, images=1, passed=0):
     values = np.zeros((images, 2, 3), np.float32)
-    return Job(steps, Packet("fp32", values), 0.0, 1.0, passed=passed)
+    return QueuedVisit(steps, Packet("fp32", values), 0.0, 1.0, passed=passed)
 
 
 def test_the_choice_of_the_next_turn():

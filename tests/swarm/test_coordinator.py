@@ -379,6 +379,28 @@ def test_a_host_that_does_not_end_holds_nobody_up():
     coordinated(check)
 
 
+def test_a_machine_that_comes_and_goes_never_has_two_things_done_to_its_host():
+    """While one end of the host waits for another, a new start waits for both."""
+
+    async def check(coordinator, hosts):
+        machine = Node("n3", ("c",), "")
+        hosts.machines.append(machine)
+        await until(lambda: "c" in coordinator.hosts and coordinator.is_up("c"))
+        hosts.end_seconds = 0.05
+        for _ in range(2):
+            hosts.machines.remove(machine)
+            await until(lambda: "c" not in coordinator.hosts)
+            hosts.machines.append(machine)
+            await until(lambda: "c" in coordinator.hosts)
+        hosts.machines.remove(machine)
+        await until(lambda: len(coordinator._ending) == 1)  # the first of three has ended
+        hosts.machines.append(machine)
+        await until(lambda: "c" in coordinator.hosts and coordinator.is_up("c"))
+        assert hosts.overlaps == []
+
+    coordinated(check)
+
+
 def test_nothing_is_kept_of_hosts_that_left():
     async def check(coordinator, hosts):
         for number in range(5):

@@ -9,8 +9,8 @@ from fake_hosts import DEPTH, QUICK, START, FakeHosts, answer_of, bundle_of, com
 from clock import loop_time, run_virtual
 from layershuffle.swarm import state
 from layershuffle.swarm.health import (
-    Again,
-    Health,
+    HealthMonitor,
+    Recomputed,
     agrees,
     due,
     known_answers,
@@ -87,7 +87,7 @@ def trusted(check, limits, blocks=(0, 1), hosts="ab"):
     async def go():
         hosts = FakeHosts()
         router = Router(hosts, depth=DEPTH, limits=limits, clock=loop_time)
-        health = Health(router, seed=0)
+        health = HealthMonitor(router, seed=0)
         bundle = bundle_of(1)
         for name in names:
             await hosts.start(name, node="")
@@ -244,7 +244,7 @@ def test_the_odd_one_of_three(after, second, third, odd):
         return tuple(START * value for value in values)
 
     hop = Visited("x", (0, 1), "answered", 1.0)
-    one, two = Again(("p", "q"), states(second)), Again(("r", "r"), states(third))
+    one, two = Recomputed(("p", "q"), states(second)), Recomputed(("r", "r"), states(third))
     assert odd_one(hop, START * after, second=one, third=two, tolerance=1e-3) == odd
 
 

@@ -22,7 +22,7 @@ from layershuffle.swarm.planning import (
     plan_report,
     read_hosts,
 )
-from layershuffle.swarm.planning.hosts import Problem, hosts_of
+from layershuffle.swarm.planning.hosts import PlacementProblem, hosts_of
 from layershuffle.swarm.planning.placement import least_load, place, solve
 from layershuffle.swarm.planning.planner import in_unit
 
@@ -65,7 +65,9 @@ def drawn(seed, hosts=HOSTS, depth=BLOCKS, radio=False, roomy=False):
 
 def problem(file, model=None, *, demand=None, **asked):
     model = model or facts()
-    return Problem(hosts=hosts_of(file, model), facts=model, demand=demand or model.depth, **asked)
+    return PlacementProblem(
+        hosts=hosts_of(file, model), facts=model, demand=demand or model.depth, **asked
+    )
 
 
 def placements(asked):

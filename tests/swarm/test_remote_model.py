@@ -13,7 +13,13 @@ from layershuffle.models.origin import Origin, remember
 from layershuffle.position import add_position
 from layershuffle.position_forms import EncodingForm, PredictionForm
 from layershuffle.stack import running
-from layershuffle.swarm.remote_model import RemoteModel, class_names, drop_blocks, resize_of
+from layershuffle.swarm.remote_model import (
+    NotAnswered,
+    RemoteModel,
+    class_names,
+    drop_blocks,
+    resize_of,
+)
 from layershuffle.swarm.router import Router
 from layershuffle.swarm.state import HostView, Swarm
 from waiting import until
@@ -115,6 +121,23 @@ def test_a_slow_head_moves_the_routers_deadline():
             return [deadline - moved for moved in deadlines]
 
     assert asyncio.run(go()) == pytest.approx([0, 0, 0.3], abs=1e-6)
+
+
+def test_a_head_that_stalled_once_is_forgiven():
+    """While it is expected to take longer than requests have, none comes to its head."""
+
+    async def go():
+        async with site() as place:
+            place.remote_model.head_seconds = 100.0
+            for refused in range(30):
+                deadline = place.router.clock() + 25
+                try:
+                    await place.remote_model.classify(torch.zeros(1, 3, 32, 32), deadline=deadline)
+                except NotAnswered:
+                    continue
+                return refused
+
+    assert asyncio.run(go()) == 7  # 100 s x 0.8^7 = 21 s
 
 
 def test_class_names_and_resize():

@@ -8,7 +8,7 @@ from gateway_site import HOSTS, LIMITS, VIT, file_of, picture, run, site
 
 from common import CLASSES, DEPTH, assert_close
 from layershuffle.data.transforms import PlainTransform
-from layershuffle.data.view import Finish
+from layershuffle.data.view import PixelFinish
 from layershuffle.errors import UsageError
 from layershuffle.models import image_view
 from layershuffle.stack import running
@@ -21,7 +21,7 @@ KEY = "a-key-of-some-length"
 
 def tensors(*pictures):
     view = image_view(VIT.wrapped())
-    return Finish(view)(torch.stack([PlainTransform(view)(image) for image in pictures]))
+    return PixelFinish(view)(torch.stack([PlainTransform(view)(image) for image in pictures]))
 
 
 def logits(model, batch, order):
@@ -113,6 +113,18 @@ def test_a_dead_host_degrades_the_answer():
     assert swarm["hosts"][0]["compute_ms"] == pytest.approx(0.25)
     assert swarm["limits"]["reserve_ms"] == LIMITS.reserve_ms
     assert (swarm["depth"], swarm["classes"], swarm["wire"]) == (4, 5, "fp32")
+
+
+def test_words_of_a_host_that_no_encoding_carries():
+    """A file name that is no UTF-8 stands in the error of a host as half a surrogate pair."""
+
+    async def go(place):
+        place.blocks.faults["b"] = HostGone("no file /\udcff")
+        answers = await place.classify(file_of(picture())), await place.client.get("/v1/swarm")
+        refused = await place.classify(file_of(picture()), min_blocks=4)
+        return [(answer.status_code, "no file /?" in answer.text) for answer in (*answers, refused)]
+
+    assert run(go) == [(200, True), (200, True), (503, True)]
 
 
 def test_an_order_with_a_hole_is_degraded():

@@ -2,16 +2,18 @@
 
 import asyncio
 import socket
+import ssl
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
-from gateway_site import listening
+from gateway_site import certify, listening
 
 from layershuffle.errors import LayerShuffleError
 from layershuffle.swarm.server.limits import GatewayLimits
 from layershuffle.swarm.server.run import Listener, Server
+from layershuffle.swarm.server.tls import client_context, server_context
 from waiting import until
 
 HEAD = b"GET /healthz HTTP/1.1\r\nHost: gateway\r\n\r\n"
@@ -28,12 +30,14 @@ class Connection:
 
     cycle: object = None
     unsent: int = 0
+    closing: bool = False
     ended: list = field(default_factory=list)
 
     @property
     def transport(self):
         return SimpleNamespace(
             get_write_buffer_size=lambda: self.unsent,
+            is_closing=lambda: self.closing,
             close=lambda: self.ended.append("closed"),
             abort=lambda: self.ended.append("aborted"),
         )
@@ -92,6 +96,9 @@ def test_answers_that_are_not_fetched_are_cut():
     assert cut_at(trickling) == (10, "aborted")
     fetching = {second: unread | {"unsent": large - 4000 * second} for second in range(60)}
     assert cut_at(fetching) is None
+    # To close is not enough: below TLS an answer may be left that keeps the socket open.
+    done = Request(response_complete=True)
+    assert cut_at({1: {"cycle": done}, 5: {"closing": True}}) == (15, "aborted")
 
 
 # --- over sockets ---------------------------------------------------------------------------------
@@ -235,5 +242,37 @@ def test_one_address_leaves_connections_for_others():
             first[1].close()
             await until(lambda: len(server.server_state.connections) <= 2)
             return await answered(*await connect("127.0.0.1"))
+
+    assert asyncio.run(go())
+
+
+def mute_client(port, authority):
+    """A client of TLS that has shaken hands and reads nothing from then on."""
+    client = socket.create_connection(("127.0.0.1", port))
+    received, to_send = ssl.MemoryBIO(), ssl.MemoryBIO()
+    tls = client_context(authority).wrap_bio(received, to_send, server_hostname="127.0.0.1")
+    while True:
+        with suppress(ssl.SSLWantReadError):
+            tls.do_handshake()
+            client.sendall(to_send.read())
+            return client
+        client.sendall(to_send.read())
+        received.write(client.recv(1 << 16))
+
+
+def test_a_client_that_never_says_goodbye_ends_neither_the_server_nor_its_place(tmp_path):
+    """Asyncio's transport of TLS raises when it is asked for its buffer after two closes."""
+    certify(tmp_path)
+    tls = server_context(tmp_path / "cert.pem", tmp_path / "key.pem")
+
+    async def go():
+        # So long that the server looks several times between its goodbye and the end of its wait.
+        async with listening(plain, GatewayLimits(head_ms=800), tls=tls) as (server, port):
+            with await asyncio.to_thread(mute_client, port, tmp_path / "ca.pem"):
+                await until(lambda: server.server_state.connections)
+                await until(lambda: not server.server_state.connections)
+                trusted = client_context(tmp_path / "ca.pem")
+                async with connected(port, ssl=trusted, server_hostname="127.0.0.1") as other:
+                    return await answered(*other)
 
     assert asyncio.run(go())

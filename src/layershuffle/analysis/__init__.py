@@ -1,6 +1,6 @@
 """What the blocks learnt: one file per question, answered by tables, figures and one finding.
 
-`ANALYSES` lists them. Each module offers `measure(subject) -> Measured`, `finding(facts) -> str`
+`ANALYSES` lists them. Each module offers `measure(subject) -> Measurement`, `finding(facts) -> str`
 and `figures(tables) -> {file: Figure}`; figures are drawn from the tables alone, the sentence from
 the numbers alone.
 """
@@ -29,14 +29,14 @@ from layershuffle.text import did_you_mean
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from layershuffle.analysis.results import Facts, Measured, Tables
+    from layershuffle.analysis.results import Facts, Measurement, Tables
     from layershuffle.analysis.subject import Subject
 
 __all__ = ["ANALYSES", "AnalysisSettings", "draw", "find_analysis", "read_analysis", "run_analysis"]
 
 
 class _Module(Protocol):
-    def measure(self, subject: Subject) -> Measured: ...
+    def measure(self, subject: Subject) -> Measurement: ...
 
     def finding(self, facts: Facts) -> str: ...
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from layershuffle.analysis.position_table import PositionMeans, draw_maps, grid, position_table
-from layershuffle.analysis.results import Facts, Measured
+from layershuffle.analysis.results import Facts, Measurement
 from layershuffle.analysis.subject import DoesNotApply, Subject
 from layershuffle.hooks import Step
 from layershuffle.plotting import INK, RULE, new_figure, style_axes
@@ -133,7 +133,7 @@ def entropies(weights: Tensor) -> Tensor:
     return entropy
 
 
-def measure(subject: Subject) -> Measured:
+def measure(subject: Subject) -> Measurement:
     """attention.csv: block, position, distance (patches), entropy (nats), even (share of ln T)."""
     watch, depth = AttentionWatch(), subject.depth
     means = {name: PositionMeans(depth) for name in ("distance", "entropy", "even")}
@@ -154,7 +154,7 @@ def measure(subject: Subject) -> Measured:
                 tokens = _add(means, attention, watch.grid)
     table = position_table({name: mean.mean() for name, mean in means.items()})
     facts = _facts(table, tokens, watch.grid or (1, 1))
-    return Measured(
+    return Measurement(
         tables={"attention": table}, facts={"images": images, "orders": orders, **facts}
     )
 

@@ -26,7 +26,7 @@ from layershuffle.analysis.position_table import (
     home_effect,
     position_table,
 )
-from layershuffle.analysis.results import Facts, Measured
+from layershuffle.analysis.results import Facts, Measurement
 from layershuffle.analysis.subject import DoesNotApply, Subject
 from layershuffle.hooks import Step
 from layershuffle.orders import ExecutionOrder
@@ -81,7 +81,7 @@ class _FrozenScale(TorchFunctionMode):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Split:
+class LogitSplit:
     """The centred logits `[batch]` of one forward as a sum over its parts, each `[batch]`.
 
     `blocks` in execution order; `logit` = `stem` + `constant` + the blocks.
@@ -113,7 +113,7 @@ class _Updates:
 
 def split_logits(
     subject: Subject, images: Tensor, *, labels: Tensor, order: ExecutionOrder
-) -> Split:
+) -> LogitSplit:
     """The parts of the right class's centred logit under `order`.
 
     Raises `DoesNotApply` if they do not add up, because the head is not affine.
@@ -138,7 +138,7 @@ def split_logits(
                 *(b - a for a, b in zip(updates.states, updates.states[1:], strict=False)),
             )
         )
-    split = Split(logit=logit, blocks=tuple(blocks), stem=stem, constant=constant)
+    split = LogitSplit(logit=logit, blocks=tuple(blocks), stem=stem, constant=constant)
     _check_sum(split)
     return split
 
@@ -157,7 +157,7 @@ def _centred(logits: Tensor, labels: Tensor) -> Tensor:
     return logits.gather(1, labels[:, None])[:, 0] - logits.mean(1)
 
 
-def _check_sum(split: Split) -> None:
+def _check_sum(split: LogitSplit) -> None:
     # Relative to the largest part: large parts that cancel leave rounding errors of their own size.
     total = torch.stack([split.stem, split.constant, *split.blocks]).sum(0)
     error = float((total - split.logit).abs().max())
@@ -169,7 +169,7 @@ def _check_sum(split: Split) -> None:
         )
 
 
-def measure(subject: Subject) -> Measured:
+def measure(subject: Subject) -> Measurement:
     """attribution.csv: block, position, contribution (to the centred logit of the right class)."""
     subject.require_classes()
     means, images, orders, runs = PositionMeans(subject.depth), 0, 0, 0
@@ -195,7 +195,9 @@ def measure(subject: Subject) -> Measured:
         "negative_cells": int((values < 0).sum()),
         "cells": values.size,
     }
-    return Measured(tables={"attribution": position_table({"contribution": values})}, facts=facts)
+    return Measurement(
+        tables={"attribution": position_table({"contribution": values})}, facts=facts
+    )
 
 
 def finding(facts: Facts) -> str:

@@ -21,7 +21,7 @@ from torch import Tensor
 from layershuffle.analysis.features import FeatureWatch
 from layershuffle.analysis.latin_squares import balanced_orders
 from layershuffle.analysis.position_table import Floats, draw_maps, grid
-from layershuffle.analysis.results import Facts, Measured
+from layershuffle.analysis.results import Facts, Measurement
 from layershuffle.analysis.subject import Subject
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def cka_matrix(first: Tensor, second: Tensor) -> Floats:
     return values
 
 
-def measure(subject: Subject) -> Measured:
+def measure(subject: Subject) -> Measurement:
     """cka.csv: block, position, other (position), cka, mean of both directions."""
     first, second = _features(subject)  # each [blocks, positions, images, width]
     rows, floors = [], []
@@ -65,7 +65,7 @@ def measure(subject: Subject) -> Measured:
         floors.append(linear_cka(ours[-1], others[-1][torch.from_numpy(shuffle)]))
     table = DataFrame(rows, columns=["block", "position", "other", "cka"])
     images, floor = first.shape[2], float(np.mean(floors))
-    return Measured(tables={"cka": table}, facts={"images": images, **_facts(table, floor)})
+    return Measurement(tables={"cka": table}, facts={"images": images, **_facts(table, floor)})
 
 
 def _features(subject: Subject) -> tuple[Tensor, Tensor]:

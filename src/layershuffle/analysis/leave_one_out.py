@@ -22,10 +22,10 @@ from layershuffle.analysis.position_table import (
     home_effect,
     position_table,
 )
-from layershuffle.analysis.results import Facts, Measured
+from layershuffle.analysis.results import Facts, Measurement
 from layershuffle.analysis.subject import Batch, Subject
 from layershuffle.orders import ExecutionOrder
-from layershuffle.trie import Node, block_executions, build_trie, forward_trie
+from layershuffle.trie import TrieNode, block_executions, build_trie, forward_trie
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -41,7 +41,7 @@ def without(order: ExecutionOrder, position: int) -> ExecutionOrder:
     return ExecutionOrder(blocks, order.depth)
 
 
-def measure(subject: Subject) -> Measured:
+def measure(subject: Subject) -> Measurement:
     """leave-one-out.csv: block, position, cross_entropy and top1 (changes: without less with)."""
     subject.require_classes()
     depth = subject.depth
@@ -94,10 +94,10 @@ def measure(subject: Subject) -> Measured:
         "cells": loss.size,
     }
     table = position_table({"cross_entropy": loss, "top1": top1})
-    return Measured(tables={"leave-one-out": table}, facts=facts)
+    return Measurement(tables={"leave-one-out": table}, facts=facts)
 
 
-def _scores(subject: Subject, batch: Batch, trie: Node) -> dict[int, tuple[float, float]]:
+def _scores(subject: Subject, batch: Batch, trie: TrieNode) -> dict[int, tuple[float, float]]:
     """(sum of cross-entropies, number of right answers) of every order in the trie."""
     scores = {}
     results = forward_trie(subject.model, batch.images, trie=trie, forward=subject.logits)

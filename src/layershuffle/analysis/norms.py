@@ -23,7 +23,7 @@ from layershuffle.analysis.position_table import (
     home_effect,
     position_table,
 )
-from layershuffle.analysis.results import Facts, Measured
+from layershuffle.analysis.results import Facts, Measurement
 from layershuffle.analysis.subject import DoesNotApply, Subject
 from layershuffle.hooks import Step
 from layershuffle.stack import blocks_of
@@ -138,7 +138,7 @@ class _NormMeans:
                 mean.add(step.block, step.position, total=float(value.sum()), count=value.numel())
 
 
-def measure(subject: Subject) -> Measured:
+def measure(subject: Subject) -> Measurement:
     """norms.csv: branch, block, position, norm (of what is added), stream, ratio."""
     images = orders = 0
     with BranchWatch(subject.model) as watch:
@@ -165,7 +165,7 @@ def measure(subject: Subject) -> Measured:
             "lowest_ratio": float(ratio.min()),
         }
     facts = {"images": images, "orders": orders, "branches": branches}
-    return Measured(tables={"norms": pd.concat(tables, ignore_index=True)}, facts=facts)
+    return Measurement(tables={"norms": pd.concat(tables, ignore_index=True)}, facts=facts)
 
 
 def finding(facts: Facts) -> str:

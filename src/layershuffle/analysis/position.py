@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from layershuffle.analysis.features import FeatureWatch
 from layershuffle.analysis.position_table import PositionMeans, draw_maps, grid, position_table
-from layershuffle.analysis.results import Facts, Measured
+from layershuffle.analysis.results import Facts, Measurement
 from layershuffle.analysis.subject import Batch, Subject
 from layershuffle.position import Guesses, PositionedModel
 
@@ -36,7 +36,7 @@ _PART = "the model's own prediction part"
 _PAPER = 99.99
 
 
-def measure(subject: Subject) -> Measured:
+def measure(subject: Subject) -> Measurement:
     """position.csv: source, block, position, accuracy (% of test images)."""
     probes = _fit(subject)
     means = {name: PositionMeans(subject.depth) for name in _SOURCES.values()}
@@ -64,7 +64,7 @@ def measure(subject: Subject) -> Measured:
         "paper_percent": _PAPER,
         "sources": sources,
     }
-    return Measured(tables={"position": pd.concat(tables, ignore_index=True)}, facts=facts)
+    return Measurement(tables={"position": pd.concat(tables, ignore_index=True)}, facts=facts)
 
 
 def _guessing(model: nn.Module) -> AbstractContextManager[Guesses | None]:

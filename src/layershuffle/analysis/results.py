@@ -22,7 +22,7 @@ Facts = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class Measurement:
     """What a measurement gives: tables by file name without suffix, and single numbers."""
 
     tables: Tables

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from pandas import DataFrame
 
 from layershuffle.analysis.features import FeatureWatch, Token
-from layershuffle.analysis.results import Facts, Measured
+from layershuffle.analysis.results import Facts, Measurement
 from layershuffle.analysis.subject import Subject
 from layershuffle.errors import UsageError
 from layershuffle.machine import torch_threads
@@ -46,7 +46,7 @@ _JOINT_POINTS = 3000
 _COLOURS = "viridis_r"  # light is early, dark is late; readable in grey
 
 
-def measure(subject: Subject) -> Measured:
+def measure(subject: Subject) -> Measurement:
     """points.csv (token, block, image, position, x, y), joint.csv (the same) and blocks.csv.
 
     blocks.csv: token, block, shown (1 for the block shown large), purity, chance, silhouette,
@@ -77,7 +77,7 @@ def measure(subject: Subject) -> Measured:
             rows.append({"token": token, "block": block, "shown": int(block == shown), **numbers})
     blocks = DataFrame(rows)
     joint, joint_facts = _joint(subject, features, positions)
-    return Measured(
+    return Measurement(
         tables={"points": pd.concat(points, ignore_index=True), "joint": joint, "blocks": blocks},
         facts={
             "images": len(positions),

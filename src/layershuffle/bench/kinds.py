@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 from layershuffle.bench.machine import Memory, Syncs, flops_of, matmul_ceiling
-from layershuffle.bench.report import Measured, Report, mode_of, throughput
+from layershuffle.bench.report import BenchReport, TimedSteps, mode_of, throughput
 from layershuffle.bench.settings import PHASED, WARM_UP, BenchConfig
 from layershuffle.bench.timing import Effort, PhaseTimer
 from layershuffle.bench.training import bench_train
@@ -44,7 +44,7 @@ _QUICK = Effort(pairs=5, seconds=0.0, warm_up=1)
 # --- eval -----------------------------------------------------------------------------------------
 
 
-def bench_eval(config: BenchConfig) -> Report:
+def bench_eval(config: BenchConfig) -> BenchReport:
     """Forwards, each batch in an order of its own, weights and states in `config.precision`."""
     workload = config.workload()
     flops = flops_of(workload.model, image_view(workload.model)).forward
@@ -78,7 +78,7 @@ def bench_eval(config: BenchConfig) -> Report:
             forwards(PHASED)
     timer.begin("data")
     times = timer.steps("data")
-    measured = Measured(
+    measured = TimedSteps(
         seconds=[sum(step.values()) for step in times[: config.steps]],
         phases=times[config.steps :],
         mode=mode_of(compiler, graphs_before=graphs_before),
@@ -100,7 +100,7 @@ def bench_eval(config: BenchConfig) -> Report:
 
 
 @torch.inference_mode()
-def bench_orders(config: BenchConfig, *, effort: Effort = _QUICK) -> Report:
+def bench_orders(config: BenchConfig, *, effort: Effort = _QUICK) -> BenchReport:
     """Sweeps of orders over one batch. A score is one image under one of 64 random orders."""
     workload = converted(config.workload(), config.precision)
     facts, seconds = {}, []
@@ -112,7 +112,7 @@ def bench_orders(config: BenchConfig, *, effort: Effort = _QUICK) -> Report:
             f"{runs:,} block runs for {naive:,}"
         )
         seconds = [in_trie for _, in_trie in pairs.seconds]  # the random orders are the last sweep
-    return Report(
+    return BenchReport(
         kind="orders",
         conditions=config.conditions(),
         rate=throughput(seconds, 64 * config.batch, unit="scores"),
@@ -124,7 +124,7 @@ def bench_orders(config: BenchConfig, *, effort: Effort = _QUICK) -> Report:
 # --- input ----------------------------------------------------------------------------------------
 
 
-class Again(Sampler[list[int]]):
+class EndlessBatches(Sampler[list[int]]):
     """Batches of the numbers below `count`, ascending and from the start again, without end.
 
     So a few files make as many batches, of the size asked for, as the processes can read.
@@ -139,7 +139,7 @@ class Again(Sampler[list[int]]):
             yield list(islice(numbers, self._batch))
 
 
-def bench_input(config: BenchConfig, *, files: int = FILES) -> Report:
+def bench_input(config: BenchConfig, *, files: int = FILES) -> BenchReport:
     """Reading for `config.model` without end; the batches of the cold start are left out.
 
     A step is one batch from every process: each of them reads in every step.
@@ -153,12 +153,12 @@ def bench_input(config: BenchConfig, *, files: int = FILES) -> Report:
         loader = DataLoader(
             split.dataset,
             # Few files in the page cache: this measures decoding, not the disk.
-            batch_sampler=Again(split.size or 1, batch=config.batch),
+            batch_sampler=EndlessBatches(split.size or 1, batch=config.batch),
             num_workers=config.workers,
             pin_memory=config.device == "cuda",
         )
         seconds = steady(iter(loader), workers=config.workers, steps=config.steps)
-    return Report(
+    return BenchReport(
         kind="input",
         conditions=config.conditions("uint8"),
         rate=throughput(seconds, max(1, config.workers) * config.batch),
@@ -195,7 +195,7 @@ def steady(
 # --- merge ----------------------------------------------------------------------------------------
 
 
-def bench_merge(config: BenchConfig) -> Report:
+def bench_merge(config: BenchConfig) -> BenchReport:
     """Merges per second, and the memory that a hundred of them add to that of twelve models."""
     workload = converted(config.workload(), config.precision)
     group = merge_group(workload.model, DONORS)
@@ -208,7 +208,7 @@ def bench_merge(config: BenchConfig) -> Report:
         group.merge(plan)
         seconds.append(time.perf_counter() - begun)
     added = memory_of_merges(group, merges=MERGES)
-    return Report(
+    return BenchReport(
         kind="merge",
         conditions=config.conditions(),
         rate=throughput(seconds, 1, unit="merges"),
@@ -221,7 +221,7 @@ def bench_merge(config: BenchConfig) -> Report:
     )
 
 
-BENCHES: Mapping[str, Callable[[BenchConfig], Report]] = {
+BENCHES: Mapping[str, Callable[[BenchConfig], BenchReport]] = {
     "train": bench_train,
     "eval": bench_eval,
     "orders": bench_orders,

@@ -29,7 +29,7 @@ class Conditions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mode:
+class CompileMode:
     """Whether the blocks were compiled. `reason`: why they ran in eager mode."""
 
     name: str = "eager"
@@ -43,9 +43,9 @@ class Mode:
         return f"compiled, {self.graphs} graphs, {self.recompiles} recompiles after warm-up"
 
 
-def mode_of(compiler: BlockCompiler, *, graphs_before: int) -> Mode:
+def mode_of(compiler: BlockCompiler, *, graphs_before: int) -> CompileMode:
     """How the blocks ran. `graphs_before`: graphs at the end of the warm-up."""
-    return Mode(
+    return CompileMode(
         name="compiled" if compiler.on else "eager",
         reason=compiler.reason,
         graphs=compiler.graphs,
@@ -65,7 +65,7 @@ class Throughput:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class BenchReport:
     """The outcome of one bench. A field that does not apply is `None` or empty.
 
     `mfu`: share of `ceiling` (FLOP/s of a matrix product measured in this run) that the model's own
@@ -76,7 +76,7 @@ class Report:
     kind: str
     conditions: Conditions
     rate: Throughput
-    mode: Mode | None = None
+    mode: CompileMode | None = None
     mfu: float | None = None
     ceiling: float | None = None
     flops_per_image: int | None = None
@@ -100,7 +100,7 @@ def throughput(seconds: Sequence[float], images: int, *, unit: str = "images") -
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class TimedSteps:
     """What was measured, before it becomes a report.
 
     `seconds`: those of every timed step. `phases`: seconds by phase of the steps after those.
@@ -109,7 +109,7 @@ class Measured:
 
     seconds: list[float]
     phases: list[dict[str, float]]
-    mode: Mode
+    mode: CompileMode
     memory: tuple[int, str]
     syncs: int
 
@@ -122,12 +122,12 @@ class Measured:
         flops: int,
         ceiling: float,
         facts: Mapping[str, Any],
-    ) -> Report:
+    ) -> BenchReport:
         """The report. `flops` per image; `ceiling` was measured before, and is again here."""
         rate = throughput(self.seconds, conditions.batch)
         # Twice, and the higher one: other work on the machine may have slowed one of them.
         ceiling = max(ceiling, matmul_ceiling(device, conditions.dtype))
-        return Report(
+        return BenchReport(
             kind=kind,
             conditions=conditions,
             rate=rate,
@@ -144,7 +144,7 @@ class Measured:
         )
 
 
-def report_text(report: Report) -> str:
+def report_text(report: BenchReport) -> str:
     """The report for people; `dataclasses.asdict` gives it for programs."""
     rate = report.rate
     lines = [

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from layershuffle.bench.machine import Memory, Syncs, flops_of, matmul_ceiling
-from layershuffle.bench.report import Measured, Report, mode_of
+from layershuffle.bench.report import BenchReport, TimedSteps, mode_of
 from layershuffle.bench.settings import PHASED, WARM_UP, BenchConfig
 from layershuffle.bench.timing import PhaseTimer
 from layershuffle.bench.workloads import Workload
@@ -31,7 +31,7 @@ from layershuffle.training.state import TrainState, new_state
 from layershuffle.training.warmup import largest_forward
 
 
-def bench_train(config: BenchConfig) -> Report:
+def bench_train(config: BenchConfig) -> BenchReport:
     """Training steps of `fit` in shuffled orders.
 
     Raises `TrainingError` that names a batch that fits where this one does not.
@@ -112,7 +112,7 @@ def time_training(
     warm_up: int = WARM_UP,
     phased: int = PHASED,
     clock: Callable[[], float] = time.perf_counter,
-) -> Measured:
+) -> TimedSteps:
     """Train for `warm_up`, `steps` and `phased` steps on one batch that lies ready.
 
     May be called again: the run continues. Raises `TrainingError` that names a batch that fits
@@ -151,7 +151,7 @@ def time_training(
             traceback.clear_frames(error.__traceback__)  # they hold the tensors that do not fit
         else:
             times = timer.steps("data")
-            return Measured(
+            return TimedSteps(
                 seconds=[sum(step.values()) for step in times[warm_up : warm_up + steps]],
                 phases=times[warm_up + steps :],
                 mode=mode_of(compiler, graphs_before=graphs_before),

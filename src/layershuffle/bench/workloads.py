@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from layershuffle.bench.machine import DTYPES
 from layershuffle.bench.timing import Effort, Pairs, cpu_timed, gpu_timed, paired
-from layershuffle.data.view import Finish
+from layershuffle.data.view import PixelFinish
 from layershuffle.errors import UsageError
 from layershuffle.merging.group import MergeGroup
 from layershuffle.merging.plans import sample_plans
@@ -64,7 +64,7 @@ class Workload:
     model: nn.Module
     pixels: Tensor
     labels: Tensor
-    finish: Finish
+    finish: PixelFinish
     images: Tensor
 
     @property
@@ -93,7 +93,7 @@ def workload_around(model: nn.Module, *, spec: str, batch: int, device: str = "c
     # As a loader hands them over: only from pinned memory does a copy not make the host wait.
     if device == "cuda":
         pixels, labels = pixels.pin_memory(), labels.pin_memory()
-    finish = Finish(view)
+    finish = PixelFinish(view)
     images = finish(pixels.to(device))
     return Workload(
         spec=spec, model=model, pixels=pixels, labels=labels, finish=finish, images=images

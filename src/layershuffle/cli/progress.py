@@ -36,7 +36,7 @@ def clock(seconds: float) -> str:
     return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
 
 
-class Pace:
+class Countdown:
     """The speed of some work and the time left, from what was done since it was started here.
 
     What an earlier, interrupted command did is not counted: it took none of this one's time.
@@ -65,13 +65,13 @@ class Counter:
 
     def __init__(self, what: str, *, unit: str = "images") -> None:
         self._what, self._unit = what, unit
-        self._pace: Pace | None = None
+        self._pace: Countdown | None = None
         self._next_line = time.monotonic() + _COUNTER_LINE_SECONDS
 
     def __call__(self, done: int, total: int) -> None:
         # Not in __init__: only the first call says what an earlier command has done.
         if self._pace is None:
-            self._pace = Pace(done)
+            self._pace = Countdown(done)
         # NO_COLOR does not matter here: the line that is written over has no colours.
         live, now = sys.stderr.isatty(), time.monotonic()
         if not live and now < self._next_line:
@@ -132,7 +132,7 @@ def progress_listener() -> Iterator[Listener]:
 
 
 def _training_lines() -> Listener:
-    steps, pace = 0, Pace()
+    steps, pace = 0, Countdown()
 
     def listen(event: dict[str, Any]) -> None:
         nonlocal steps, pace
@@ -142,7 +142,7 @@ def _training_lines() -> Listener:
                 print(_describe_data(event), flush=True)
                 return
             case "start":
-                steps, pace = event["steps"], Pace(event["at"])
+                steps, pace = event["steps"], Countdown(event["at"])
                 text = "continues from a checkpoint" if event["at"] else "starts"
             case "log":
                 text = (
@@ -188,11 +188,11 @@ def study_watcher() -> Iterator[Watcher]:
         return
     from rich.live import Live
 
-    pace: Pace | None = None
+    pace: Countdown | None = None
 
     def watch(states: list[TaskState], seconds: float) -> None:
         nonlocal pace
-        pace = pace or Pace(_share_done(states))
+        pace = pace or Countdown(_share_done(states))
         live.update(_study_table(states, seconds, pace=pace))
 
     # The table goes when the study ends: the report is printed in its place.
@@ -202,12 +202,12 @@ def study_watcher() -> Iterator[Watcher]:
 
 def _study_lines() -> Watcher:
     phases: dict[str, str] = {}
-    pace: Pace | None = None
+    pace: Countdown | None = None
     last = 0.0
 
     def watch(states: list[TaskState], seconds: float) -> None:
         nonlocal last, pace
-        pace = pace or Pace(_share_done(states))
+        pace = pace or Countdown(_share_done(states))
         for state in states:
             if phases.get(state.name, "waiting") != state.phase:
                 phases[state.name] = state.phase
@@ -222,7 +222,7 @@ def _study_lines() -> Watcher:
     return watch
 
 
-def _study_table(states: list[TaskState], seconds: float, *, pace: Pace) -> Table:
+def _study_table(states: list[TaskState], seconds: float, *, pace: Countdown) -> Table:
     from rich.table import Table
 
     unfinished = [state for state in states if state.phase != "done"]
@@ -236,7 +236,7 @@ def _study_table(states: list[TaskState], seconds: float, *, pace: Pace) -> Tabl
     return table
 
 
-def _time_left(states: list[TaskState], pace: Pace) -> str:
+def _time_left(states: list[TaskState], pace: Countdown) -> str:
     left = pace.left(_share_done(states), 1.0)
     return "time left not known yet" if left == "-" else f"about {left} left"
 

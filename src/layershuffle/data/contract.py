@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
-from layershuffle.data.view import Finish, ImageView
+from layershuffle.data.view import ImageView, PixelFinish
 from layershuffle.errors import DataError, UsageError
 
 Item = tuple[Tensor, int]  # pixels uint8 [C, H, W]; class index
@@ -86,7 +86,7 @@ class ImageData:
     spec: str
     classes: tuple[str, ...]
     splits: Mapping[str, Split]
-    finish: Finish
+    finish: PixelFinish
     notes: tuple[str, ...] = ()
     skipped: int = 0
 

@@ -31,7 +31,7 @@ from layershuffle.data.contract import (
     generator_for,
     limited_test,
 )
-from layershuffle.data.view import Finish, ImageView
+from layershuffle.data.view import ImageView, PixelFinish
 from layershuffle.errors import UsageError
 
 CANVAS = (12, 20)
@@ -189,7 +189,7 @@ def open_source(request: SourceRequest) -> ImageData:
         classes=CLASSES,
         splits=splits,
         # Ink ends at 16, so dividing by 255 would leave nearly black images.
-        finish=Finish(request.view, LEVELS),
+        finish=PixelFinish(request.view, LEVELS),
         notes=_notes(request.view),
     )
 

@@ -37,7 +37,7 @@ from layershuffle.data.transforms import (
     augment_transform,
     seeded_globals,
 )
-from layershuffle.data.view import Finish
+from layershuffle.data.view import PixelFinish
 from layershuffle.errors import DataError, UsageError
 from layershuffle.text import one_line
 
@@ -217,7 +217,7 @@ def assemble_streams(request: SourceRequest, streams: Streams) -> ImageData:
         spec=request.spec,
         classes=streams.classes,
         splits={name: Split(dataset=part, size=None) for name, part in parts.items()},
-        finish=Finish(request.view),
+        finish=PixelFinish(request.view),
         notes=tuple(notes),
     )
 

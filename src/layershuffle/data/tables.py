@@ -35,7 +35,7 @@ from layershuffle.data.transforms import (
     augment_transform,
     seeded_globals,
 )
-from layershuffle.data.view import Finish
+from layershuffle.data.view import PixelFinish
 from layershuffle.errors import DataError
 from layershuffle.text import shortened
 
@@ -160,7 +160,7 @@ def assemble(request: SourceRequest, tables: Tables) -> ImageData:
         spec=request.spec,
         classes=tables.classes,
         splits=splits,
-        finish=Finish(request.view),
+        finish=PixelFinish(request.view),
         notes=tuple(notes),
         skipped=skipped,
     )

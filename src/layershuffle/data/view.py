@@ -121,7 +121,7 @@ def fit_images(images: Tensor, view: ImageView, *, mode: str = "bilinear") -> Te
 
 
 @dataclass(frozen=True)
-class Finish:
+class PixelFinish:
     """The last step from pixels to what the model takes: pixels / levels, then `fit_images`.
 
     It runs where the pixels are, so that a batch travels to a GPU as bytes. In fp32 the numbers are

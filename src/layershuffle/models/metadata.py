@@ -27,18 +27,18 @@ Json = dict[str, JsonValue]
 
 
 # Strict types: a file that says "12" or 12.0 for a number was not written by `save`.
-class _Strict(BaseModel):
+class _MetadataModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
 
 
-class PositionForms(_Strict):
+class PositionForms(_MetadataModel):
     """Forms of the position parts, `None` for a part that is not there."""
 
     encoding: Json | None = None
     prediction: Json | None = None
 
 
-class ModelMetadata(_Strict):
+class ModelMetadata(_MetadataModel):
     """The content of layershuffle.json."""
 
     # pydantic's models have a method `schema`, hence the alias.

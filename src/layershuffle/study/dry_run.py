@@ -24,7 +24,7 @@ _CHECKPOINT_COPIES = 2 * 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
+class StudySubject:
     """What the work depends on: model and data. `train_images` is `None` for a stream."""
 
     depth: int
@@ -98,10 +98,10 @@ def forecast(
     Nothing is trained: a probe of a few batches would say little of compiled blocks, of the data's
     decoding, or of other work on the machine, all of which a finished run has met.
     """
-    subjects: dict[tuple[str, str], Subject] = {}
+    subjects: dict[tuple[str, str], StudySubject] = {}
     runs = {task.name: task for task in tasks if isinstance(task, RunSpec)}
 
-    def subject(task: Task) -> Subject:
+    def subject(task: Task) -> StudySubject:
         run = task if isinstance(task, RunSpec) else runs[task.needs[0]]
         key = (run.settings.model, run.settings.data)
         if key not in subjects:
@@ -146,7 +146,7 @@ def forecast(
     )
 
 
-def open_subject(fitted: FitSettings) -> Subject:
+def open_subject(fitted: FitSettings) -> StudySubject:
     """Load the model and open the data of a run for their sizes; raises what that raises."""
     from layershuffle.data import DataOptions, open_data
     from layershuffle.models import image_view, load, num_classes_of
@@ -156,7 +156,7 @@ def open_subject(fitted: FitSettings) -> Subject:
     data = open_data(fitted.data, image_view(model), options=DataOptions(resize=fitted.resize))
     if num_classes_of(model) != len(data.classes):  # as training gives it a new head
         model = load(fitted.model, num_classes=len(data.classes), seed=fitted.seed)
-    return Subject(
+    return StudySubject(
         depth=depth_of(model),
         parameter_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
         train_images=data.splits["train"].size,
@@ -164,7 +164,7 @@ def open_subject(fitted: FitSettings) -> Subject:
     )
 
 
-def work_of(task: Task, subject: Subject) -> Work:
+def work_of(task: Task, subject: StudySubject) -> Work:
     """The work of one task."""
     if isinstance(task, RunSpec):
         fitted, depth = task.settings, task.settings.kept or subject.depth

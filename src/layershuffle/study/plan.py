@@ -19,7 +19,7 @@ from layershuffle.errors import UsageError
 from layershuffle.files import write_text
 from layershuffle.modes import parse_modes
 from layershuffle.settings import EvalSettings, FitSettings
-from layershuffle.study.settings import Analysis, Arm, Merging, StudySettings
+from layershuffle.study.settings import AnalysisTask, Arm, Merging, StudySettings
 from layershuffle.text import one_line
 
 PLAN_FILE = "plan.json"
@@ -75,7 +75,7 @@ class AnalysisSpec:
     arm: str
     seed: int
     needs: tuple[str, ...]
-    options: Analysis
+    options: AnalysisTask
 
     def directory(self, out: Path) -> Path:
         """Where its files go."""

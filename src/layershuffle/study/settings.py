@@ -54,7 +54,7 @@ class Merging(Settings):
     options: MergingSettings = MergingSettings()
 
 
-class Analysis(Settings):
+class AnalysisTask(Settings):
     """One question asked of the models of an arm."""
 
     name: Name
@@ -79,7 +79,7 @@ class StudySettings(Settings):
     evaluate: EvalSettings = EvalSettings()
     budget: Budget | None = None
     merging: Merging | None = None
-    analyses: tuple[Analysis, ...] = ()
+    analyses: tuple[AnalysisTask, ...] = ()
     workers: Positive | None = None
     """Runs side by side (default: one per GPU, else one per CPU core with a thread each)."""
 

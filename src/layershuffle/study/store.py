@@ -38,12 +38,12 @@ from layershuffle.study.plan import (
 from layershuffle.study.tasks import (
     AnalysisResult,
     MergingResult,
-    Outcome,
     ResultT,
     RunResult,
     SpecT,
     Study,
     StudyError,
+    TaskOutcome,
     check_result,
     read_outcome,
 )
@@ -191,8 +191,8 @@ def read_kept(out: Path) -> Study:
     )
 
 
-def _outcome(task: SpecT, result: ResultT | None) -> Outcome[SpecT, ResultT]:
-    return Outcome(task=task, state="missing" if result is None else "done", result=result)
+def _outcome(task: SpecT, result: ResultT | None) -> TaskOutcome[SpecT, ResultT]:
+    return TaskOutcome(task=task, state="missing" if result is None else "done", result=result)
 
 
 def _fields(result: RunResult) -> dict[str, Any]:

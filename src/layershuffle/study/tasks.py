@@ -113,7 +113,7 @@ class AnalysisResult(TaskResult):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome(Generic[SpecT, ResultT]):
+class TaskOutcome(Generic[SpecT, ResultT]):
     """A planned task and what is there of it: `result` if done, `failure` if failed."""
 
     task: SpecT
@@ -131,14 +131,14 @@ class Study:
     """
 
     settings: StudySettings
-    runs: tuple[Outcome[RunSpec, RunResult], ...]
-    mergings: tuple[Outcome[MergingSpec, MergingResult], ...] = ()
-    analyses: tuple[Outcome[AnalysisSpec, AnalysisResult], ...] = ()
+    runs: tuple[TaskOutcome[RunSpec, RunResult], ...]
+    mergings: tuple[TaskOutcome[MergingSpec, MergingResult], ...] = ()
+    analyses: tuple[TaskOutcome[AnalysisSpec, AnalysisResult], ...] = ()
     unplanned: tuple[str, ...] = ()
     kept: bool = False
 
     @property
-    def outcomes(self) -> tuple[Outcome[Any, Any], ...]:
+    def outcomes(self) -> tuple[TaskOutcome[Any, Any], ...]:
         """The outcomes of all tasks, in the order of the plan."""
         return (*self.runs, *self.mergings, *self.analyses)
 
@@ -153,7 +153,7 @@ class Study:
         return tuple(row for result in self.results for row in result.rows)
 
 
-def read_outcome(task: SpecT, kind: type[ResultT], *, out: Path) -> Outcome[SpecT, ResultT]:
+def read_outcome(task: SpecT, kind: type[ResultT], *, out: Path) -> TaskOutcome[SpecT, ResultT]:
     """What `task` left in the study's directory `out`, as a model of `kind`."""
     directory = task.directory(out)
     failure = directory / FAILURE_FILE
@@ -162,8 +162,8 @@ def read_outcome(task: SpecT, kind: type[ResultT], *, out: Path) -> Outcome[Spec
         if failure.exists():
             # A full disk may have cut the text inside a character.
             text = failure.read_text(encoding="utf-8", errors="replace").strip()
-            return Outcome(task=task, state="failed", failure=text)
-        return Outcome(task=task, state="missing")
+            return TaskOutcome(task=task, state="failed", failure=text)
+        return TaskOutcome(task=task, state="missing")
     place = directory / RESULT_FILE
     try:
         fields = _json_object(place)
@@ -195,7 +195,7 @@ def read_outcome(task: SpecT, kind: type[ResultT], *, out: Path) -> Outcome[Spec
         raise StudyError(
             f"The file is cut off or cannot be read ({one_line(error)})", place=place, hint=AGAIN
         ) from error
-    return Outcome(task=task, state="done", result=result)
+    return TaskOutcome(task=task, state="done", result=result)
 
 
 def check_result(

@@ -17,7 +17,7 @@ MAX_SKIPS = 8
 
 
 @dataclass(eq=False)
-class Job:
+class QueuedVisit:
     """A visit at this host. `steps`: the blocks it is to run, as they were when it came.
 
     `compute`: seconds of the batches that it was in, `each`: their seconds per image.

@@ -25,7 +25,7 @@ from layershuffle.errors import StackError, UsageError
 from layershuffle.models.store import host_of, image_view
 from layershuffle.position import PositionedModel
 from layershuffle.stack import blocks_of
-from layershuffle.swarm.export import Alone, Call, export, state_of
+from layershuffle.swarm.export import Alone, RecordedCall, export, state_of
 from layershuffle.swarm.lineage import Lineage, lineage_of, read_lineage
 from layershuffle.swarm.messages import State
 from layershuffle.swarm.program import Block, digest_of, pack_tensors, read_program
@@ -160,9 +160,9 @@ def _chosen(model: nn.Module, blocks: Sequence[int] | None) -> tuple[int, ...]:
 
 
 @torch.no_grad()
-def _listen(model: nn.Module) -> list[Call]:
+def _listen(model: nn.Module) -> list[RecordedCall]:
     """The calls of the blocks in a forward of noise images, in the order in which they ran."""
-    view, calls = image_view(model), list[Call]()
+    view, calls = image_view(model), list[RecordedCall]()
     generator = torch.Generator().manual_seed(_SEED)
     images = torch.randn(
         max(_CHECKED), view.channels, view.height, view.width, generator=generator
@@ -173,7 +173,7 @@ def _listen(model: nn.Module) -> list[Call]:
             if not args:
                 raise StackError("The model hands its blocks the state by name, not in first place")
             # A copy, because a later block may write into its input.
-            calls.append(Call(block, args[0].clone(), args[1:], named, state_of(answer)))
+            calls.append(RecordedCall(block, args[0].clone(), args[1:], named, state_of(answer)))
 
         return note
 
@@ -184,7 +184,7 @@ def _listen(model: nn.Module) -> list[Call]:
     return calls
 
 
-def _check_calls(calls: Sequence[Call], *, depth: int) -> None:
+def _check_calls(calls: Sequence[RecordedCall], *, depth: int) -> None:
     """Raises `StackError` unless the blocks are a chain of functions of the state alone."""
     if [call.block for call in calls] != list(range(depth)):
         raise StackError("The model does not run each of its blocks once, one after the other")
@@ -211,14 +211,14 @@ def _check_calls(calls: Sequence[Call], *, depth: int) -> None:
 
 def _is_plain(value: object) -> bool:
     """Whether it is made of numbers and words, which the exported program keeps as they are."""
-    if isinstance(value, Call):
+    if isinstance(value, RecordedCall):
         return _is_plain((value.rest, *value.named.values()))
     if isinstance(value, tuple | list):
         return all(_is_plain(item) for item in value)
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def _extras(call: Call) -> str:
+def _extras(call: RecordedCall) -> str:
     named = [
         f"{name} {_describe(value)}" for name, value in call.named.items() if not _is_plain(value)
     ]

@@ -66,12 +66,12 @@ class Expected:
     split: str
 
 
-class _Strict(BaseModel):
+class _CalibrationModel(BaseModel):
     # Strict: a number that somebody wrote as a text is refused, not converted.
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-class Row(_Strict):
+class Row(_CalibrationModel):
     """Top-1 in percent with `kept` blocks; `sd_orders`: its spread over orders."""
 
     kept: Count
@@ -81,7 +81,7 @@ class Row(_Strict):
     sd_orders: float | None
 
 
-class Calibration(_Strict):
+class Calibration(_CalibrationModel):
     """The content of calibration.json. `weights`: digest of the model it was measured on."""
 
     schema_: Literal[1] = Field(1, alias="schema")

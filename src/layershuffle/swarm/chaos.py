@@ -246,7 +246,7 @@ class ChaosBackend:
             self.transport.heal(name)  # whoever waits for it is to hear that it died
             self.transport.dead.add(name)
             await self.inner.end(name)
-        del self._processes[name]  # its number may become another process's
+        self._processes.pop(name, None)  # its number may become another process's
 
     def freeze(self, name: str) -> None:
         """The host's process stops without a word; in this process it falls silent."""

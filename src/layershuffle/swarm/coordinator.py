@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import defaultdict
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakValueDictionary
 
 from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.swarm import state
-from layershuffle.swarm.health import Health, known_answers
+from layershuffle.swarm.health import HealthMonitor, known_answers
 from layershuffle.swarm.placement import (
     Action,
     HostBackend,
@@ -60,7 +60,7 @@ class Coordinator:
         seed: int = 0,
     ) -> None:
         self.plan, self.router, self.backend = plan, router, backend
-        self.health = Health(router, seed=seed)
+        self.health = HealthMonitor(router, seed=seed)
         self.base = bundles[plan.model]
         self.hosts: dict[str, HostRecord] = {}
         self.watching, self.restarts = False, 0
@@ -72,7 +72,9 @@ class Coordinator:
         self.foreign_blocks = frozenset(filter(self._is_foreign, self._donors))
         self._starting: dict[str, asyncio.Task[None]] = {}
         self._ending: set[asyncio.Task[None]] = set()
-        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        # Weak: a lock lasts as long as somebody holds it or waits for it. `Lock.locked` does not
+        # tell of those who wait, so a lock that is deleted by hand may be deleted under them.
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._asking: asyncio.Future[Sequence[Node]] | None = None
         for name, host in plan.hosts.items():
             # Shown from the start, so that the hosts that are still missing can be seen.
@@ -272,7 +274,7 @@ class Coordinator:
     async def _bring_up(self, start: Start, *, anew: bool) -> None:
         """Process, blocks, canaries; only then does the router send visits there."""
         name = start.name
-        async with self._locks[name]:
+        async with self._lock_of(name):
             if anew:
                 # A dead or stopped process may still hold its name, and its blocks are unknown.
                 await self._end_process(name)
@@ -349,11 +351,11 @@ class Coordinator:
 
     async def _ended(self, name: str) -> None:
         """End the process, after whatever else is being done to the host."""
-        async with self._locks[name]:
+        async with self._lock_of(name):
             await self._end_process(name)
-        if name not in self.hosts and not self._locks[name].locked():
-            # Or one lock would stay for every spare that ever came.
-            del self._locks[name]
+
+    def _lock_of(self, name: str) -> asyncio.Lock:
+        return self._locks.setdefault(name, asyncio.Lock())
 
     async def _end_process(self, name: str) -> None:
         try:

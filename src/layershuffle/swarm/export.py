@@ -33,7 +33,7 @@ _REFUSED = (
 
 
 @dataclass(frozen=True)
-class Call:
+class RecordedCall:
     """One block's call in a forward of its model: state, other arguments, and what it returned."""
 
     block: int
@@ -46,7 +46,7 @@ class Call:
 class Alone(nn.Module):
     """A block as a function of the state, everything else as the model gives it."""
 
-    def __init__(self, block: nn.Module, call: Call) -> None:
+    def __init__(self, block: nn.Module, call: RecordedCall) -> None:
         super().__init__()
         self.block, self._rest, self._named = block, call.rest, dict(call.named)
 

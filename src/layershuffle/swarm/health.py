@@ -8,7 +8,7 @@ audit   replicas compute a share of the answered visits again, off the request's
 
 A host that fails a canary, or that two others contradict, is shut out. It stays out until
 `Coordinator.readmit` starts it anew. Nothing that a host does or answers ends the watch. The
-decisions are pure functions; `Health` carries them out.
+decisions are pure functions; `HealthMonitor` carries them out.
 """
 
 from __future__ import annotations
@@ -163,14 +163,16 @@ def _same(expectations: Expectations, host: str, block: int, mine: KnownAnswer) 
 
 
 @dataclass(frozen=True, eq=False)
-class Again:
+class Recomputed:
     """A hop computed again: the host of each of its blocks, and the states after them."""
 
     hosts: tuple[str, ...]
     states: tuple[State, ...]
 
 
-def odd_one(hop: Visited, after: State, *, second: Again, third: Again, tolerance: float) -> str:
+def odd_one(
+    hop: Visited, after: State, *, second: Recomputed, third: Recomputed, tolerance: float
+) -> str:
     """The host that two others contradict, given that `second` differs from `after`.
 
     `after` is the hop's own answer. Returns "" if all three differ. If the third agrees with the
@@ -186,7 +188,7 @@ def odd_one(hop: Visited, after: State, *, second: Again, third: Again, toleranc
     return next(host for host, state, other in steps if not same(state, other))
 
 
-class Health:
+class HealthMonitor:
     """Asks canaries and audits the hosts of `router`; what it learns goes into `router.swarm`.
 
     `seed` fixes which hops are audited, by their number. `audited` counts the hops that were
@@ -410,7 +412,7 @@ class Health:
             why = f"it disagrees with two others over blocks {blocks}"
             self.router.report(_wrong(replace(hop, host=odd), why))
 
-    async def _again(self, hop: Visited, hosts: tuple[str, ...], start: State) -> Again | None:
+    async def _again(self, hop: Visited, hosts: tuple[str, ...], start: State) -> Recomputed | None:
         """The hop's blocks on `hosts`; `None` if a host fails or its weights change meanwhile."""
         weights, states = self._weights_of(hosts, hop), list[State]()
         limit = self.router.limits.hop_cap_ms / _MILLI
@@ -421,7 +423,7 @@ class Health:
                 self.router.report(again)
                 return None
             states.append(after)
-        return Again(hosts, tuple(states)) if self._weights_of(hosts, hop) == weights else None
+        return Recomputed(hosts, tuple(states)) if self._weights_of(hosts, hop) == weights else None
 
     def _weights_of(self, hosts: Sequence[str], hop: Visited) -> list[KnownAnswer | None]:
         """The expected answers of each host and block of the hop, which every swap replaces."""

@@ -19,7 +19,7 @@ from threading import Lock
 import torch
 
 from layershuffle.errors import UsageError
-from layershuffle.swarm.batching import Job, next_batch
+from layershuffle.swarm.batching import QueuedVisit, next_batch
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import (
     Answer,
@@ -71,8 +71,8 @@ class BlockHost:
         self.name, self._limits, self._clock = name, limits, clock
         self._blocks: dict[int, Block] = {}
         self._lock = Lock()  # over all that follows: the loop and the worker share it
-        self._jobs: list[Job] = []
-        self._turn_of: list[Job] = []
+        self._jobs: list[QueuedVisit] = []
+        self._turn_of: list[QueuedVisit] = []
         self._busy = self._draining = self._closed = False
         # A new thread has torch's default number of threads, and the last bits depend on it.
         self._worker = ThreadPoolExecutor(
@@ -142,7 +142,7 @@ class BlockHost:
         """
         now = self._clock()
         with self._lock:
-            job = Job(self._steps(blocks, packet), packet, now, now + budget_ms / _MILLI)
+            job = QueuedVisit(self._steps(blocks, packet), packet, now, now + budget_ms / _MILLI)
             self._drop_the_dead(now)
             if len(self._jobs) - len(self._turn_of) >= self._limits.max_queue:
                 raise HostUnavailable(
@@ -227,7 +227,7 @@ class BlockHost:
             self._jobs = [job for job in self._jobs if not job.future.done()]
             self._wake()
 
-    def _end(self, job: Job, outcome: Answer | VisitError) -> None:
+    def _end(self, job: QueuedVisit, outcome: Answer | VisitError) -> None:
         """Give the caller its answer or error, unless it was cancelled."""
         if job.future.done() or not job.future.set_running_or_notify_cancel():
             return
@@ -237,7 +237,7 @@ class BlockHost:
             job.future.set_exception(outcome)
 
 
-def _answer(job: Job, *, now: float) -> Answer:
+def _answer(job: QueuedVisit, *, now: float) -> Answer:
     spent = now - job.arrived
     return Answer(
         packet=job.packet,

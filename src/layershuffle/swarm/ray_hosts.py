@@ -72,16 +72,15 @@ def read_answer(sealed: Any, *, host: str) -> Answer:
     """The answer that a host sent. Raises `HostFailed` for bytes that are none."""
     try:
         answer: Answer = pickle.loads(sealed)
-        sound = all(
-            math.isfinite(number) and number >= 0
-            for number in (answer.compute_ms, answer.queue_ms, answer.batch)
-        )
+        times, batch = (answer.compute_ms, answer.queue_ms), answer.batch
+        # The router divides by the batch, which has an image at least.
+        sound = all(map(math.isfinite, (*times, batch))) and min(*times, batch - 1) >= 0
     except _UNREADABLE as error:
         raise HostFailed(
             f"The answer of host {host} cannot be read ({type(error).__name__}: {one_line(error)})"
         ) from error
     if not sound:
-        raise HostFailed(f"Host {host} answered with times that are none")
+        raise HostFailed(f"Host {host} answered with times or a batch that are none")
     return answer
 
 

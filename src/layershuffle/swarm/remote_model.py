@@ -96,7 +96,14 @@ class RemoteModel:
         state, route = await router.walk(
             start, deadline=deadline - late_by, min_blocks=min_blocks, order=order
         )
-        check_enough(route, min_blocks=min_blocks)
+        try:
+            check_enough(route, min_blocks=min_blocks)
+        except NotAnswered:
+            # No head runs that would measure it anew: after one stall of ten seconds the average
+            # would refuse every request of two seconds for ever.
+            if late_by:
+                self.head_seconds *= 1 - _HEAD_WEIGHT
+            raise
         left = time.perf_counter()
         logits = await loop.run_in_executor(self._pool, self._head, images, state)
         ended = time.perf_counter()

@@ -36,14 +36,14 @@ from layershuffle.swarm.state import HostView, Swarm
 from layershuffle.text import one_line
 
 NOT_FINITE = "it answered with numbers that are not finite"
-_UNREADABLE = (AttributeError, TypeError, ValueError)  # of an answer that is none
+_UNREADABLE = (AttributeError, OverflowError, TypeError, ValueError)  # of an answer that is none
 _MILLI = 1000.0
 _GROWTH = 1e4
 """A visit that makes the largest value grow so many times is false: blocks add to their state."""
 
 
 @dataclass
-class Call:
+class PendingVisit:
     """A visit under way. `reported`: its lateness has already counted against its host."""
 
     visit: Visit
@@ -60,7 +60,7 @@ class Walk:
     progress: Progress
     started: float
     hops: list[Visited] = field(default_factory=list)
-    late: Call | None = None
+    late: PendingVisit | None = None
 
 
 class Router:
@@ -207,7 +207,7 @@ class Router:
                     return
         walk.late = racing[0] if racing else None
 
-    def _call(self, before: State, visit: Visit) -> Call:
+    def _call(self, before: State, visit: Visit) -> PendingVisit:
         work = len(visit.blocks) * len(before)
         self.update(visit.host, lambda host: state.sent(host, work))
         task = asyncio.ensure_future(self.transport.visit(visit, pack(before, self.wire)))
@@ -219,9 +219,9 @@ class Router:
             self.update(visit.host, lambda host: state.settled(host, work))
 
         task.add_done_callback(over)
-        return Call(visit, task, self.clock())
+        return PendingVisit(visit, task, self.clock())
 
-    def _take(self, walk: Walk, call: Call) -> bool:
+    def _take(self, walk: Walk, call: PendingVisit) -> bool:
         """Whether the ended call brought a good answer, which is then the walk's state."""
         try:
             answer = call.task.result()
@@ -244,7 +244,7 @@ class Router:
         walk.state, walk.progress = after, walk.progress.after(hop.blocks)
         return True
 
-    def _fail(self, walk: Walk, call: Call, *, outcome: Outcome, why: str) -> None:
+    def _fail(self, walk: Walk, call: PendingVisit, *, outcome: Outcome, why: str) -> None:
         """Note a failed visit: one hop and at most one strike, however often it fails."""
         elapsed = self.clock() - call.started
         hop = Visited(
@@ -290,6 +290,6 @@ def unpacked(answer: Answer, *, like: State) -> tuple[State, str]:
     return after, ""
 
 
-def _drop(call: Call | None) -> None:
+def _drop(call: PendingVisit | None) -> None:
     if call is not None:
         call.task.cancel()

@@ -193,9 +193,10 @@ async def running_service(
     )
     coordinator = Coordinator(plan, router=router, backend=chaos, bundles=cargo.bundles)
     faults = FaultInjector(coordinator, backend=chaos)
+    # The model may be refused, so before anything runs.
+    remote_model = RemoteModel(cargo.model, router)
     # Before `ready`, which only waits for what the watch starts.
     watch = asyncio.create_task(keep_watching(coordinator))
-    remote_model = RemoteModel(cargo.model, router)
     try:
         missing = await coordinator.ready(within=within)
         yield Service(plan, router, coordinator, faults, remote_model, cargo.calibration, missing)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _HostCommand(Command):
+class _NamedHostCommand(Command):
     """A change to one host, through the operator's socket."""
 
     host: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="HOST")]
@@ -34,7 +34,7 @@ class _HostCommand(Command):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DrainCommand(_HostCommand):
+class DrainCommand(_NamedHostCommand):
     """Let a host finish its work and take no more; run this on the machine of the server."""
 
     def run(self) -> int:
@@ -51,7 +51,7 @@ class DrainCommand(_HostCommand):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReadmitCommand(_HostCommand):
+class ReadmitCommand(_NamedHostCommand):
     """Start an excluded, drained or dead host again; run this on the machine of the server."""
 
     def run(self) -> int:
@@ -63,7 +63,7 @@ class ReadmitCommand(_HostCommand):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SwapCommand(_HostCommand):
+class SwapCommand(_NamedHostCommand):
     """Replace a block of a host by the same block of a sibling model, while the swarm serves.
 
     Run this on the machine of the server. No request is lost.

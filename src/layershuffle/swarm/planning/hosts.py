@@ -153,7 +153,7 @@ def facts_of(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Host:
+class PlannedHost:
     """One host in numbers: bytes, seconds, joules.
 
     `link`: of a visit, beyond transfer. `transfer`: of a state there and back. `battery`: infinite
@@ -179,7 +179,7 @@ def read_hosts(path: Path) -> HostsFile:
         raise SettingsError(error.cause, place=path, hint=error.hint) from error
 
 
-def hosts_of(file: HostsFile, facts: ModelFacts) -> tuple[Host, ...]:
+def hosts_of(file: HostsFile, facts: ModelFacts) -> tuple[PlannedHost, ...]:
     """Every single host, in the file's order, in numbers for this model.
 
     Raises `UsageError` where a speed is relative and nothing says to what, or names clash.
@@ -216,13 +216,13 @@ def _block_seconds(name: str, spec: HostSpec, file: HostsFile, facts: ModelFacts
     return reference / 1000 / (spec.speed or 1.0)
 
 
-def _host(name: str, spec: HostSpec, *, block: float, facts: ModelFacts) -> Host:
+def _host(name: str, spec: HostSpec, *, block: float, facts: ModelFacts) -> PlannedHost:
     moved = 2 * facts.state_bytes
     rate = math.inf if spec.bandwidth_mbit is None else spec.bandwidth_mbit * MEGA / 8
     energy = spec.joules_per_block
     if energy is None:
         energy = (spec.watts or 0.0) * block
-    return Host(
+    return PlannedHost(
         name=name,
         memory=spec.memory_mb * MEGA,
         block=block,
@@ -244,14 +244,14 @@ class Load:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Problem:
+class PlacementProblem:
     """Hosts, model and what is asked of a placement.
 
     `replicas`: copies of every block, on hosts of their own. `reach`: smallest probability with
     which any one block has a reachable holder. `demand`: blocks that a request runs.
     """
 
-    hosts: tuple[Host, ...]
+    hosts: tuple[PlannedHost, ...]
     facts: ModelFacts
     replicas: int = 1
     reach: float | None = None
@@ -268,7 +268,7 @@ class Problem:
         return np.array(self.facts.block_bytes, dtype=np.float64)
 
     def column(self, name: str) -> Numbers:
-        """One field of `Host` over all hosts, [hosts]."""
+        """One field of `PlannedHost` over all hosts, [hosts]."""
         return np.array([getattr(host, name) for host in self.hosts], dtype=np.float64)
 
     @cached_property
@@ -303,7 +303,7 @@ class Problem:
             return (
                 Load(self.column("block_energy") / battery, self.column("visit_energy") / battery),
             )
-        # Host and network work side by side: each is a bottleneck of its own.
+        # PlannedHost and network work side by side: each is a bottleneck of its own.
         return (Load(self.column("block"), nothing), Load(nothing, self.column("transfer")))
 
     def fits(self, placement: Placement) -> bool:
@@ -315,7 +315,7 @@ class Problem:
         return stored and copies and bool(certain.all())
 
 
-def refuse_impossible(problem: Problem) -> None:
+def refuse_impossible(problem: PlacementProblem) -> None:
     """Raises `UsageError` for what no placement can fulfil, with what is short and by how much."""
     # First, because the sum of all memories says nothing about a block that fits nowhere.
     _refuse_large_blocks(problem)
@@ -335,7 +335,7 @@ def refuse_impossible(problem: Problem) -> None:
         )
 
 
-def refuse_no_battery(problem: Problem) -> None:
+def refuse_no_battery(problem: PlacementProblem) -> None:
     """Raises `UsageError` if nothing can run out, so that there is no life to lengthen."""
     if not np.isfinite(problem.column("battery")).any():
         raise UsageError(
@@ -344,7 +344,7 @@ def refuse_no_battery(problem: Problem) -> None:
         )
 
 
-def _storable(problem: Problem) -> float:
+def _storable(problem: PlacementProblem) -> float:
     """Most bytes of blocks that the hosts can hold; blocks of one size leave rests unused."""
     total, sizes = problem.sizes.sum(), problem.sizes
     if (sizes == sizes[0]).all():
@@ -352,7 +352,7 @@ def _storable(problem: Problem) -> float:
     return float(np.minimum(problem.column("memory"), total).sum())
 
 
-def _refuse_large_blocks(problem: Problem) -> None:
+def _refuse_large_blocks(problem: PlacementProblem) -> None:
     memory = np.sort(problem.column("memory"))[::-1]
     largest = int(problem.sizes.argmax())
     size, fitting = problem.sizes[largest], int((memory >= problem.sizes[largest]).sum())

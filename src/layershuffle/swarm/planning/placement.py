@@ -47,7 +47,7 @@ from scipy import sparse
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from layershuffle.errors import UsageError
-from layershuffle.swarm.planning.hosts import Numbers, Objective, Placement, Problem
+from layershuffle.swarm.planning.hosts import Numbers, Objective, Placement, PlacementProblem
 
 Solver = Literal["exact", "greedy"]
 GAP = 1e-6
@@ -75,7 +75,7 @@ class Solution:
 
 
 def solve(
-    problem: Problem,
+    problem: PlacementProblem,
     objective: Objective,
     *,
     fixed: Placement | None = None,
@@ -117,7 +117,7 @@ def solve(
     )
 
 
-def _any_load(problem: Problem, objective: Objective) -> float:
+def _any_load(problem: PlacementProblem, objective: Objective) -> float:
     """A load that occurs, as the unit where the least one is zero."""
     if objective == "latency":
         return float(problem.column("block").min())
@@ -128,7 +128,7 @@ def _any_load(problem: Problem, objective: Objective) -> float:
 
 
 def _programme(
-    problem: Problem,
+    problem: PlacementProblem,
     objective: Objective,
     *,
     time_limit: float,
@@ -199,7 +199,7 @@ def _programme(
 # --- greedy ---------------------------------------------------------------------------------------
 
 
-def place(problem: Problem, objective: Objective) -> Solution:
+def place(problem: PlacementProblem, objective: Objective) -> Solution:
     """A placement that keeps all constraints. Raises `UsageError` if it finds no room for one.
 
     throughput, lifetime   every block gets its copies on the hosts with most to give; then every
@@ -237,7 +237,7 @@ def place(problem: Problem, objective: Objective) -> Solution:
     return replace(used, placement=placement, bound=bound, solver="greedy")
 
 
-def least_load(problem: Problem, objective: Objective) -> float:
+def least_load(problem: PlacementProblem, objective: Objective) -> float:
     """Lower bound of a solution's value, in closed form, whatever the size of the swarm.
 
     Of the blocks that a request runs, host h runs n_h on average. With memory for m_h blocks it
@@ -270,7 +270,7 @@ def least_load(problem: Problem, objective: Objective) -> float:
     return low
 
 
-def _amounts(problem: Problem, objective: Objective, *, load: float) -> Numbers:
+def _amounts(problem: PlacementProblem, objective: Objective, *, load: float) -> Numbers:
     """Most blocks of a request that each host can run under a load, [hosts]."""
     room = np.minimum(problem.room, problem.depth).astype(np.float64)
     most = room.copy()
@@ -281,7 +281,7 @@ def _amounts(problem: Problem, objective: Objective, *, load: float) -> Numbers:
     return most
 
 
-def _route(problem: Problem, placement: Placement) -> float:
+def _route(problem: PlacementProblem, placement: Placement) -> float:
     """Place every block once, for a request that visits few hosts, and quick ones; its seconds."""
     free, block_time = problem.column("memory").copy(), problem.column("block")
     missing, total, demand = list(range(problem.depth)), 0.0, problem.demand
@@ -303,7 +303,7 @@ def _route(problem: Problem, placement: Placement) -> float:
     return total
 
 
-def _add_copies(problem: Problem, placement: Placement, *, give: Numbers) -> None:
+def _add_copies(problem: PlacementProblem, placement: Placement, *, give: Numbers) -> None:
     """Add copies until replicas and reach hold; where most is left to give and room is free."""
     free = problem.column("memory") - placement @ problem.sizes
     while True:

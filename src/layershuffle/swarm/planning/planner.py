@@ -17,7 +17,7 @@ from layershuffle.swarm.planning.hosts import (
     ModelFacts,
     Objective,
     Placement,
-    Problem,
+    PlacementProblem,
     hosts_of,
     refuse_impossible,
     refuse_no_battery,
@@ -35,7 +35,7 @@ _ZERO = 1e-15
 class Planned:
     """What was asked for and what was found; `value` and `bound` in the objective's own unit."""
 
-    problem: Problem
+    problem: PlacementProblem
     objective: Objective
     solution: Solution
 
@@ -97,7 +97,7 @@ def plan(
             "An accuracy floor belongs to the objective lifetime", hint="leave one of them out"
         )
     demand = facts.depth if floor is None else facts.blocks_for(floor)
-    problem = Problem(
+    problem = PlacementProblem(
         hosts=hosts_of(hosts, facts), facts=facts, replicas=replicas, reach=reach, demand=demand
     )
     if objective == "lifetime":
@@ -109,7 +109,7 @@ def plan(
     return _swarm_plan(planned, model=model, wire=wire), planned
 
 
-def _best(problem: Problem, objective: Objective, *, time_limit: float) -> Solution:
+def _best(problem: PlacementProblem, objective: Objective, *, time_limit: float) -> Solution:
     """The greedy placement where it meets the bound or the swarm is large, else the exact one."""
     greedy = refusal = exact = None
     try:
@@ -128,7 +128,7 @@ def _best(problem: Problem, objective: Objective, *, time_limit: float) -> Solut
     return exact
 
 
-def _needed(problem: Problem, solution: Solution) -> Placement:
+def _needed(problem: PlacementProblem, solution: Solution) -> Placement:
     """The placement without copies that run nothing and that no constraint asks for."""
     placement = solution.placement.copy()
     # Greedy plans for latency have no shares, and in large swarms each test takes too long.

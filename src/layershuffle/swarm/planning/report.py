@@ -15,7 +15,7 @@ import numpy as np
 from layershuffle.swarm.plan import SwarmPlan
 from layershuffle.swarm.planning.planner import LARGE, Planned
 from layershuffle.swarm.policy import Routing
-from layershuffle.swarm.simulation import Arrivals, Outcome, profile_of, simulate
+from layershuffle.swarm.simulation import Arrivals, SimulationOutcome, profile_of, simulate
 from layershuffle.text import table
 
 _SHOWN = 20
@@ -61,7 +61,7 @@ def figures_of(plan: SwarmPlan, planned: Planned, *, routing: Routing) -> Figure
     problem = planned.problem
     patient = plan.model_copy(update={"limits": plan.limits.model_copy(update=_PATIENT)})
 
-    def play(requests: int, clients: int) -> Outcome:
+    def play(requests: int, clients: int) -> SimulationOutcome:
         return simulate(
             patient,
             profile=profile_of(problem.hosts),
@@ -108,7 +108,7 @@ def _reachable(plan: SwarmPlan, planned: Planned) -> np.ndarray[tuple[int], np.d
     return blocks
 
 
-def _life(planned: Planned, outcome: Outcome) -> float:
+def _life(planned: Planned, outcome: SimulationOutcome) -> float:
     """Requests until the first battery is empty, by the blocks and visits of every host."""
     lives = [
         host.battery * outcome.requests / energy

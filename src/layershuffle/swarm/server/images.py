@@ -21,7 +21,7 @@ from torch import Tensor
 
 from layershuffle.data.images import BOMBS, DECODE_ERRORS, to_mode
 from layershuffle.data.transforms import PlainTransform, resized_size
-from layershuffle.data.view import Finish, ImageView
+from layershuffle.data.view import ImageView, PixelFinish
 from layershuffle.errors import DataError
 from layershuffle.swarm.server.limits import GatewayLimits
 
@@ -72,7 +72,7 @@ class Decoder:
             check()
             place, image = waiting.popleft()
             pixels.append(transform(self.decode(image, place)))
-        return Finish(self.view)(torch.stack(pixels))
+        return PixelFinish(self.view)(torch.stack(pixels))
 
     def decode(self, image: Image.Image, place: str) -> Image.Image:
         """The pixels of an opened image, in the mode that the model wants."""

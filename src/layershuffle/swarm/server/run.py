@@ -86,7 +86,7 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
         self._patience, self._tls = limits.head_ms / 1000, tls
-        self._waiting: dict[H11Protocol, tuple[tuple[Any, int], float]] = {}
+        self._waiting: dict[H11Protocol, tuple[tuple[Any, int, bool], float]] = {}
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start the app, then accept connections: uvicorn has no option for TLS time-outs."""
@@ -122,15 +122,23 @@ class Server(uvicorn.Server):
         """
         before, self._waiting = self._waiting, {}
         for connection in cast("set[H11Protocol]", self.server_state.connections):
-            cycle, unsent = connection.cycle, connection.transport.get_write_buffer_size()
-            if unsent == 0 and cycle is not None and not cycle.response_complete:
-                continue  # a request runs, and the client waits for the server
-            state = (cycle, unsent // _PROGRESS)
+            cycle, transport = connection.cycle, connection.transport
+            closing = transport.is_closing()
+            # The transport of TLS forgets its buffer when it is closed twice, and raises if it is
+            # asked for it: that would end the server.
+            asked = self._tls is None or not closing
+            unsent = transport.get_write_buffer_size() if asked else 0
+            running = cycle is not None and not cycle.response_complete
+            if running and unsent == 0 and not closing:
+                continue  # the client waits for the server
+            state = (cycle, unsent // _PROGRESS, closing)
             past_state, since = before.get(connection, (None, now))
             since = since if past_state == state else now
             self._waiting[connection] = state, since
             if now - since >= self._patience:
-                connection.transport.abort() if unsent else connection.transport.close()
+                # One that closes waits for its client as well: for its goodbye in TLS, or until it
+                # has fetched what is left below TLS.
+                transport.abort() if unsent or closing else transport.close()
 
 
 class Listener(socket.socket):

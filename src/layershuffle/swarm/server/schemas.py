@@ -6,9 +6,9 @@ No torch, no web framework: clients read answers with the same classes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from layershuffle.swarm.calibration import CalibrationFacts, Expected
 from layershuffle.swarm.limits import Limits
@@ -23,6 +23,14 @@ if TYPE_CHECKING:
 IMAGE_FIELD = "image"
 """The field of a request's form that holds the image files; every other field is an option."""
 _MILLI = 1000.0
+
+
+def _encodable(text: str) -> str:
+    return text.encode("utf-8", "replace").decode()
+
+
+Reason = Annotated[str, AfterValidator(_encodable)]
+"""Words of hosts: a file name in an error may hold characters that JSON cannot carry."""
 
 
 class Guess(BaseModel):
@@ -50,14 +58,14 @@ class Hop(BaseModel):
     ms: float
     compute_ms: float
     queue_ms: float
-    why: str = Field("", description='For everything but "answered".')
+    why: Reason = Field("", description='For everything but "answered".')
 
 
 class Skipped(BaseModel):
     """A block that did not run."""
 
     block: int
-    why: str
+    why: Reason
 
 
 class Times(BaseModel):
@@ -89,7 +97,7 @@ class Host(BaseModel):
 
     name: str
     condition: Condition
-    why: str
+    why: Reason
     blocks: list[int]
     compute_ms: float | None = Field(description="Average per block.")
     link_ms: float | None = Field(description="Average per visit, beyond compute and queue.")
@@ -137,7 +145,7 @@ class Health(BaseModel):
 class Problem(BaseModel):
     """What went wrong and what to do next; `id` finds an unexpected failure in the log."""
 
-    cause: str
+    cause: Reason
     hint: str
     id: str | None = None
 

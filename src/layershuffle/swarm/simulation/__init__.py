@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from layershuffle.swarm.simulation.outcome import Outcome, outcome_report
+from layershuffle.swarm.simulation.outcome import SimulationOutcome, outcome_report
 from layershuffle.swarm.simulation.run import simulate
 from layershuffle.swarm.simulation.scenario import (
     Arrivals,
@@ -21,8 +21,8 @@ __all__ = [
     "Arrivals",
     "Churn",
     "HostTimes",
-    "Outcome",
     "Profile",
+    "SimulationOutcome",
     "outcome_report",
     "profile_of",
     "scaled",

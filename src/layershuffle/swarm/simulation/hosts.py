@@ -34,7 +34,7 @@ _MILLI = 1000.0
 
 
 @dataclass(eq=False, slots=True)
-class Job:
+class SimulatedVisit:
     """A visit on its way to a host, at the host, or on its way back.
 
     `answer` is done when the caller has the answer, or has given the visit up. `compute`: seconds
@@ -83,14 +83,14 @@ class SimulatedHost:
         # A process that starts anew does not finish the batch of the one before.
         self._process = 0
         # Visits without an answer yet; a dict, because a set would lose their order.
-        self._open: dict[Job, None] = {}
-        self._jobs: list[Job] = []
-        self._batch: list[Job] = []
+        self._open: dict[SimulatedVisit, None] = {}
+        self._jobs: list[SimulatedVisit] = []
+        self._batch: list[SimulatedVisit] = []
         self._delayed: list[Callable[[], None]] = []
 
     async def visit(self, visit: Visit, packet: Packet) -> Answer:
         """The answer after link, queue and compute. Raises a `VisitError` as real transports do."""
-        job = Job(visit, packet, self._loop.create_future())
+        job = SimulatedVisit(visit, packet, self._loop.create_future())
         if self.alive:
             self._open[job] = None
             self._loop.call_later(self._half_link, self._arrive, job)
@@ -101,7 +101,7 @@ class SimulatedHost:
         finally:
             self._open.pop(job, None)
 
-    def _arrive(self, job: Job) -> None:
+    def _arrive(self, job: SimulatedVisit) -> None:
         if job not in self._open:
             return  # its caller gave it up, or the process that it was sent to has died
         if self.silent:
@@ -160,14 +160,14 @@ class SimulatedHost:
         self._jobs = [job for job in self._jobs if not job.over]
         self._start_batch()
 
-    def _reply(self, job: Job, reply: Answer | VisitError) -> None:
+    def _reply(self, job: SimulatedVisit, reply: Answer | VisitError) -> None:
         job.replied = True
         if self.silent:
             self._delayed.append(partial(self._reply, job, reply))
         else:
             self._loop.call_later(self._half_link, _settle, job, reply)
 
-    def _lose(self, job: Job) -> None:
+    def _lose(self, job: SimulatedVisit) -> None:
         """The caller learns of the death, but not before the notice has come."""
         # With Ray callers are told 62 to 85 ms after a SIGKILL (`Profile.notice_ms`).
         notice = max(self._loop.time(), self._died + self.profile.notice_ms / _MILLI)
@@ -222,7 +222,7 @@ class SimulatedHosts:
         return self.hosts[visit.host].visit(visit, packet)
 
 
-def _settle(job: Job, reply: Answer | VisitError) -> None:
+def _settle(job: SimulatedVisit, reply: Answer | VisitError) -> None:
     # Its caller gave it up meanwhile.
     if job.answer.done():
         return

@@ -17,7 +17,7 @@ ENDED: tuple[Ended, ...] = ("answered", "degraded", "late", "failed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
+class SimulatedReply:
     """One request's end, at `ended_at` seconds of virtual time.
 
     `false`: a host that answers wrongly took part. `late`: after its deadline. `enough`: it has the
@@ -41,7 +41,7 @@ class Reply:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class SimulationOutcome:
     """How the requests ended; every request once.
 
     `ended`: answered (all blocks ran, in time), degraded (in time, blocks missing), late (after the
@@ -85,14 +85,14 @@ class Outcome:
 
 
 def outcome_of(
-    replies: Sequence[Reply],
+    replies: Sequence[SimulatedReply],
     *,
     routing: str,
     accuracy: Mapping[int, float] | None,
     depth: int,
     served: Mapping[str, int],
     visits: int,
-) -> Outcome:
+) -> SimulationOutcome:
     """The figures of all replies, which come in the order in which they ended."""
     ended = Counter(reply.ended for reply in replies)
     answers = [reply for reply in replies if reply.ended != "failed"]
@@ -106,7 +106,7 @@ def outcome_of(
     # A swarm fills up at first and empties at the end; what it can do shows in the middle half.
     quarter = len(replies) // 4
     first, last = replies[quarter].ended_at, replies[-1 - quarter].ended_at
-    return Outcome(
+    return SimulationOutcome(
         routing=routing,
         requests=len(replies),
         ended={end: ended[end] for end in ENDED},
@@ -125,7 +125,7 @@ def outcome_of(
     )
 
 
-def outcome_report(outcomes: Mapping[str, Outcome]) -> str:
+def outcome_report(outcomes: Mapping[str, SimulationOutcome]) -> str:
     """Tables with a column per outcome, under its name (as its routing)."""
     columns = list(outcomes.values())
     rows = [

@@ -1,7 +1,7 @@
 """`simulate`: a plan under load and failures, by the real router and health check in virtual time.
 
-`Router`, `Health` and the policy are those of the gateway, unchanged; the hosts behind them are
-simulated, and the event loop's clock jumps (`clock`).
+`Router`, `HealthMonitor` and the policy are those of the gateway, unchanged; the hosts behind them
+are simulated, and the event loop's clock jumps (`clock`).
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import numpy as np
 from layershuffle.errors import UsageError
 from layershuffle.swarm import state
 from layershuffle.swarm.chaos import Fault, check_faults
-from layershuffle.swarm.health import Health, KnownAnswer
+from layershuffle.swarm.health import HealthMonitor, KnownAnswer
 from layershuffle.swarm.plan import SwarmPlan
 from layershuffle.swarm.policy import Routing
 from layershuffle.swarm.router import Router
 from layershuffle.swarm.simulation.clock import VirtualTimeLoop
 from layershuffle.swarm.simulation.hosts import SimulatedHosts
-from layershuffle.swarm.simulation.outcome import Outcome, Reply, outcome_of
+from layershuffle.swarm.simulation.outcome import SimulatedReply, SimulationOutcome, outcome_of
 from layershuffle.swarm.simulation.scenario import Arrivals, Churn, Profile, depth_of, lives
 from layershuffle.swarm.state import HostView, Swarm
 
@@ -43,7 +43,7 @@ def simulate(
     faults: Sequence[Fault] = (),
     min_blocks: int = 1,
     accuracy: Mapping[int, float] | None = None,
-) -> Outcome:
+) -> SimulationOutcome:
     """The end of all requests; the same for the same arguments.
 
     `routing`: instead of the plan's. `faults` happen before requests by number, as in a drill;
@@ -56,7 +56,7 @@ def simulate(
     pending = check_faults(faults, list(plan.hosts))
     arrivals = arrivals or Arrivals()
 
-    async def play() -> Outcome:
+    async def play() -> SimulationOutcome:
         # Within the loop, because router and hosts take their clock from it.
         simulation = _Simulation(plan, profile=profile, routing=routing, faults=pending, seed=seed)
         await simulation.run(requests, arrivals=arrivals, churn=churn, min_blocks=min_blocks)
@@ -86,7 +86,7 @@ class _Simulation:
         seed: int,
     ) -> None:
         self.plan, self.seed, self.pending = plan, seed, list(faults)
-        self.replies: list[Reply] = []
+        self.replies: list[SimulatedReply] = []
         self.loop = asyncio.get_running_loop()
         self.transport = SimulatedHosts(plan.hosts, profile=profile, limits=plan.limits)
         self.router = Router(
@@ -98,7 +98,7 @@ class _Simulation:
             clock=self.loop.time,
         )
         self.router.swarm = Swarm(self._view(name) for name in plan.hosts)
-        self.health = Health(self.router, seed=seed)
+        self.health = HealthMonitor(self.router, seed=seed)
 
     def _view(self, name: str) -> HostView:
         host = self.plan.hosts[name]
@@ -172,7 +172,7 @@ class _Simulation:
             _STATE, deadline=self.loop.time() + deadline_ms / _MILLI, min_blocks=min_blocks
         )
         self.replies.append(
-            Reply(
+            SimulatedReply(
                 route=route,
                 ended_at=self.loop.time(),
                 false=bool((after != _STATE).any()),

@@ -13,7 +13,7 @@ from layershuffle.settings import Positive, Settings
 from layershuffle.swarm.plan import HostPlan, SwarmPlan
 
 if TYPE_CHECKING:
-    from layershuffle.swarm.planning.hosts import Host
+    from layershuffle.swarm.planning.hosts import PlannedHost
 
 _COPY = "~"
 # Arrivals, churn and canaries draw from streams of their own: a change of one leaves the others.
@@ -79,7 +79,7 @@ class Arrivals(Settings):
         return tuple(np.cumsum(gaps).tolist())
 
 
-def profile_of(hosts: Iterable[Host], *, batch_share: float = 1.0) -> Profile:
+def profile_of(hosts: Iterable[PlannedHost], *, batch_share: float = 1.0) -> Profile:
     """The profile of the hosts that a plan was made for."""
     return Profile(
         hosts={
