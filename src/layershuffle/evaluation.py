@@ -90,17 +90,17 @@ class Tally:
 
     @property
     def top1(self) -> float:
-        """In percent."""
+        """Top-1 accuracy in percent."""
         return 100.0 * int(self.top1_hits) / self.images
 
     @property
     def top5(self) -> float:
-        """In percent."""
+        """Top-5 accuracy in percent."""
         return 100.0 * int(self.top5_hits) / self.images
 
     @property
     def cross_entropy(self) -> float:
-        """In nats, per image."""
+        """Mean cross-entropy per image, in nats."""
         return float(self.loss) / self.images
 
 
@@ -261,6 +261,7 @@ def evaluate_spec(
         )
     )
     report = compiler.report()
+    # `recompiles` counts training steps only, so it would always be 0 here.
     blocks = {name: report[name] for name in ("mode", "reason", "graphs")}
     return Evaluation(scores=scores, data=data, blocks=blocks)
 

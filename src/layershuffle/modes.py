@@ -47,6 +47,7 @@ class Mode:
     def __str__(self) -> str:
         if self.kept is None:
             return self.order
+        # "random" is what `parse_modes` assumes, so equal modes have equal texts.
         tail = "" if self.choose == "random" else f":{self.choose}"
         return f"kept:{self.kept}:{self.order}{tail}"
 

@@ -121,8 +121,8 @@ class ExecutionOrder:
     def kendall_tau(self) -> float:
         """Kendall's tau against the sequential order: 1.0 ascending, -1.0 reversed.
 
-        Of a subset, the blocks that run are compared. One block gives 1.0. Raises as
-        `kendall_distance`.
+        For a subset, only the blocks that run are compared; a single block gives 1.0. Raises
+        `UsageError` for orders with repeats.
         """
         pairs = len(self.blocks) * (len(self.blocks) - 1) // 2
         # Kendall's tau counts concordant less discordant pairs; there are no ties in an order.

@@ -195,6 +195,7 @@ def policy_from_json(data: Mapping[str, Any]) -> OrderPolicy:
     name = fields.pop("policy", None)
     if not isinstance(name, str) or name not in POLICIES:
         raise UsageError(f"{name!r} is not an order policy", hint=f"one of {', '.join(POLICIES)}")
+    # `Kept` has a field of this name too; there it is a word.
     if isinstance(fields.get("order"), Mapping):
         fields["order"] = ExecutionOrder.from_json(fields["order"])
     try:

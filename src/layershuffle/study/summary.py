@@ -19,6 +19,7 @@ from layershuffle.study.tasks import Study
 
 _MOST_LEVELS = 3
 _QUARTERS = (3, 2, 1)
+# As the paper spells them; what follows the name of a method is appended as it is.
 _LABELS = {
     "layershuffle": "LayerShuffle",
     "layerdrop": "LayerDrop",
@@ -107,6 +108,7 @@ class Summary:
                 value: Any = result.facts
                 for key in path:
                     value = value.get(key) if isinstance(value, dict) else None
+                # What an analysis lacks counts as not measured.
                 if isinstance(value, int | float):
                     numbers.append(float(value))
         return mean(numbers) if numbers else None
@@ -124,6 +126,7 @@ class Summary:
         more. Only what some arm was measured on.
         """
         columns = [Column(mode, self.depth) for mode in MODES]
+        # Arbitrary order first: it is what the method is for.
         columns += [Column(mode, kept) for mode in reversed(MODES) for kept in self._levels()]
         measured = {(cell.mode, cell.kept) for cell in self.cells}
         return tuple(column for column in columns if (column.mode, column.kept) in measured)
