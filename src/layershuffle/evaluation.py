@@ -272,7 +272,7 @@ def compiler_for(wanted: bool) -> BlockCompiler:
 
 
 def prepare(model: nn.Module, precision: Precision, *, compiler: BlockCompiler) -> nn.Module:
-    """`model` itself: in bf16 with all weights and floating buffers, compiled by `compiler`."""
+    """Cast `model` in place (bf16: all weights and floating buffers) and compile its blocks."""
     if precision == "bf16":
         model.to(torch.bfloat16)
     compiler.add(model)

@@ -55,7 +55,7 @@ def processor() -> str:
 
 
 def cpu_has_bf16() -> bool:
-    """The processor multiplies bf16 in hardware (AVX512-BF16 or AMX); Linux only, else False."""
+    """Whether the processor multiplies bf16 in hardware. False on systems other than Linux."""
     cpuinfo = Path("/proc/cpuinfo")
     if not cpuinfo.is_file():
         return False

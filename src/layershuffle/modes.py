@@ -36,7 +36,7 @@ class Mode:
 
     @property
     def is_drawn(self) -> bool:
-        """More than one order belongs to the mode."""
+        """Whether more than one order belongs to the mode."""
         # "spaced", "first" and "last" name their blocks: ascending they make a single order.
         return self.order == "arbitrary" or (self.kept is not None and self.choose == "random")
 

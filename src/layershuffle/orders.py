@@ -80,17 +80,17 @@ class ExecutionOrder:
 
     @property
     def is_permutation(self) -> bool:
-        """Every block of the model runs exactly once."""
+        """Whether every block of the model runs exactly once."""
         return len(self.blocks) == self.depth and not self.has_repeats
 
     @property
     def is_sequential(self) -> bool:
-        """The full stack in its original order."""
+        """Whether this is the full stack in its original order."""
         return self.blocks == tuple(range(self.depth))
 
     @property
     def has_repeats(self) -> bool:
-        """Some block runs more than once."""
+        """Whether some block runs more than once."""
         return len(set(self.blocks)) < len(self.blocks)
 
     @property

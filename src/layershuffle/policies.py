@@ -80,9 +80,9 @@ class Shuffled:
 
 @dataclass(frozen=True)
 class LayerDrop:
-    """Sequential, each block left out with probability `p` (arXiv 1909.11556); at least one stays.
+    """Sequential order; each block is left out with probability `p` (arXiv 1909.11556).
 
-    If every block would be dropped, one block chosen uniformly runs.
+    If all blocks would be left out, a single one runs, chosen uniformly.
     """
 
     p: float = 0.2

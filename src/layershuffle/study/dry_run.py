@@ -150,7 +150,7 @@ def forecast(
 
 
 def open_subject(fitted: FitSettings) -> Subject:
-    """Load the model and open the data of a run for their sizes; raises what that raises."""
+    """Load the model and open the data of a run for their sizes; errors of both pass through."""
     from layershuffle.data import DataOptions, open_data
     from layershuffle.models import image_view, load, num_classes_of
     from layershuffle.stack import depth_of

@@ -169,7 +169,7 @@ def _analyses(study: StudySettings) -> list[AnalysisSpec]:
 def is_finished(task: Task, out: Path) -> bool:
     """Whether the task is done: its result is written last.
 
-    A merging whose donors have become more since is not.
+    A merging is not done any more once its arm has more donors.
     """
     path = task.directory(out) / RESULT_FILE
     if not path.is_file():

@@ -121,9 +121,10 @@ class Summary:
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """The main table's columns: the full stack in both modes, then arbitrary and sequential
-        with fewer blocks: at most three numbers of blocks, near 3/4, 1/2 and 1/4 if there are
-        more. Only what some arm was measured on.
+        """The main table's columns that some arm was measured on.
+
+        The full stack comes first, in both modes; then arbitrary and sequential order with fewer
+        blocks, at most three numbers of them: near 3/4, 1/2 and 1/4 of the depth if there are more.
         """
         columns = [Column(mode, self.depth) for mode in MODES]
         # Arbitrary order first: it is what the method is for.

@@ -41,8 +41,8 @@ _CHOICES = {
 class Table:
     """A table of texts.
 
-    `folded` ones start closed in HTML, and Markdown names them alone; `numbers`: figures, to be
-    aligned as such.
+    A `folded` table starts closed in HTML, and Markdown gives only its name. `numbers` says that
+    the cells hold numbers, which are aligned as such.
     """
 
     title: str = ""

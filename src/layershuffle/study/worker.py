@@ -116,7 +116,7 @@ def scoring_seed(seed: int, model: int) -> int:
 
 
 def _as_trained(run: RunSpec) -> dict[str, Any]:
-    """The images are scored as they were prepared for training."""
+    """The settings of the data: images are prepared for scoring as they were for training."""
     return {name: getattr(run.settings, name) for name in ("resize", "skip_corrupt", "streaming")}
 
 
