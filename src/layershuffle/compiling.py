@@ -63,6 +63,7 @@ class BlockCompiler:
         self._models.append(model)
         try:
             for block in blocks_of(model):
+                # `fullgraph` makes a graph break an error, which torch otherwise hides.
                 block.compile(backend=self._compile, fullgraph=True, dynamic=self._dynamic)
         except RuntimeError as error:  # this Python, or this system, has no torch.compile
             self.give_up(error)
@@ -71,6 +72,7 @@ class BlockCompiler:
         from torch._dynamo import lookup_backend
 
         compiled: Callable[..., Any] = lookup_backend(self._backend_name)(graph, list(inputs))
+        # Counted here, because the whole process shares dynamo's own counters.
         self.graphs += 1
         return compiled
 

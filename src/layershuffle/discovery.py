@@ -145,6 +145,7 @@ def _setting_difference(first: nn.Module, second: nn.Module) -> str | None:
 def _settings(block: nn.Module) -> Iterator[tuple[str, object]]:
     """Plain settings of a block and its parts: numbers, words and tuples of them."""
     for path, module in block.named_modules():
+        # timm's drop-path rates rise with depth; a rate belongs to its block and travels with it.
         if path.rpartition(".")[2] in _DROP_PATH:
             continue
         for name, value in vars(module).items():

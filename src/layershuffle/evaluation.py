@@ -91,17 +91,17 @@ class Tally:
 
     @property
     def top1(self) -> float:
-        """In percent."""
+        """Top-1 accuracy in percent."""
         return 100.0 * int(self.top1_hits) / self.images
 
     @property
     def top5(self) -> float:
-        """In percent."""
+        """Top-5 accuracy in percent."""
         return 100.0 * int(self.top5_hits) / self.images
 
     @property
     def cross_entropy(self) -> float:
-        """In nats, per image."""
+        """Mean cross-entropy per image, in nats."""
         return float(self.loss) / self.images
 
 
@@ -264,6 +264,7 @@ def evaluate_spec(
         )
     )
     report = compiler.report()
+    # `recompiles` counts training steps only, so it would always be 0 here.
     blocks = {name: report[name] for name in ("mode", "reason", "graphs")}
     return Evaluation(scores=scores, data=data, blocks=blocks)
 
@@ -274,7 +275,7 @@ def compiler_for(wanted: bool) -> BlockCompiler:
 
 
 def prepare(model: nn.Module, precision: Precision, *, compiler: BlockCompiler) -> nn.Module:
-    """`model` itself: in bf16 with all weights and floating buffers, compiled by `compiler`."""
+    """Cast `model` in place (bf16: all weights and floating buffers) and compile its blocks."""
     if precision == "bf16":
         model.to(torch.bfloat16)
     compiler.add(model)

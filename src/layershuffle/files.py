@@ -47,12 +47,14 @@ def write_bytes(path: Path, content: bytes, *, private: bool = False) -> None:
 
     `private`: no other user may read the file at any moment.
     """
+    # Beside `path`: a rename is a single step only within one file system.
     stage = path.with_name(f"{_STAGE_PREFIX}{os.getpid()}-{path.name}")
     with explained(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(stage, "wb", opener=_private_opener if private else None) as file:
             file.write(content)
             file.flush()
+            # Before the rename: after a power cut the final name must not lead to half a file.
             os.fsync(file.fileno())
         os.replace(stage, path)
 
@@ -72,6 +74,7 @@ def staged_directory(final: Path) -> Iterator[Path]:
     with explained(final):
         final.parent.mkdir(parents=True, exist_ok=True)
         stage = Path(tempfile.mkdtemp(prefix=_STAGE_PREFIX, dir=final.parent))
+        # mkdtemp gives access to this user alone, and results are for everybody.
         os.chmod(stage, 0o755)
     try:
         with explained(final):

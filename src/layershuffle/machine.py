@@ -36,6 +36,7 @@ def hardware(precision: str) -> dict[str, Any]:
 
     return {
         "processor": processor(),
+        # Cores that this process may use; a container often has fewer than its machine.
         "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
@@ -54,11 +55,12 @@ def processor() -> str:
 
 
 def cpu_has_bf16() -> bool:
-    """The processor multiplies bf16 in hardware (AVX512-BF16 or AMX); Linux only, else False."""
+    """Whether the processor multiplies bf16 in hardware. False on systems other than Linux."""
     cpuinfo = Path("/proc/cpuinfo")
     if not cpuinfo.is_file():
         return False
     words = set(cpuinfo.read_text(encoding="utf-8").split())
+    # Flags of x86 processors; the last one is what ARM processors report.
     return bool(words & {"avx512_bf16", "amx_bf16", "bf16"})
 
 
@@ -71,6 +73,7 @@ def warn_of_slow_bf16(precision: str, device: str) -> None:
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """`tensor` from the host on `device`, without making the host wait for what runs there."""
     if device.type == "cuda":
+        # A copy from pageable memory waits in spite of `non_blocking`.
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 

@@ -36,7 +36,7 @@ class Mode:
 
     @property
     def is_drawn(self) -> bool:
-        """More than one order belongs to the mode."""
+        """Whether more than one order belongs to the mode."""
         # "spaced", "first" and "last" name their blocks: ascending they make a single order.
         return self.order == "arbitrary" or (self.kept is not None and self.choose == "random")
 
@@ -47,6 +47,7 @@ class Mode:
     def __str__(self) -> str:
         if self.kept is None:
             return self.order
+        # "random" is what `parse_modes` assumes, so equal modes have equal texts.
         tail = "" if self.choose == "random" else f":{self.choose}"
         return f"kept:{self.kept}:{self.order}{tail}"
 

@@ -80,17 +80,17 @@ class ExecutionOrder:
 
     @property
     def is_permutation(self) -> bool:
-        """Every block of the model runs exactly once."""
+        """Whether every block of the model runs exactly once."""
         return len(self.blocks) == self.depth and not self.has_repeats
 
     @property
     def is_sequential(self) -> bool:
-        """The full stack in its original order."""
+        """Whether this is the full stack in its original order."""
         return self.blocks == tuple(range(self.depth))
 
     @property
     def has_repeats(self) -> bool:
-        """Some block runs more than once."""
+        """Whether some block runs more than once."""
         return len(set(self.blocks)) < len(self.blocks)
 
     @property
@@ -121,8 +121,8 @@ class ExecutionOrder:
     def kendall_tau(self) -> float:
         """Kendall's tau against the sequential order: 1.0 ascending, -1.0 reversed.
 
-        Of a subset, the blocks that run are compared. One block gives 1.0. Raises as
-        `kendall_distance`.
+        For a subset, only the blocks that run are compared; a single block gives 1.0. Raises
+        `UsageError` for orders with repeats.
         """
         pairs = len(self.blocks) * (len(self.blocks) - 1) // 2
         # Kendall's tau counts concordant less discordant pairs; there are no ties in an order.

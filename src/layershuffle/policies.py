@@ -80,9 +80,9 @@ class Shuffled:
 
 @dataclass(frozen=True)
 class LayerDrop:
-    """Sequential, each block left out with probability `p` (arXiv 1909.11556); at least one stays.
+    """Sequential order; each block is left out with probability `p` (arXiv 1909.11556).
 
-    If every block would be dropped, one block chosen uniformly runs.
+    If all blocks would be left out, a single one runs, chosen uniformly.
     """
 
     p: float = 0.2
@@ -195,6 +195,7 @@ def policy_from_json(data: Mapping[str, Any]) -> OrderPolicy:
     name = fields.pop("policy", None)
     if not isinstance(name, str) or name not in POLICIES:
         raise UsageError(f"{name!r} is not an order policy", hint=f"one of {', '.join(POLICIES)}")
+    # `Kept` has a field of this name too; there it is a word.
     if isinstance(fields.get("order"), Mapping):
         fields["order"] = ExecutionOrder.from_json(fields["order"])
     try:

@@ -241,6 +241,7 @@ def add_position(
         model,
         encoding=PositionEncoding(depth, width, form=encoding, seed=seed) if encoding else None,
         prediction=(
+            # Another seed: with one seed both parts would begin with the same numbers.
             PositionPrediction(depth, width, form=prediction, seed=seed + 1) if prediction else None
         ),
     )

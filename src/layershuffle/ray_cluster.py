@@ -30,6 +30,7 @@ def check_answers(address: str, *, cluster: str, hint: str) -> None:
         raise UsageError(f"{address!r} is no address", hint="give HOST:PORT, as 10.0.0.1:6400")
     try:
         socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
+    # OverflowError: a port above 65535.
     except (OSError, OverflowError) as error:
         # Ray ends the whole process where nothing listens, without an exception.
         raise UsageError(

@@ -93,6 +93,7 @@ def format_rows(
     """
     formats = decimals or {}
     text = io.StringIO(newline="")
+    # csv's own line end is that of Windows; results are compared byte for byte.
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(names)
     for row in rows:
@@ -141,6 +142,7 @@ def parse_rows(
     if not text.endswith("\n"):
         raise refuse("The last line is cut off", None)
     try:
+        # `strict`: a quote that is never closed would otherwise swallow all lines after it.
         header, *lines = csv.reader(io.StringIO(text, newline=""), strict=True)
     except csv.Error as error:
         raise refuse(f"This is not a CSV file ({error})", None) from error

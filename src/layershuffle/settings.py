@@ -154,6 +154,7 @@ class FitSettings(Settings):
 
     @model_validator(mode="after")
     def _check(self) -> FitSettings:
+        # Raises for an option that the method does not have.
         self.find_method()
         if self.steps is not None and self.epochs is not None:
             raise ValueError("steps and epochs exclude each other: give one")
@@ -161,6 +162,7 @@ class FitSettings(Settings):
             raise ValueError(
                 f"accumulate={self.accumulate} does not divide batch_size={self.batch_size}"
             )
+        # A group without an image would draw an order that nothing runs.
         if self.orders_per_batch > self.batch_size // self.accumulate:
             raise ValueError(
                 f"orders_per_batch={self.orders_per_batch} is more than the "
@@ -218,6 +220,7 @@ class EvalSettings(Settings):
 
     @model_validator(mode="after")
     def _check(self) -> EvalSettings:
+        # The result is not kept: misspelt modes are to be refused before a model is loaded.
         parse_modes(self.modes)
         return self
 
@@ -259,6 +262,7 @@ def field_value(kind: type[Settings], name: str, *, value: Any) -> Any:
 
 def digest(settings: Settings) -> str:
     """A SHA-256 over the settings: equal for equal settings, in any version of Python."""
+    # Sorted, so that a field may move within its class.
     text = json.dumps(settings.model_dump(mode="json"), sort_keys=True)
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
 

@@ -56,6 +56,7 @@ def estimate(
     """
     if not scores or not all(scores.values()):
         raise ValueError("an estimate needs at least one score of every seed")
+    # By seed, so that the order of the mapping changes nothing.
     groups = [scores[seed] for seed in sorted(scores)]
     means = [mean(group) for group in groups]
     values = [value for group in groups for value in group]

@@ -48,6 +48,7 @@ def budget_points(study: Study) -> tuple[Point, ...]:
             mode=mode,
             top1=estimate(
                 {seed: [row.top1 for row in rows] for seed, rows in by_seed.items()},
+                # The fewest images give the widest interval.
                 images=min(row.n for rows in by_seed.values() for row in rows),
             ),
         )
@@ -57,6 +58,7 @@ def budget_points(study: Study) -> tuple[Point, ...]:
 
 
 def _base_arm(run: RunSpec) -> str:
+    # Only for budget runs, which the plan named so: an arm of the recipe may end in such words too.
     return re.sub(r"-\d+-steps$", "", run.arm) if run.part == "budget" else run.arm
 
 
@@ -64,6 +66,7 @@ def budget_section(summary: Summary) -> Section | None:
     """The section, or `None` for a study without a curve or nothing of it done."""
     points = budget_points(summary.study)
     lengths = sorted({point.steps for point in points})
+    # A curve needs two lengths; a study that has just begun may have one.
     if len(lengths) < 2:
         return None
     curves: dict[tuple[str, str], dict[int, Estimate]] = {}
@@ -122,6 +125,7 @@ def _draw(curves: dict[tuple[str, str], dict[int, Estimate]], lengths: Sequence[
             yerr=error_bars(list(curve.values())),
             color=colour,
             marker=marker,
+            # Colour and marker tell the arm, the line tells the order mode.
             linestyle="-" if mode == "sequential" else "--",
             capsize=2.5,
             label=f"{label(arm)}, {mode}",
@@ -130,6 +134,7 @@ def _draw(curves: dict[tuple[str, str], dict[int, Estimate]], lengths: Sequence[
     axes.set_xscale("log")
     axes.set_xticks(lengths, [f"{steps:,}" for steps in lengths], minor=False)
     axes.minorticks_off()
+    # Room for the markers of scores near 0 and 100 %.
     axes.set_ylim(-2, 102)
     axes.legend(frameon=False, labelcolor=INK, fontsize=8)
     return figure

@@ -55,6 +55,7 @@ class Claim:
     judge: Judge
 
 
+# Filled by `claim`, in the order of this file, which the report keeps.
 CLAIMS: list[Claim] = []
 
 
@@ -189,6 +190,7 @@ def _predict_varies_most(s: Summary) -> Judgement:
     spreads = {
         arm: spread for arm in arms if (spread := deviation(s.means(arm, "arbitrary"))) is not None
     }
+    # A spread needs two models; without one of the three there is no largest.
     if len(spreads) < len(arms):
         return None
     most = max(spreads, key=lambda arm: spreads[arm])
@@ -321,6 +323,7 @@ def _alone_in_arbitrary_order(s: Summary) -> Judgement:
 )
 def _identity_draw(s: Summary) -> Judgement:
     cell = s.cell("truncated", Column("arbitrary", 3))
+    # Scores under a new order for every batch name no order.
     rows = [] if cell is None else [row for row in cell.rows if row.order]
     straight = [row.top1 for row in rows if row.order == "0,1,2"]
     others = [row.top1 for row in rows if row.order != "0,1,2"]
@@ -340,7 +343,8 @@ def _identity_draw(s: Summary) -> Judgement:
     "by chance",
 )
 def _outputs_depend_on_position(s: Summary) -> Judgement:
-    # The mean token: of the class token 33 % against 58 % are near, on digit pairs.
+    # The mean token, which shows more: on digit pairs 58 % of its neighbours are at most one
+    # position away, and 33 % of those of the class token.
     share = s.fact("umap", "layershuffle", path=("tokens", "mean", "purity"))
     chance = s.fact("umap", "layershuffle", path=("tokens", "mean", "chance"))
     if share is None or chance is None:
@@ -428,6 +432,7 @@ def _ensemble_is_better(s: Summary) -> Judgement:
     ensemble, single = (s.merging("layershuffle", kind) for kind in ("ensemble", "donor"))
     if not (ensemble and single):
         return None
+    # No interval: one ensemble says nothing of ensembles of other models.
     points = mean(ensemble) - mean(single)
     text = f"ensemble {mean(ensemble):.2f}, {points:+.2f} points"
     return grade(points > SLIGHT, points > 0), text

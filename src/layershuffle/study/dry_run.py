@@ -98,6 +98,7 @@ def forecast(
     Nothing is trained: a probe of a few batches would say little of compiled blocks, of the data's
     decoding, or of other work on the machine, all of which a finished run has met.
     """
+    # Most arms share model and data, so each pair is opened once.
     subjects: dict[tuple[str, str], StudySubject] = {}
     runs = {task.name: task for task in tasks if isinstance(task, RunSpec)}
 
@@ -130,6 +131,7 @@ def forecast(
             + task.block_runs * eval_seconds / executed
             for task in counted
         )
+    # The rule of `local_pool`: the time is that of as many workers as would run.
     count = workers or study.workers or gpu_count() or len(os.sched_getaffinity(0))
     sizes = [subject(run).parameter_bytes for run in runs.values()]
     return Forecast(
@@ -142,16 +144,18 @@ def forecast(
         measured=len(results),
         workers=count,
         bytes_left=sum(sizes),
+        # Every run keeps its best model, but only those that run side by side have checkpoints.
         bytes_peak=sum(sizes) + count * _CHECKPOINT_COPIES * max(sizes, default=0),
     )
 
 
 def open_subject(fitted: FitSettings) -> StudySubject:
-    """Load the model and open the data of a run for their sizes; raises what that raises."""
+    """Load the model and open the data of a run for their sizes; errors of both pass through."""
     from layershuffle.data import DataOptions, open_data
     from layershuffle.models import image_view, load, num_classes_of
     from layershuffle.stack import depth_of
 
+    # Loaded and not looked up: only the host library knows the sizes of a spec with options.
     model = load(fitted.model, seed=fitted.seed)
     data = open_data(fitted.data, image_view(model), options=DataOptions(resize=fitted.resize))
     if num_classes_of(model) != len(data.classes):  # as training gives it a new head
@@ -176,6 +180,7 @@ def work_of(task: Task, subject: StudySubject) -> Work:
         images = min(subject.test_images, task.evaluate.max_images or subject.test_images)
         return Work(
             steps=steps,
+            # A shortened model trains a part of the blocks; stem and head are small beside them.
             trained=steps * fitted.batch_size * depth / subject.depth,
             block_runs=block_runs(task.evaluate, depth) * images,
         )
@@ -207,6 +212,7 @@ def block_runs(settings: EvalSettings, depth: int) -> int:
 
 def forecast_text(forecast: Forecast, out: Path) -> str:
     """The forecast in words."""
+    # `out` may not exist yet; its nearest parent lies on the same disk.
     place = next(path for path in (out, *out.absolute().parents) if path.exists())
     free = shutil.disk_usage(place).free
     time = "Time: not known until a run has finished; then this command tells it"

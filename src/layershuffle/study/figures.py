@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from html import escape
 from typing import TYPE_CHECKING, Any, Literal
 
 from layershuffle.plotting import GROUND, INK, RULE, figure_bytes, new_figure, style_axes
@@ -50,6 +51,7 @@ def draw_figure(summary: Summary, modes: Sequence[str] = tuple(PANELS)) -> Figur
     """
     alone = len(modes) == 1
     figure = new_figure(*((4.6, 4.5) if alone else (9.2, 4.4)))
+    # One scale for both panels, because their heights are compared.
     panels = figure.subplots(1, len(modes), sharey=True, squeeze=False)[0]
     for axes, mode in zip(panels, modes, strict=True):
         _draw_panel(axes, summary, mode)
@@ -59,6 +61,7 @@ def draw_figure(summary: Summary, modes: Sequence[str] = tuple(PANELS)) -> Figur
         handles, names, loc="outside lower center", ncols=2 if alone else 5, frameon=False
     )
     for text in legend.get_texts():
+        # matplotlib would read a "$" in the name of an arm as mathematics.
         text.set(color=INK, parse_math=False)
     return figure
 
@@ -73,17 +76,19 @@ def inline_svg(summary: Summary, mode: str) -> str:
     figure.patch.set_alpha(0.0)
     text = figure_bytes(figure, "svg").decode("utf-8")
     text = text[text.index("<svg") :]
+    # matplotlib's style rules are for every element, also for those of the page around it.
     text = re.sub(r" <defs>\s*<style.*?</style>\s*</defs>\n", "", text, flags=re.DOTALL)
     text = re.sub(r'\bid="', f'id="{mode}-', text)
     text = re.sub(r'xlink:href="#', f'href="#{mode}-', text)
     text = re.sub(r"url\(#", f"url(#{mode}-", text)
-    text = (
-        re.sub(r' (xmlns(:xlink)?|version|width|height)="[^"]*"', "", _opening(text))
-        + (text[len(_opening(text)) :])
-    )
+    # In the opening tag alone, for shapes have a width and a height as well.
+    end = text.index(">") + 1
+    text = re.sub(r' (xmlns(:xlink)?|version|width|height)="[^"]*"', "", text[:end]) + text[end:]
+    # The page changes its variables where the reader prefers a dark one.
     for colour, name in _variables().items():
         text = text.replace(colour, f"var(--{name}, {colour})")
-    return text.replace("<svg", f'<svg role="img" aria-label="{_attribute(summary, mode)}"', 1)
+    words = escape(describe_panel(summary, mode), quote=True)
+    return text.replace("<svg", f'<svg role="img" aria-label="{words}"', 1)
 
 
 def describe_panel(summary: Summary, mode: str) -> str:
@@ -107,6 +112,7 @@ def _draw_panel(axes: Axes, summary: Summary, mode: str) -> None:
         if cells:
             _draw_arm(axes, summary, arm, cells)
     ticks = sorted({cell.kept for cell in summary.cells})
+    # More than a dozen labels would run into each other.
     axes.set_xticks(ticks if len(ticks) <= 12 else ticks[:: (len(ticks) + 11) // 12])
     axes.set(xlim=(min(ticks, default=1) - 1, summary.depth + 1), ylim=(-2, 102))
     axes.set_xlabel(f"blocks kept (of {summary.depth})", color=INK)
@@ -167,6 +173,7 @@ def error_bars(scores: Sequence[Estimate]) -> tuple[list[float], list[float]]:
 def _legend_entries(panels: Sequence[Axes], summary: Summary) -> tuple[list[Any], list[str]]:
     from matplotlib.lines import Line2D
 
+    # A study that is half done has arms without a line in any panel.
     drawn = {str(box.get_label()) for axes in panels for box in axes.containers}
     handles, names = [], []
     for arm in summary.arms:
@@ -182,16 +189,6 @@ def _legend_entries(panels: Sequence[Axes], summary: Summary) -> tuple[list[Any]
     return handles, names
 
 
-def _opening(svg: str) -> str:
-    return svg[: svg.index(">") + 1]
-
-
 def _variables() -> dict[str, str]:
     arms = {colour: f"arm-{index}" for index, (colour, _, _) in enumerate(STYLES)}
     return {INK: "ink", RULE: "rule", GROUND: "ground", **arms}
-
-
-def _attribute(summary: Summary, mode: str) -> str:
-    from html import escape
-
-    return escape(describe_panel(summary, mode), quote=True)

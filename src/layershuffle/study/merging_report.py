@@ -73,6 +73,7 @@ def score_of(rows: Sequence[MergingRow], metric: str = "top1") -> Estimate:
 def _row(group: Group) -> tuple[str, ...]:
     arm, (kind, name, ends), rows = group
     top1, top5 = score_of(rows), score_of(rows, "top5")
+    # The paper reports one variant of each kind, so only our main variant has a counterpart.
     paper = next((p for p in MERGES if (p.kind, p.arm) == (kind, arm) and rows[0].main), None)
     numbers = (NONE, NONE, NONE)
     if paper is not None:
@@ -112,6 +113,7 @@ def draw_merges(groups: Sequence[Group]) -> Figure:
     """Figure 5: a column of dots per group of models, every model one dot."""
     columns = [[mean(scores) for scores in by_model(rows).values()] for _, _, rows in groups]
     offsets = [beeswarm_offsets(values, height=_DOT_HEIGHT) for values in columns]
+    # The fullest column decides for all, so that no dot covers another.
     widest = max(1 + 2 * max(map(abs, shifts)) for shifts in offsets)  # dots side by side
     inches = max(0.8, widest * _DOT_POINTS / 72 / _ACROSS)  # of a column
     figure = new_figure(1.0 + inches * len(columns), _HEIGHT + 1.4)
@@ -141,6 +143,7 @@ def beeswarm_offsets(values: Sequence[float], *, height: float) -> list[float]:
     """
     offsets = [0.0] * len(values)
     placed: list[tuple[float, int]] = []
+    # From the lowest value up, so that the order of the rows does not change the picture.
     for index in sorted(range(len(values)), key=lambda i: values[i]):
         taken = {place for value, place in placed if abs(value - values[index]) < height}
         place = next(place for place in _outwards() if place not in taken)

@@ -53,6 +53,7 @@ def _fit(*paths: str, method: str = "") -> Answer:
     """The values in the runs of a method, or of all; several where the arms differ."""
 
     def answer(study: StudySettings) -> tuple[str, str]:
+        # A run must name a model and data, but no question is about them.
         default = FitSettings(
             method=method or "layershuffle",
             model="none",
@@ -91,6 +92,7 @@ def _always(text: str) -> Answer:
     return lambda _: (text, text)
 
 
+# The numbers never change, because pages, the log and decisions refer to them.
 QUESTIONS: tuple[tuple[str, str, str, Answer], ...] = (
     ("A1", "When does the order change in evaluation?", "evaluate.draw, evaluate.num_orders",
      _evaluate("draw", "num_orders")),

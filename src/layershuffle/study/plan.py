@@ -34,7 +34,7 @@ Part = Literal["main", "budget"]
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec:
-    """One training and its evaluation. `part` of the report that it belongs to."""
+    """One training and its evaluation; `part` is the part of the report that it belongs to."""
 
     name: str
     arm: str
@@ -169,7 +169,7 @@ def _analyses(study: StudySettings) -> list[AnalysisSpec]:
 def is_finished(task: Task, out: Path) -> bool:
     """Whether the task is done: its result is written last.
 
-    A merging whose donors have become more since is not.
+    A merging is not done any more once its arm has more donors.
     """
     path = task.directory(out) / RESULT_FILE
     if not path.is_file():
@@ -211,6 +211,7 @@ def _check_unchanged(old: StudySettings, new: StudySettings, out: Path) -> None:
     changed = [task.name for task in done if not _same(task, planned.get(task.name))]
     if old.name != new.name or changed:
         what = f"finished already: {', '.join(changed[:3])}" if changed else f"of {old.name!r}"
+        # For the message: names of settings tell more than names of tasks.
         differing = [n for n in type(old).model_fields if getattr(old, n) != getattr(new, n)]
         raise UsageError(
             f"This directory holds a study with other settings ({', '.join(differing)}), {what}",
@@ -222,6 +223,7 @@ def _check_unchanged(old: StudySettings, new: StudySettings, out: Path) -> None:
 def _same(done: Task, planned: Task | None) -> bool:
     """Whether a finished task stays as it is; more donors only make a merging be done again."""
     if isinstance(done, MergingSpec) and isinstance(planned, MergingSpec):
+        # Not the whole of `options`: its list of arms may grow without a change to this arm.
         return set(done.needs) <= set(planned.needs) and done.options.options == (
             planned.options.options
         )

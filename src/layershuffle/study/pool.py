@@ -59,6 +59,7 @@ class LocalPool:
         if gpu is not None:
             self.gpu_of[task.name] = gpu
         with explained(directory):
+            # Appended: the log of a run that resumes begins before the interruption.
             log = (directory / LOG_FILE).open("ab")
         with log:
             self.processes[task.name] = subprocess.Popen(
@@ -72,6 +73,7 @@ class LocalPool:
 
     def _least_used_gpu(self) -> int | None:
         busy = [self.gpu_of[name] for name in self.processes if name in self.gpu_of]
+        # More tasks than GPUs are allowed (`--workers`); they are spread evenly.
         return min(range(self.gpus), key=busy.count, default=None)
 
     def reap(self) -> dict[str, int]:
@@ -109,6 +111,7 @@ def fresh_directory(task: Task, out: Path) -> Path:
 
 def worker_command(out: Path, name: str) -> list[str]:
     """What runs one task."""
+    # This Python, whatever `python` means in the shell.
     return [sys.executable, "-m", "layershuffle.study.worker", str(out), name]
 
 
@@ -134,8 +137,10 @@ def _visible_gpus() -> list[str]:
 def _environment(threads: int | None, gpu: int | None) -> dict[str, str]:
     environment = dict(os.environ)
     if threads is not None:
+        # By the environment, because OpenMP reads it before any line of ours runs.
         environment["OMP_NUM_THREADS"] = str(threads)
     if gpu is not None:
         visible = _visible_gpus()
+        # We may own a part of the GPUs only; then their names count, not numbers from 0.
         environment["CUDA_VISIBLE_DEVICES"] = visible[gpu] if visible else str(gpu)
     return environment

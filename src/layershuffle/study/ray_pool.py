@@ -23,11 +23,15 @@ from layershuffle.study.plan import FAILURE_FILE, RESULT_FILE, Task
 from layershuffle.study.pool import LOG_FILE, STOP_SECONDS, fresh_directory, worker_command
 from layershuffle.study.runner import MakePool
 from layershuffle.study.settings import StudySettings
+from layershuffle.text import one_line
 
 _PROOF_FILE = ".shared-disk"
+# The exit code of `Interrupted`.
 _STOPPED = 143
 _LOST = 1
+# A network disk may take long to show a file of another machine.
 _FIND_SECONDS = 60.0
+# Each one goes on from the last checkpoint, so that five lost machines cost little.
 _RETRIES = 5
 
 
@@ -57,6 +61,7 @@ def ray_pool(address: str) -> MakePool:
 
 def check_shared(ray: Any, out: Path) -> None:
     """Raises `UsageError` naming the machines of the cluster that do not see `out`."""
+    # The content counts: another machine may have a directory of this name, and an older file.
     proof, word = out / _PROOF_FILE, f"{platform.node()} {os.getpid()}"
     out.mkdir(parents=True, exist_ok=True)
     write_text(proof, word)
@@ -76,15 +81,17 @@ def check_shared(ray: Any, out: Path) -> None:
 
 
 def _seen(ray: Any, node: Mapping[str, Any], *, proof: Path) -> str:
+    # Hard affinity: Ray would otherwise look from any machine that has room.
     strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
         node["NodeID"], soft=False
     )
+    # No CPU is asked for, or a busy cluster would let the check wait.
     see = ray.remote(num_cpus=0, scheduling_strategy=strategy)(_sees)
     try:
         return str(ray.get(see.remote(str(proof)), timeout=_FIND_SECONDS))
     except ray.exceptions.RayError as error:
         raise UsageError(
-            f"A machine of the cluster does not work ({' '.join(str(error).split())[:200]})",
+            f"A machine of the cluster does not work ({one_line(error, limit=200)})",
             place=node["NodeManagerAddress"],
             hint="install the same layershuffle there, or take it out of the cluster",
         ) from error
@@ -119,6 +126,7 @@ class RayPool:
             num_gpus=1 if self.gpus else 0,
             max_retries=_RETRIES,  # on another machine when one dies, from the last checkpoint
         )(_work)
+        # Ray reserves one CPU for the task, but torch would use all of the machine.
         threads = None if self.gpus else 1
         self.references[task.name] = work.remote(str(self.out), task.name, str(log), threads)
 
@@ -127,6 +135,7 @@ class RayPool:
         if not self.references:
             return {}
         names = {reference: name for name, reference in self.references.items()}
+        # A time-out of 0 only looks: the runner asks again.
         ended, _ = self.ray.wait(list(names), num_returns=len(names), timeout=0)
         codes = {names[reference]: self._code(reference, names[reference]) for reference in ended}
         for name in codes:

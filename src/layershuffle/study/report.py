@@ -115,6 +115,7 @@ def write_report(out: Path) -> Report:
         named = (replace(p, file=f) for p, f in zip(section.pictures, files, strict=True))
         parts.append(replace(section, pictures=tuple(named)))
     texts = render(summary, parts, pictures=pictures)
+    # Not padded: a repository holds these files, and no digit is lost.
     write_rows(out / "results.csv", study.rows, padded=False)
     for name, text in texts.items():
         write_text(out / name, text)
@@ -170,6 +171,7 @@ def render(summary: Summary, parts: list[Section], *, pictures: dict[str, bytes]
             autoescape=escape,
             # Control characters could drive the reader's terminal.
             finalize=lambda value: printable(value) if escape and type(value) is str else value,
+            # A misspelt name would otherwise leave an empty place in the report.
             undefined=jinja2.StrictUndefined,
             trim_blocks=True,
             lstrip_blocks=True,
@@ -192,6 +194,7 @@ def render(summary: Summary, parts: list[Section], *, pictures: dict[str, bytes]
 def escape_markdown(text: str) -> str:
     """`text` as literal text inside a Markdown table or paragraph."""
     safe = printable(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    # "$" and "~" too: GitHub reads mathematics and deleted text there.
     return re.sub(r"([\\`*_\[\]|$~!#])", r"\\\1", safe)
 
 
@@ -250,6 +253,7 @@ def status(study: Study) -> str:
 
 def gaps(study: Study) -> list[tuple[str, str]]:
     """(task, what happened) of every task that is not finished, those that failed first."""
+    # Failures first: whoever reads the report has to act on them.
     failed = [o for o in study.outcomes if o.state == "failed"]
     missing = [(o.task.name, NOT_DONE) for o in study.outcomes if o.state == "missing"]
     return [(o.task.name, f"failed: {o.failure}") for o in failed] + missing
@@ -326,6 +330,7 @@ def _analysis_sections(study: Study) -> list[Section]:
             group.append((task.name, task.arm, outcome.result))
     return [
         Section(
+            # Of the analyses only this one has a figure in the paper.
             title=f"Figure 4: {group[0][2].title}" if name == "umap" else group[0][2].title,
             sentences=tuple(
                 f"{label(arm)} ({task}): {result.paragraph}"

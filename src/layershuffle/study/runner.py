@@ -74,6 +74,7 @@ def run_study(
     saved.
     """
     tasks = tasks_for(study, only)
+    # Locked before the plan is written: two studies would start the same tasks.
     with locked(out), _stopping() as stopping:
         write_plan(study, out)
         pool, limit = make_pool(study, out)
@@ -95,6 +96,7 @@ def run_study(
                 states = [_state(task, out, pool.running, codes) for task in tasks]
                 watch(states, time.monotonic() - started)
         finally:
+            # Also after an error, so that no worker is left behind.
             pool.stop()
         if stopping():
             raise Interrupted(
@@ -102,6 +104,7 @@ def run_study(
                 place=out,
                 hint="the same command goes on",
             )
+    # By the files and not by exit codes: a task is done if and only if its result is there.
     return [task.name for task in tasks if not is_finished(task, out)]
 
 
@@ -125,6 +128,7 @@ def failure(task: Task, out: Path) -> str:
     directory = task.directory(out)
     if (directory / FAILURE_FILE).is_file():
         return (directory / FAILURE_FILE).read_text(encoding="utf-8").strip()
+    # A worker that the system killed leaves nothing but its log.
     log, lines = directory / LOG_FILE, list[str]()
     if log.is_file():
         lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
@@ -167,8 +171,10 @@ def _progress(path: Path) -> tuple[str, float]:
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
+        # A worker imports torch for some seconds before it says anything.
         return "starting", 0.0
     if content["phase"] != "training":
+        # Scoring has no counter: its share of a run is small.
         share = content.get("done", 1) / max(content.get("total", 1), 1)
         return str(content["phase"]), share
     loss = content["loss"]
@@ -185,6 +191,7 @@ def _stopping() -> Iterator[Callable[[], bool]]:
         del frame
         asked.append(number)
 
+    # The signal is only noted; the loop then lets every run save its checkpoint.
     before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield lambda: bool(asked)

@@ -11,6 +11,7 @@ from layershuffle.text import did_you_mean
 
 _TABLE_1 = {"baseline", "layershuffle", "layershuffle-position", "layershuffle-predict"}
 _FIGURE_1 = METHODS.keys() - {"layershuffle-position", "layershuffle-predict"}
+# The paper has a figure for one analysis; the others go by their own names.
 _ANALYSES = {"fig4" if name == "umap" else name: name for name in ANALYSES}
 ARTEFACTS = ("table1", "fig1b", "fig1c", "table2", "fig5", "budget", *_ANALYSES)
 """The tables and figures of the paper, and the analyses."""

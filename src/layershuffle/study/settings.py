@@ -90,6 +90,7 @@ class StudySettings(Settings):
             raise ValueError(f"two arms have one label: {sorted(labels)}; give them a name")
         for seeds in (self.seeds, *(arm.seeds for arm in self.arms)):
             if seeds is not None and len(set(seeds)) < len(seeds):
+                # Two runs of one name would share a directory.
                 raise ValueError(f"a seed is named twice: {list(seeds)}")
         # All settings are built now: a mistake in the last arm would else show after hours.
         for arm in self.arms:
@@ -114,6 +115,7 @@ class StudySettings(Settings):
         for where, values in lists.items():
             twice = [value for value in values if values.count(value) > 1]
             if twice:
+                # Two tasks of one name would write into one directory.
                 raise ValueError(f"{where} holds {twice[0]} twice")
 
     def _check_names(self) -> None:
@@ -122,6 +124,7 @@ class StudySettings(Settings):
         for arm in self.merging.arms if self.merging else ():
             self.arm(arm)
         for analysis in self.analyses:
+            # Raises for an unknown name, hours before the analysis would.
             find_analysis(analysis.name)
             seeds = self.seeds_of(self.arm(analysis.arm))
             unknown = sorted(set(analysis.seeds or ()) - set(seeds))
@@ -144,6 +147,7 @@ class StudySettings(Settings):
 
     def fit_settings(self, arm: Arm, seed: int) -> FitSettings:
         """The training settings of one run of the study."""
+        # An arm may have a model of its own, but method and seed are not for `fit` to change.
         fields = {"model": self.model, "data": self.data, **self.fit, **arm.fit}
         return FitSettings(**{**fields, "method": arm.method, "seed": seed})
 

@@ -90,7 +90,8 @@ def read_study(out: Path) -> Study:
 def write_kept(study: Study, out: Path, *, plan: str) -> None:
     """Write the results of `study` into `out`; `plan` is the text of its plan.json."""
     write_text(out / PLAN_FILE, plan)
-    runs = [_fields(result) for result in study.results]
+    leave_out = {"rows", "schema_version"}
+    runs = [result.model_dump(mode="json", exclude=leave_out) for result in study.results]
     shared = {
         group: {
             key: value
@@ -110,6 +111,7 @@ def write_kept(study: Study, out: Path, *, plan: str) -> None:
     merging: list[list[str]] = []
     for outcome in study.mergings:
         if outcome.result is not None:
+            # By way of their own CSV, so that scores have the same digits in both forms.
             header, *rows = csv.reader(io.StringIO(rows_csv(outcome.result.rows)))
             merging = merging or [["arm", *header]]
             merging += [[outcome.task.arm, *row] for row in rows]
@@ -174,6 +176,7 @@ def read_kept(out: Path) -> Study:
     def analysis_result(task: AnalysisSpec) -> AnalysisResult | None:
         if task.name not in analysis:
             return None
+        # A study has SVG files below each task; the kept form has PNG files in one folder.
         pictures = sorted((out / "figures").glob(f"{task.name}-*.png"))
         fields = {**analysis[task.name], "pictures": tuple(f"figures/{p.name}" for p in pictures)}
         return check_result(fields, AnalysisResult, task=task, place=out / "analysis.csv")
@@ -195,10 +198,6 @@ def _outcome(task: SpecT, result: ResultT | None) -> TaskOutcome[SpecT, ResultT]
     return TaskOutcome(task=task, state="missing" if result is None else "done", result=result)
 
 
-def _fields(result: RunResult) -> dict[str, Any]:
-    return result.model_dump(mode="json", exclude={"rows", "schema_version"})
-
-
 def _numbers(value: Any, path: str) -> Iterator[tuple[str, float]]:
     """The single numbers of nested facts with their paths; lists are left to the tables."""
     if isinstance(value, dict):
@@ -213,7 +212,8 @@ def _table(path: Path) -> list[dict[str, str]]:
         return []
     text = path.read_text(encoding="utf-8")
     rows = list(csv.DictReader(io.StringIO(text, newline="")))
-    # A file that was cut off inside a number would otherwise read as another number.
+    # The csv module fills the missing fields of a short line with None; and a file that was off inside
+    # its last number would read as another number.
     if not text.endswith("\n") or any(None in row.values() for row in rows):
         raise ValueError(f"{path.name} is cut off")
     return rows

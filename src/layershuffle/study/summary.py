@@ -19,6 +19,7 @@ from layershuffle.study.tasks import Study
 
 _MOST_LEVELS = 3
 _QUARTERS = (3, 2, 1)
+# As the paper spells them; what follows the name of a method is appended as it is.
 _LABELS = {
     "layershuffle": "LayerShuffle",
     "layerdrop": "LayerDrop",
@@ -107,6 +108,7 @@ class Summary:
                 value: Any = result.facts
                 for key in path:
                     value = value.get(key) if isinstance(value, dict) else None
+                # What an analysis lacks counts as not measured.
                 if isinstance(value, int | float):
                     numbers.append(float(value))
         return mean(numbers) if numbers else None
@@ -119,11 +121,13 @@ class Summary:
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """The main table's columns: the full stack in both modes, then arbitrary and sequential
-        with fewer blocks: at most three numbers of blocks, near 3/4, 1/2 and 1/4 if there are
-        more. Only what some arm was measured on.
+        """The main table's columns that some arm was measured on.
+
+        The full stack comes first, in both modes; then arbitrary and sequential order with fewer
+        blocks, at most three numbers of them: near 3/4, 1/2 and 1/4 of the depth if there are more.
         """
         columns = [Column(mode, self.depth) for mode in MODES]
+        # Arbitrary order first: it is what the method is for.
         columns += [Column(mode, kept) for mode in reversed(MODES) for kept in self._levels()]
         measured = {(cell.mode, cell.kept) for cell in self.cells}
         return tuple(column for column in columns if (column.mode, column.kept) in measured)

@@ -41,8 +41,8 @@ _CHOICES = {
 class Table:
     """A table of texts.
 
-    `folded` ones start closed in HTML, and Markdown names them alone; `numbers`: figures, to be
-    aligned as such.
+    A `folded` table starts closed in HTML, and Markdown gives only its name. `numbers` says that
+    the cells hold numbers, which are aligned as such.
     """
 
     title: str = ""
@@ -273,6 +273,7 @@ def _to_baseline(summary: Summary, cell: Cell) -> str:
     model = models.get(cell.arm, (None, ""))[0]
     baseline = next((arm for arm, pair in models.items() if pair == (model, "baseline")), "")
     base = summary.cell(baseline, Column("sequential", summary.depth))
+    # The baseline is not compared with itself.
     if base is None or base is cell:
         return NONE
     ours, theirs = cell.model_means, base.model_means
@@ -425,6 +426,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     for key, value in values.items():
         name, inner = f"{prefix}{key}", value
         if isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+            # Entry by entry, because JSON in a cell is hard to read.
             inner = {str(index): item for index, item in enumerate(value)}
         if isinstance(inner, Mapping) and inner:
             flat |= flatten(inner, f"{name}.")

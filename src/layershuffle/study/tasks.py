@@ -179,6 +179,7 @@ def read_outcome(task: SpecT, kind: type[ResultT], *, out: Path) -> TaskOutcome[
         result = check_result(fields, kind, task=task, place=place)
         if isinstance(task, RunSpec):
             scores = read_rows(directory / "results.csv", hint=AGAIN)
+            # A copied file would pass every other check and give these scores to this run.
             if {(row.method, row.seed) for row in scores} != {(task.arm, task.settings.seed)}:
                 raise _another_study("results.csv holds other scores", directory)
             result = result.model_copy(update={"rows": scores})

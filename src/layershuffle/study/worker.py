@@ -51,6 +51,7 @@ def main(argv: list[str]) -> int:
     except Interrupted as stopped:
         print(stopped, flush=True)
         return stopped.exit_code
+    # Other errors end in a traceback in the log, of which the runner reports the last line.
     except LayerShuffleError as error:
         write_text(directory / FAILURE_FILE, f"{error}\n")
         return 1
@@ -90,6 +91,7 @@ def _train_and_score(run: RunSpec, directory: Path) -> dict[str, Any]:
     write_rows(directory / "results.csv", rows)
     seconds = round(time.monotonic() - started, 2)
     facts = asdict(fitted)
+    # The recipe asked for compiled blocks, so the report has to say that it got others.
     if settings.compile and evaluation.blocks["mode"] == "eager":
         facts["data"]["notes"].append(f"scored in eager mode: {evaluation.blocks['reason']}")
     return {
@@ -114,7 +116,7 @@ def scoring_seed(seed: int, model: int) -> int:
 
 
 def _as_trained(run: RunSpec) -> dict[str, Any]:
-    """The images are scored as they were prepared for training."""
+    """The settings of the data: images are prepared for scoring as they were for training."""
     return {name: getattr(run.settings, name) for name in ("resize", "skip_corrupt", "streaming")}
 
 
@@ -128,6 +130,7 @@ def _merge(task: MergingSpec, out: Path) -> dict[str, Any]:
 
     directory, started = task.directory(out), time.monotonic()
     donors = _needed_runs(task, out)
+    # The donors differ in their seed alone.
     first = donors[0]
     method = first.settings.find_method()
     options = task.options.options.model_copy(
@@ -138,6 +141,7 @@ def _merge(task: MergingSpec, out: Path) -> dict[str, Any]:
         [f"dir:{run.directory(out) / 'fit'}" for run in donors],
         first.settings.data,
         settings=options,
+        # As in the paper: merges run in the order that their donors were trained for.
         mode=method.selects_by,
         names=[run.name for run in donors],
         progress=lambda done, total: _write_progress(

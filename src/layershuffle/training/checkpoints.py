@@ -1,9 +1,9 @@
 """The run directory: whose run it holds, and the checkpoints that an unfinished run resumes from.
 
-A checkpoint `checkpoints/step-00000123/` holds `model.safetensors`, with a moving average
-`ema.safetensors`, `state.pt` (step, optimiser, schedule, best score, seconds), and for every
-process the states of its random generators. Orders, batches and augmentation are pure functions of
-the seed and the step and need no saving.
+A checkpoint `checkpoints/step-00000123/` holds `model.safetensors`, `state.pt` (step, optimiser,
+schedule, best score, seconds) and, for every process, the states of its random generators; a run
+that averages its weights adds `ema.safetensors`. Orders, batches and augmentation are pure
+functions of the seed and the step, so they are not saved.
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ def _refuse_other_settings(path: Path, resolved: dict[str, object]) -> None:
 
 def latest_checkpoint(checkpoints: Path) -> Path | None:
     """The newest checkpoint; directories are renamed into place, so each one is whole."""
+    # Step numbers have eight digits, so names sort as the steps do.
     paths = sorted(checkpoints.glob("step-*"))
     return paths[-1] if paths else None
 
@@ -95,7 +96,7 @@ def save_checkpoint(state: TrainState, *, loss: float) -> None:
     final = job.checkpoints / f"step-{state.step:08d}"
     with ranks.stage(final) as stage:
         torch.save(_random_states(), stage / _RNG.format(ranks.rank))
-        # Of shards the whole is put together, by all processes, so that one process can read it.
+        # All processes put the shards together, so that a single process can read the checkpoint.
         model = state.scored_model() if job.sharded else state.model
         optimizer = (
             optimizer_state(state.model, state.optimizer)
@@ -103,6 +104,7 @@ def save_checkpoint(state: TrainState, *, loss: float) -> None:
             else state.optimizer.state_dict()
         )
         if ranks.first:
+            # Not `save_file`, which refuses weights that two modules share.
             save_model(model, str(stage / _MODEL))
             if state.ema is not None:
                 save_model(state.ema.module, str(stage / _EMA))
@@ -115,13 +117,14 @@ def save_checkpoint(state: TrainState, *, loss: float) -> None:
             }
             torch.save(content, stage / _STATE)
     if ranks.first:
+        # Only now: a kill before this line leaves two checkpoints, never none.
         for path in sorted(job.checkpoints.glob("step-*")):
             if path.name < final.name:
                 shutil.rmtree(path)
 
 
 def load_state(job: Job, checkpoint: Path | None) -> TrainState:
-    """The state of a run as the checkpoint has it, or before the first step without one."""
+    """The state of a run at the checkpoint; without a checkpoint, before its first step."""
     if checkpoint is None:
         return new_state(job)
     if not (checkpoint / _STATE).is_file():
@@ -134,6 +137,7 @@ def load_state(job: Job, checkpoint: Path | None) -> TrainState:
     state = new_state(job)
     if state.ema is not None:
         load_model(state.ema.module, str(checkpoint / _EMA))
+    # A run directory may come from somewhere else: nothing in it is unpickled.
     content = torch.load(checkpoint / _STATE, map_location="cpu", weights_only=True)
     state.step, state.best = content["step"], content["best"]
     state.seconds_before = content["seconds"]

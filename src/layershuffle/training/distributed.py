@@ -39,6 +39,7 @@ class Ranks:
         """The first process's `value`, in all processes."""
         if self.count == 1:
             return value
+        # torch broadcasts lists of objects only, and fills them in place.
         box = [value]
         dist.broadcast_object_list(box, src=0)
         return box[0]
@@ -99,11 +100,13 @@ def is_first_process() -> bool:
 def joined(device: str) -> Iterator[Ranks]:
     """The processes that torchrun started, or this one alone. `device`: cpu or cuda."""
     count = int(os.environ.get("WORLD_SIZE", "1"))
+    # A process group that exists already belongs to the caller, who also ends it.
     if count == 1 or dist.is_initialized():
         yield Ranks(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Ranks()
         return
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    # On GPUs both: gradients travel by NCCL, our messages by gloo without waiting for a GPU.
     dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
     rank = dist.get_rank()
     if rank:  # a warning is printed once, not once per process

@@ -81,6 +81,7 @@ def fit(
         finished = ranks.from_first(lambda: read_result(out))
         if finished is not None:
             return finished
+        # The number of threads decides how sums are rounded, so it is a setting of the run.
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         return _run(prepare(settings, out, ranks=ranks), listeners, on_phase)
@@ -212,6 +213,7 @@ def _record(job: Job, step: int, cross_entropy: float) -> dict[str, Any]:
 
 def _finish(state: TrainState) -> FitResult:
     job, seconds = state.job, state.seconds()
+    # The best state may have been saved before a resume: only its own record knows its score.
     stored = json.loads((job.out / "model" / "layershuffle.json").read_text(encoding="utf-8"))
     sizes = {name: split.size for name, split in job.data.splits.items()}
     result = FitResult(
@@ -222,6 +224,7 @@ def _finish(state: TrainState) -> FitResult:
         finished=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         steps=job.steps,
         train_seconds=round(seconds, 2),
+        # `seconds` holds scoring and compiling too: this is the rate of a run, not of the loop.
         images_per_second=round(job.steps * job.settings.batch_size / seconds, 1),
         selected=stored["selected"],
         paper_protocol=job.settings.paper_protocol,

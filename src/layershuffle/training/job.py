@@ -155,7 +155,9 @@ def prepare(settings: FitSettings, out: Path, *, ranks: Ranks) -> Job:
     )
     data = open_data(settings.data, image_view(host), options=options)
     if num_classes_of(host) != len(data.classes):
+        # Loaded anew, because the host library makes the new head itself.
         host = load(settings.model, num_classes=len(data.classes), seed=settings.seed)
+    # Before `truncate` takes blocks out: merges compare the bases of their donors by this digest.
     base_sha256 = weights_digest(stack_of(host))
     origin = None
     if method.blocks is not None:
@@ -216,6 +218,7 @@ def _compiler(settings: FitSettings, device: str) -> BlockCompiler:
         reason = "compile is off"
     elif settings.compile is None and device == "cpu":
         reason = "off by default on a CPU, where it takes minutes and gains nothing"
+    # Groups come in many sizes; one graph with symbolic sizes serves them all.
     return BlockCompiler(reason=reason, dynamic=settings.orders_per_batch > 1)
 
 

@@ -166,6 +166,7 @@ def _score_and_keep(
         with state.accelerator.autocast(), torch.no_grad(), state.cast(model):
             metrics = state.job.compiler.or_eager(lambda: score(state.job, model))
     except torch.OutOfMemoryError as error:
+        # torch's message goes on with the state of its allocator; the first sentence is enough.
         cause = one_line(error).split(". ", maxsplit=1)[0]
         raise TrainingError(
             f"Scoring needs more than the memory of the device ({cause})",
@@ -184,7 +185,7 @@ def _score_and_keep(
 def score(job: Job, model: nn.Module) -> dict[str, float]:
     """Mean cross-entropy and top-1 in percent over the drawn orders, for both order modes.
 
-    On the split that picks the checkpoint; every process scores its share of the images.
+    The images are those of the split that picks the checkpoint; every process scores its share.
     """
     rows = evaluate(
         model,
@@ -200,6 +201,7 @@ def score(job: Job, model: nn.Module) -> dict[str, float]:
         metrics[f"eval_{mode}_top1"] = sum(s.top1 for s in scores) / len(scores)
     if job.ranks.count == 1:
         return metrics
+    # Shares of the processes can differ by one image, so means are weighted by images.
     images = rows[0].images
     *sums, total = job.ranks.total([mean * images for mean in (*metrics.values(), 1.0)])
     return {name: value / total for name, value in zip(metrics, sums, strict=True)}

@@ -31,6 +31,7 @@ class OrderSchedule:
 
     def draw(self, *, step: int, micro_batch: int) -> tuple[ExecutionOrder, ...]:
         """One order per group of a forward."""
+        # Every group of a step has a number of its own, so that no two draw from one stream.
         first = micro_batch * self.per_batch
         return tuple(
             self.policy.draw(
@@ -64,8 +65,8 @@ def orders_by_row(
 ) -> ExecutionOrder | tuple[ExecutionOrder, ...]:
     """What `layershuffle.running` takes for a batch of `images`: row i is in group i mod G.
 
-    Counted from the first row of each process, so that a process with half of the batch puts its
-    rows into the same groups as one process with all of it, wherever G divides the half.
+    Rows are counted from the first row of each process. So a process that holds half of the batch
+    puts its rows into the same groups as a process that holds all of it, if G divides the half.
     """
     if len(orders) == 1:
         return orders[0]

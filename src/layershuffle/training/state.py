@@ -88,6 +88,7 @@ class TrainState:
     def images(self, pixels: Tensor) -> Tensor:
         """What the model takes, made of a batch of pixels on the device."""
         images = self.job.data.finish(pixels)
+        # Without autocast nothing else casts the images to the dtype of the weights.
         return images.bfloat16() if self.job.precision == "bf16-pure" else images
 
     def loss_and_logits(
@@ -102,6 +103,7 @@ class TrainState:
         return (loss if position_loss is None else loss + position_loss), logits
 
     def _forward(self, model: nn.Module, images: Tensor) -> tuple[Tensor, Tensor | None]:
+        # Losses are computed in fp32 under every precision, so logits are widened here.
         if self.model.prediction is None:
             return logits_of(model(images)).float(), None
         # DDP takes parameters for unused if no output of the model's call depends on them. So the
@@ -138,9 +140,11 @@ def new_state(job: Job) -> TrainState:
         dataloader_config=DataLoaderConfiguration(non_blocking=on_gpu),
         kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=unused)],
     )
+    # Each process drops units of its own. Seeds of numpy end at 2 ** 32.
     set_seed((settings.seed + job.ranks.rank) % (1 << 32))
     model = job.model.to(accelerator.device)
     ema = ModelEmaV3(model, decay=settings.ema) if settings.ema is not None else None
+    # Before `shard`: afterwards no process holds a whole model that could be copied.
     whole = copy.deepcopy(model) if job.sharded else None
     for compiled in (model, whole, ema.module if ema else None):
         if compiled is not None:
@@ -151,6 +155,7 @@ def new_state(job: Job) -> TrainState:
     # accelerate would wrap the model into DDP: a sharded one reduces its gradients by itself.
     wrapped = accelerator.prepare_model(model, evaluation_mode=job.sharded)
     scheduler = get_scheduler(
+        # The schedule that transformers calls "constant" ignores the warm-up.
         "constant_with_warmup" if settings.schedule == "constant" else settings.schedule,
         optimizer,
         num_warmup_steps=settings.warmup,

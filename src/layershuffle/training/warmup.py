@@ -29,11 +29,13 @@ def warm_up(state: TrainState) -> None:
     try:
         for images in forward_sizes(state):
             try_forward(state, images)
+    # It is a RuntimeError too, but eager mode would need no less memory.
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, FailOnRecompileLimitHit) as error:
         compiler.give_up(error)
         try_forward(state, job.images_per_forward)  # an error that compiling did not cause
+    # A stance of torch.compile can switch it off without an error.
     if compiler.on and not compiler.graphs:
         compiler.give_up(OFF)
 
@@ -41,7 +43,7 @@ def warm_up(state: TrainState) -> None:
 def forward_sizes(state: TrainState) -> list[int]:
     """Numbers of images in the forwards of a run: a full batch, and a last, partial one.
 
-    Several processes fill the last batch up. Of a stream nobody knows the last batch beforehand.
+    Several processes fill the last batch up. The last batch of a stream is not known beforehand.
     """
     job, data = state.job, state.job.data.splits["train"].dataset
     full = job.images_per_forward
@@ -108,6 +110,7 @@ def largest_forward(state: TrainState, *, below: int) -> int:
 
     Leaves room for Adam's two moments, which may not be there yet.
     """
+    # Gradients of the forward that failed would take room from every trial.
     state.model.zero_grad()
     missing = () if state.optimizer.state else (0, 1)
     moments = [torch.empty_like(w) for w in state.model.parameters() for _ in missing]
@@ -130,6 +133,7 @@ def too_large(state: TrainState) -> TrainingError:
     if fitting:
         cause += f"; the largest that did fit, halving it, is {fitting}"
         share = images * settings.accumulate  # images of a step in this process
+        # The settings accept only divisors: every forward holds the same number of images.
         accumulate = next(n for n in range(-(-share // fitting), share + 1) if share % n == 0)
         ways.insert(0, f"--accumulate {accumulate} (as many images per step, in smaller forwards)")
     return TrainingError(cause, hint=" or ".join(ways))
