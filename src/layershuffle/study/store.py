@@ -212,8 +212,8 @@ def _table(path: Path) -> list[dict[str, str]]:
         return []
     text = path.read_text(encoding="utf-8")
     rows = list(csv.DictReader(io.StringIO(text, newline="")))
-    # The csv module fills the missing fields of a short line with None; and a file that was off inside
-    # its last number would read as another number.
+    # The csv module fills the missing fields of a short line with None. A file that was cut off
+    # inside its last number would read as another number.
     if not text.endswith("\n") or any(None in row.values() for row in rows):
         raise ValueError(f"{path.name} is cut off")
     return rows
