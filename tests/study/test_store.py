@@ -100,3 +100,12 @@ def test_scores_without_a_run_and_runs_without_scores_are_refused(kept: Path):
     (kept / "runs.json").write_text(json.dumps(stored))
     with pytest.raises(StudyError, match="do not belong together: layershuffle seed 0"):
         read_study(kept)
+
+
+def test_a_report_never_empties_scores_whose_runs_are_gone(whole: Path, tmp_path: Path):
+    """As in docs/results/digits-quick, which keeps its scores and table alone."""
+    for name in ("plan.json", "results.csv"):
+        (tmp_path / name).write_bytes((whole / name).read_bytes())
+    with pytest.raises(StudyError, match="neither the runs that gave them"):
+        write_report(tmp_path)
+    assert (tmp_path / "results.csv").read_bytes() == (whole / "results.csv").read_bytes()

@@ -66,6 +66,15 @@ def read_study(out: Path) -> Study:
     settings = read_plan(out)
     tasks = tasks_of(settings)
     planned = {task.name for task in tasks}
+    scores = out / "results.csv"
+    if not (out / "runs").exists() and scores.exists() and read_rows(scores):
+        # A report writes results.csv from the runs, so it would write an empty one here.
+        raise StudyError(
+            "This directory holds scores, but neither the runs that gave them nor their facts "
+            "(runs.json)",
+            place=out,
+            hint="run the recipe again elsewhere: layershuffle reproduce RECIPE --out DIR",
+        )
     # Directories that begin with a dot are being written.
     directories = sorted(path.name for path in (out / "runs").glob("[!.]*") if path.is_dir())
     return Study(

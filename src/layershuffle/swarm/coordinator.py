@@ -72,8 +72,8 @@ class Coordinator:
         self.foreign_blocks = frozenset(filter(self._is_foreign, self._donors))
         self._starting: dict[str, asyncio.Task[None]] = {}
         self._ending: set[asyncio.Task[None]] = set()
-        # Weak: a lock lasts as long as somebody holds it or waits for it. `Lock.locked` does not
-        # tell of those who wait, so a lock that is deleted by hand may be deleted under them.
+        # Weak: a lock lasts as long as somebody holds it or waits for it. `Lock.locked` says
+        # nothing of those who wait, so a lock that is deleted by hand may be deleted under them.
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._asking: asyncio.Future[Sequence[Node]] | None = None
         for name, host in plan.hosts.items():
