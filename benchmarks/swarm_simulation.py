@@ -16,7 +16,7 @@ from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Visited
 from layershuffle.swarm.plan import SwarmPlan, even_plan
 from layershuffle.swarm.policy import ROUTINGS, Progress, Routing
-from layershuffle.swarm.simulation import Arrivals, Churn, Outcome, Profile, scaled, simulate
+from layershuffle.swarm.simulation import Arrivals, Churn, SimulationOutcome, Profile, scaled, simulate
 from layershuffle.swarm.state import HostView, Swarm
 
 DEPTH, SEED, REPEATS = 12, 0, 3
@@ -26,7 +26,7 @@ CHURN = Churn(up_s=20, down_s=10)
 STEP_COSTS_AT_MOST = 3.0
 
 
-def play(plan: SwarmPlan, requests: int, routing: Routing) -> Outcome:
+def play(plan: SwarmPlan, requests: int, routing: Routing) -> SimulationOutcome:
     """Requests under churn: a third of the hosts is away at any time."""
     return simulate(
         plan,
@@ -68,7 +68,7 @@ def size_row(hosts: int, requests: int, repeats: int) -> Row:
     )  # fmt: skip
 
 
-def summary(outcome: Outcome) -> dict[str, Any]:
+def summary(outcome: SimulationOutcome) -> dict[str, Any]:
     """The shares in percent and the latencies in milliseconds."""
     return {
         "answered": outcome.share("answered"),

@@ -38,7 +38,7 @@ def test_equals_the_pruned_order_or_is_refused_unharmed(name, tmp_path):
 
 def test_wrong_blocks():
     model = FAMILIES["timm-vit"].wrapped()
-    with pytest.raises(UsageError, match="one twice"):
+    with pytest.raises(UsageError, match="hold a block twice"):
         truncate(model, (0, 0))
     positioned = ls.add_position(model, encoding=ls.EncodingForm())
     with pytest.raises(UsageError, match="position parts"):
