@@ -16,7 +16,14 @@ from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Visited
 from layershuffle.swarm.plan import SwarmPlan, even_plan
 from layershuffle.swarm.policy import ROUTINGS, Progress, Routing
-from layershuffle.swarm.simulation import Arrivals, Churn, SimulationOutcome, Profile, scaled, simulate
+from layershuffle.swarm.simulation import (
+    Arrivals,
+    Churn,
+    Profile,
+    SimulationOutcome,
+    scaled,
+    simulate,
+)
 from layershuffle.swarm.state import HostView, Swarm
 
 DEPTH, SEED, REPEATS = 12, 0, 3
