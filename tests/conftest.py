@@ -19,6 +19,25 @@ def repository() -> Path:
     return Path(__file__).resolve().parent.parent
 
 
+# These wait for processes and time-outs more than they compute. At the head of the list one worker
+# waits while another computes; at its end one worker would have nothing left to do meanwhile.
+WAITING = (
+    "test_ray_hosts",
+    "test_ray",
+    "test_three_machines",
+    "test_netns",
+    "test_swarm_up",
+    "test_distributed",
+    "test_runner",
+    "test_paper_recipes",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that wait come first; the order is otherwise that of the files."""
+    items.sort(key=lambda item: item.path.stem not in WAITING)
+
+
 def pytest_collection_finish() -> None:
     """What was imported stays: accelerate collects all garbage before every `fit`, which looks
     through it, half a second each time."""
