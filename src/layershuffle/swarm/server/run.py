@@ -21,8 +21,8 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from layershuffle.errors import LayerShuffleError
-from layershuffle.swarm.server.auth import client_of
 from layershuffle.swarm.server.limits import GatewayLimits
+from layershuffle.swarm.server.scheduler import client_of
 from layershuffle.swarm.server.tls import check_address
 
 PORT = 8000
