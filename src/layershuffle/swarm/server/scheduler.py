@@ -151,6 +151,11 @@ class RequestScheduler:
     ) -> None:
         self.remote_model, self.limits, self.labels = remote_model, limits, labels
         self.calibration, self.clients = calibration, Clients(limits)
+        # Once, because every answer of as many blocks has the same accuracy to expect.
+        self._expected_of: dict[int, Expected | None] = {}
+        if calibration is not None:
+            kept = [row.kept for row in calibration.rows]
+            self._expected_of = {count: expected_at(calibration, count) for count in kept}
         self._foreign_blocks = foreign_blocks
         self._clock = remote_model.router.clock
         self._bounds = Bounds(remote_model.depth, limits, remote_model.router.limits)
@@ -245,7 +250,7 @@ class RequestScheduler:
                     used.setdefault(hop.host, set()).add(block)
         # The accuracy was measured with the model's own blocks, and holds for no others.
         if not used:
-            return expected_at(self.calibration, len(route.order)), ""
+            return self._expected_of.get(len(route.order)), ""
         listed = "; ".join(
             f"{host}: {', '.join(map(str, sorted(blocks)))}"
             for host, blocks in sorted(used.items())
