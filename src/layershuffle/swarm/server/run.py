@@ -61,6 +61,7 @@ async def serve(
         await Server(app, limits=limits, tls=tls).serve(sockets=[listener])
 
 
+# It relies on uvicorn's internals, so that pyproject.toml allows no later minor version untested.
 class Server(uvicorn.Server):
     """uvicorn that ends TLS handshakes and connections which make no progress.
 
