@@ -298,11 +298,11 @@ def test_of_a_plans_donors_only_their_blocks_are_read(tmp_path, monkeypatch, sib
     found = cargo.bundles[str(place)]
     assert dict(found.tensors) == {2: donor.tensors[2]}
     assert found.program == donor.program
-    start = cargo.bundles[plan.model].canary.state
-    assert (found.canary.state == start).all()
+    start = cargo.bundles[plan.model].sample
+    assert (found.sample == start).all()
     with torch.no_grad():
         after = ls.blocks_of(ls.load(str(place)))[2](torch.from_numpy(start.copy()))
-    assert (found.canary.outputs[2] == after.numpy()).all()
+    assert (found.compute(2, start) == after.numpy()).all()
     assert set(cargo.bundles[plan.model].tensors) == {0, 1, 2, 3}
 
 
