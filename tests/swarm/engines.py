@@ -359,7 +359,7 @@ async def a_wrong_host_is_shut_out_by_its_canary(rig: Rig) -> None:
 
 
 async def an_audit_finds_a_liar(rig: Rig) -> None:
-    """Nobody asks canaries: that two replicas disagree makes both answer theirs."""
+    """Nobody asks canaries: its visit is computed again here."""
     limits, rig.router.limits = rig.router.limits, LIMITS.model_copy(update={"audit_share": 1.0})
     try:
         await rig.inject("wrong", "b")
