@@ -143,6 +143,23 @@ def second_is_refused(service, state):
         asyncio.run(open_again())
 
 
+def test_a_second_swarm_is_refused_before_its_model_is_loaded(tmp_path, capsys):
+    plan = tmp_path / "plan.yaml"
+    plan.write_text("model: dir:/nowhere\nhosts: {a: {blocks: [0]}}\n")
+
+    def work(operator, service):
+        state = ["--state", str(tmp_path / "s")]
+        for words in (
+            ["up", "--model", "dir:/nowhere", *state],
+            ["deploy", str(plan), "--address", "127.0.0.1:9", *state],
+        ):
+            code, _, err = run(capsys, "swarm", *words)
+            assert code == 2
+            assert "A swarm of this user runs already" in err
+
+    served(tmp_path, work)
+
+
 def condition_until(service, host, wanted):
     for _ in range(400):
         if service.router.swarm[host].condition == wanted:
