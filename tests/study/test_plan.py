@@ -185,7 +185,7 @@ def test_another_spelling_of_the_same_modes_goes_on(study, tmp_path):
 
 def test_the_plan_in_words(study):
     tasks = tasks_of(study)
-    text = plan_text(study, tasks, dict.fromkeys([task.name for task in tasks], SUBJECT))
+    text = plan_text(study, tasks, subjects=dict.fromkeys([t.name for t in tasks], SUBJECT))
     assert "10 runs, 4 mergings and analyses" in text
     assert "baseline: baseline, seeds 0, 1, 2; 100 steps of 64" in text
     assert "merging-baseline: 7 merges of 3 models" in text
@@ -223,7 +223,7 @@ def test_time_comes_from_finished_runs(tmp_path):
 
     def predict():
         tasks = tasks_of(study)
-        return forecast(study, tasks, open_subjects(tasks), out=tmp_path, workers=2)
+        return forecast(study, tasks, subjects=open_subjects(tasks), out=tmp_path, workers=2)
 
     before = predict()
     assert (before.seconds, before.measured, before.work.steps) == (None, 0, 8)

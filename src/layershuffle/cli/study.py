@@ -57,8 +57,8 @@ class ReproduceCommand(Command):
         tasks = tasks_for(study, self.only)
         if self.dry_run:
             subjects = open_subjects(tasks)
-            print(plan_text(study, tasks, subjects))
-            expected = forecast(study, tasks, subjects, out=out, workers=self.workers)
+            print(plan_text(study, tasks, subjects=subjects))
+            expected = forecast(study, tasks, subjects=subjects, out=out, workers=self.workers)
             print(forecast_text(expected, out))
             return 0
 

@@ -62,7 +62,7 @@ class Forecast:
 
 
 def plan_text(
-    study: StudySettings, tasks: Sequence[Task], subjects: Mapping[str, StudySubject]
+    study: StudySettings, tasks: Sequence[Task], *, subjects: Mapping[str, StudySubject]
 ) -> str:
     """The tasks in words: a line per arm, merging and analysis. `subjects`: of every task."""
     runs = [task for task in tasks if isinstance(task, RunSpec)]
@@ -111,8 +111,8 @@ def open_subjects(tasks: Sequence[Task]) -> dict[str, StudySubject]:
 def forecast(
     study: StudySettings,
     tasks: Sequence[Task],
-    subjects: Mapping[str, StudySubject],
     *,
+    subjects: Mapping[str, StudySubject],
     out: Path,
     workers: int | None,
 ) -> Forecast:
