@@ -6,6 +6,7 @@ import pytest
 from fixture import TINY, run_rows, write_run
 
 import layershuffle as ls
+from layershuffle.cli import main
 from layershuffle.errors import UsageError
 from layershuffle.settings import EvalSettings
 from layershuffle.study.dry_run import (
@@ -14,6 +15,7 @@ from layershuffle.study.dry_run import (
     block_runs,
     forecast,
     forecast_text,
+    open_subject,
     open_subjects,
     orders_of,
     plan_text,
@@ -241,6 +243,55 @@ def test_time_comes_from_finished_runs(tmp_path):
     )
     model = ls.load(TINY["model"])
     assert before.bytes_left == after.bytes_left == 2 * sum(p.nbytes for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "counted"),
+    [
+        # 47,500 images stay of 50,000: 372 batches of 128. Two models, five seeds; one arm of one
+        # epoch and four of 20.
+        ("cifar100-paper", 2 * 5 * 372 * (1 + 4 * 20), "CIFAR-100, 50,000 images and 10,000"),
+        # The paper's protocol holds nothing out: 2,002 batches of 640. 12 baselines for an epoch;
+        # 12 models, and six arms of five, for 20.
+        ("imagenet-paper", 2002 * (12 + (12 + 6 * 5) * 20), "ImageNet-1k, 1,281,167 images and"),
+    ],
+)
+def test_the_large_recipes_are_planned_with_nothing_at_hand(
+    repository, tmp_path, monkeypatch, capsys, name, steps, counted
+):
+    """No weights, no images, no network: what cannot be measured is estimated, and that is said."""
+
+    def refuse(*_):
+        raise AssertionError("a dry run asks no network")
+
+    monkeypatch.setattr("socket.socket.connect", refuse)
+    monkeypatch.setattr("socket.getaddrinfo", refuse)
+    monkeypatch.chdir(tmp_path)
+    recipe = repository / "recipes" / f"{name}.yaml"
+    assert main(["reproduce", str(recipe), "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    assert f"Work: {steps:,} training steps, and " in text
+    model = "Estimated: hf:google/vit-base-patch16-224 is not on this machine: depth and size are"
+    assert f"{model} those of timm's vit_base_patch16_224" in text
+    assert f": counted as {counted}" in text
+    # 20 or 5 orders of each drawn mode, and the sequential one.
+    assert f"seeds 0, 1, 2, 3, 4; 20 epochs of {128 if '100' in counted else 640} images" in text
+
+
+def test_data_that_nobody_knows_leave_the_work_unknown(tmp_path):
+    """Sizes come from the model alone; a run of so many steps is counted where images are given."""
+    study = StudySettings(**{**TINY, "data": "folder:nowhere", "fit": {"epochs": 1}})
+    tasks = tasks_of(study)
+    expected = forecast(study, tasks, subjects=open_subjects(tasks), out=tmp_path, workers=1)
+    text = forecast_text(expected, tmp_path)
+    assert expected.work is None
+    assert "Work: not known, because the number of images is not" in text
+    assert "Estimated: folder:nowhere cannot be opened (the data folder does not exist)" in text
+    assert expected.bytes_left == 2 * sum(p.nbytes for p in ls.load(TINY["model"]).parameters())
+    counted = {**TINY, "data": "folder:nowhere", "evaluate": {"max_images": 9}}
+    assert all(
+        work_of(task, open_subject(task.settings)) for task in tasks_of(StudySettings(**counted))
+    )
 
 
 def test_finished_scores_of_another_precision_are_refused(study, tmp_path):

@@ -42,7 +42,7 @@ class ReproduceCommand(Command):
     disk that all its machines share."""
     dry_run: bool = False
     """Print the tasks with the work and disk that they will take, and the time once a run is
-    finished."""
+    finished. Needs no weights and no network; what is not there is estimated."""
 
     def run(self) -> int:
         """Run the study; raises `LayerShuffleError` if a run failed (the others are reported)."""
