@@ -100,7 +100,9 @@ def open_source(request: SourceRequest) -> ImageData:
     ]
     groups = group_numbers(root, tested.files)
     if groups is not None:
-        notes.append(f"{test.name}: {len(groups)} images in {len(groups.unique())} groups")
+        notes.append(
+            f"{test.name}: {len(groups)} images in {len(set(groups[:, 0].tolist()))} groups"
+        )
     tables = Tables(
         classes=classes,
         test=tested,
