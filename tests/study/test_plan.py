@@ -12,6 +12,7 @@ from layershuffle.settings import EvalSettings
 from layershuffle.study.dry_run import (
     StudySubject,
     Work,
+    architecture,
     block_runs,
     forecast,
     forecast_text,
@@ -276,6 +277,37 @@ def test_the_large_recipes_are_planned_with_nothing_at_hand(
     assert f": counted as {counted}" in text
     # 20 or 5 orders of each drawn mode, and the sequential one.
     assert f"seeds 0, 1, 2, 3, 4; 20 epochs of {128 if '100' in counted else 640} images" in text
+
+
+@pytest.mark.parametrize(
+    ("model", "plain"),
+    [
+        ("bundled:digits", "bundled:digits"),
+        ("timm:vit_tiny_patch16_224", "timm:vit_tiny_patch16_224?pretrained=false"),
+        (
+            "timm:vit_tiny_patch16_224?depth=4&pretrained=true&img_size=12,20",
+            "timm:vit_tiny_patch16_224?depth=4&img_size=12,20&pretrained=false",
+        ),
+        ("torchvision:vit_b_16?weights=DEFAULT", "torchvision:vit_b_16?pretrained=false"),
+        ("hf:/no/such/vit_base_patch16_224", "hf:/no/such/vit_base_patch16_224?pretrained=false"),
+        ("hf:somebody/of-no-known-name", "hf:somebody/of-no-known-name?pretrained=false"),
+    ],
+)
+def test_the_architecture_of_a_spec_without_its_weights(model, plain):
+    """What is named exactly is built exactly, so nothing is said of it."""
+    assert architecture(model) == (plain, ())
+
+
+def test_a_configuration_in_the_cache_of_the_hub_is_built(tmp_path, monkeypatch):
+    """As `hf download` leaves it; no weights are there."""
+    snapshot = tmp_path / "models--a--b" / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    refs = tmp_path / "models--a--b" / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("0" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert architecture("hf:a/b?revision=main") == (f"hf:{snapshot}?pretrained=false", ())
 
 
 def test_data_that_nobody_knows_leave_the_work_unknown(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -189,7 +190,8 @@ def open_subject(fitted: FitSettings) -> StudySubject:
     """
     from layershuffle.data import DataOptions, open_data
     from layershuffle.errors import DataError
-    from layershuffle.models import image_view, load, num_classes_of
+    from layershuffle.models import host_of, image_view, load, num_classes_of
+    from layershuffle.models.store import library_of
     from layershuffle.stack import depth_of
 
     # Built and not looked up: only the host library knows the sizes of a spec with options.
@@ -208,7 +210,7 @@ def open_subject(fitted: FitSettings) -> StudySubject:
         train, test, classes, counted = published_sizes(fitted.data, holdout)
         notes = (*notes, f"{fitted.data} cannot be opened ({error.cause}): {counted}")
     if classes is not None and num_classes_of(model) != classes:  # as training gives it a new head
-        model = load(spec, num_classes=classes, seed=fitted.seed)
+        library_of(host_of(model)).resize_head(host_of(model), classes, seed=fitted.seed)
     return StudySubject(
         depth=depth_of(model),
         parameter_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
@@ -232,7 +234,9 @@ def architecture(model: str) -> tuple[str, tuple[str, ...]]:
     pairs = [pair for pair in query.split("&") if pair.partition("=")[0] in spec.settings]
     named = [pair for pair in pairs if pair.partition("=")[0] not in ("pretrained", "weights")]
     plain = f"{place}?{'&'.join([*named, 'pretrained=false'])}"
-    if spec.scheme != "hf" or Path(spec.place).expanduser().is_dir():
+    # What is no name of the hub is a directory, there or not; opening it says which.
+    named_on_hub = re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", spec.place) is not None
+    if spec.scheme != "hf" or not named_on_hub or Path(spec.place).is_dir():
         return plain, ()
     config = try_to_load_from_cache(
         spec.place, "config.json", revision=spec.settings.get("revision")

@@ -132,7 +132,9 @@ def table_notes(summary: Summary) -> list[str]:
             spans = f"{counts[0]:,}" if len(counts) == 1 else f"{counts[0]:,} to {counts[-1]:,}"
             intervals.append(text.format(spans))
             if kind == "images":
-                independent = counted_as(c.top1.effective for c in cells if c.top1.kind == kind)
+                # Those of the tables further down as well.
+                scores = (cell.top1 for cell in summary.cells)
+                independent = counted_as(s.effective for s in scores if s.kind == kind)
                 intervals[-1] += f", {independent}"
     per_batch = any(cell.draw == "batch" for cell in cells)
     drawn = "a new order for every batch" if per_batch else "one order per pass over the test data"
