@@ -132,6 +132,7 @@ def score_ensemble(
         lambda: evaluate_ensembles(
             group.donors, batches, mode=Mode(order=settings.mode), num_orders=settings.num_orders,
             seed=settings.seed, draw=settings.draw, variants=[variant],
+            groups=batches.split.groups,
         )
     )  # fmt: skip
     return scores[variant], (*opened.notes, *_eager_notes(settings, compiler))
@@ -165,12 +166,12 @@ class MergeScorer:
     @property
     def draws(self) -> int:
         """Orders per donor, soup and ensemble."""
-        return self.mode.draws(self.settings.num_orders)
+        return self.mode.draws(self.settings.num_orders, depth=self.group.depth)
 
     @property
     def variants(self) -> list[Variant]:
         """What an ensemble can be; in sequential order there is one order to run in."""
-        orders = _ORDERS if self.mode.is_drawn else _ORDERS[:1]
+        orders = _ORDERS if self.mode.is_drawn(self.group.depth) else _ORDERS[:1]
         return list(product(_COMBINE, orders))
 
     @property
@@ -229,10 +230,11 @@ class MergeScorer:
                 donors, self.test, mode=self.mode, num_orders=self.draws,
                 seed=orders_seed(settings.seed, _ENSEMBLES, index=0),
                 draw="batch" if settings.draw == "batch" else "pass", variants=self.variants,
+                groups=self.test.split.groups,
             )
         )  # fmt: skip
         # In sequential order "independent" would name the same scores once more.
-        orders = settings.ensemble_orders if self.mode.is_drawn else "same"
+        orders = settings.ensemble_orders if self.mode.is_drawn(self.group.depth) else "same"
         everyone = _numbers(range(len(donors)))
         for index, (variant, scores) in enumerate(results.items()):
             main = int(variant == (settings.ensemble_combine, orders))
@@ -261,6 +263,7 @@ class MergeScorer:
                 scored, batches, modes=[self.mode], num_orders=number,
                 seed=orders_seed(self.settings.seed, kind, index=index),
                 draw="batch" if self.settings.draw == "batch" else "pass",
+                groups=batches.split.groups,
             )
         )  # fmt: skip
         self.tick(number)
@@ -280,6 +283,8 @@ class MergeScorer:
                     top1=score.top1,
                     top5=score.top5,
                     cross_entropy=score.cross_entropy,
+                    top1_n=score.top1_n,
+                    top5_n=score.top5_n,
                     **fields,
                 )
             )
