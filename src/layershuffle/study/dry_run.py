@@ -187,7 +187,8 @@ def work_of(task: Task, subject: StudySubject) -> Work:
     if isinstance(task, MergingSpec):
         options = task.options.options
         images = min(subject.test_images, options.max_images or subject.test_images)
-        passes = options.merges * len(options.ends) + len(task.needs) * 4 * options.num_orders
+        variants = len(options.ends) + len(options.slots) - 1
+        passes = options.merges * variants + len(task.needs) * 4 * options.num_orders
         return Work(block_runs=passes * subject.depth * images)
     images = task.options.options.images
     return Work(block_runs=_ANALYSIS_PASSES * subject.depth * images)

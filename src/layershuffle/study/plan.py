@@ -119,23 +119,13 @@ def run_name(label: str, seed: int) -> str:
 
 
 def _budget_runs(study: StudySettings) -> tuple[RunSpec, ...]:
-    budget = study.budget
-    if budget is None:
-        return ()
     return tuple(
-        _run(study, _with_steps(study.arm(label), steps), seed, part="budget")
-        for steps in budget.steps
-        for seed in budget.seeds or study.seeds
-        for label in budget.arms
+        _run(study, arm, seed, part="budget")
+        for curve in study.budget
+        for steps in curve.steps
+        for seed in curve.seeds or study.seeds
+        for arm in study.curve_arms(curve, steps)
     )
-
-
-def _with_steps(arm: Arm, steps: int) -> Arm:
-    """The arm at another length, evaluated four times on the way as the checkpoint is picked."""
-    # An arm that is given in epochs would contradict the number of steps.
-    fit = {**arm.fit, "steps": steps, "epochs": None, "eval_every": max(1, steps // 4)}
-    fields = {**arm.model_dump(), "name": f"{arm.label}-{steps}-steps", "fit": fit}
-    return Arm(**{**fields, "evaluate": {**arm.evaluate, "modes": "sequential,arbitrary"}})
 
 
 def _mergings(study: StudySettings, runs: Sequence[RunSpec]) -> list[MergingSpec]:
