@@ -6,9 +6,10 @@ import re
 
 import pytest
 from fixture import merging_rows, write_merging, write_run, write_study
+from scipy.stats import ttest_rel
 
 from layershuffle.results import ScoreRow
-from layershuffle.stats import mean, welch_interval
+from layershuffle.stats import mean
 from layershuffle.study.budget import budget_points, budget_section
 from layershuffle.study.claims import CLAIMS, judge
 from layershuffle.study.merging_report import beeswarm_offsets, merging_section
@@ -225,9 +226,15 @@ def test_a_difference_has_its_interval(out):
         return [mean([row.top1 for row in rows if row.seed == seed]) for seed in (0, 1, 2)]
 
     base, ours = means("baseline", "sequential"), means("layershuffle", "arbitrary")
-    low, high = welch_interval(base, ours)
+    slow = ttest_rel(base, ours).confidence_interval(0.95)
     points = mean(base) - mean(ours)
-    assert evidence.startswith(f"{points:+.2f} points ({low:+.2f} to {high:+.2f})")
+    assert evidence.startswith(
+        f"{points:+.2f} points ({slow.low:+.2f} to {slow.high:+.2f}, 3 common seeds)"
+    )
+    (table,) = table_1(summary).tables
+    place = table.head.index("To sequential baseline")
+    (row,) = [row for row in table.rows if row[:2] == ("LayerShuffle", "arbitrary")]
+    assert row[place] == f"{-points:+.2f} ({-slow.high:+.1f} to {-slow.low:+.1f})"
 
 
 @pytest.mark.parametrize(
@@ -270,7 +277,7 @@ def test_models_that_are_never_right_are_judged(tmp_path):
             finish(out, f"{arm}-seed{seed}", scores)
     write_merging(out, "baseline", merging_rows([0.0, 0.0], [0.0, 0.0]))
     judged = verdicts(out)
-    slightly = ("does not hold", "+0.00 points (+0.00 to +0.00)")
+    slightly = ("does not hold", "+0.00 points (+0.00 to +0.00, 2 common seeds)")
     assert verdict_on("helps only slightly", judged) == slightly
     assert verdict_on("unusable", judged) == ("holds", "single 0.00, merged 0.00")
     assert verdict_on("price of arbitrary", judged) == ("not measured", "-")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,38 @@ def test_a_run_is_a_line_and_what_all_share_stands_once(whole: Path, kept: Path)
     assert shared["settings"]["lr"] == 0.001
     assert all("lr" not in run["settings"] and run["versions"] == {} for run in runs)
     assert read_study(kept).results == read_study(whole).results
+
+
+def test_fields_that_this_version_does_not_know_are_kept(whole: Path, tmp_path: Path):
+    """The rank count and the compiler's report have no use here; later versions have more."""
+    copied = tmp_path / "copied"
+    shutil.copytree(whole, copied)
+    path = copied / "runs" / "baseline-seed1" / "result.json"
+    fields = json.loads(path.read_text()) | {"processes": 2, "compile": {"mode": "eager"}}
+    fields["selected"]["orders"] = 4
+    path.write_text(json.dumps(fields))
+    study = read_study(copied)
+    write_kept(study, tmp_path / "kept", plan=(copied / "plan.json").read_text())
+    stored = json.loads((tmp_path / "kept" / "runs.json").read_text())["runs"]
+    (run,) = (run for run in stored if run["run"] == "baseline-seed1")
+    assert (run["processes"], run["compile"], run["selected"]["orders"]) == (
+        2, {"mode": "eager"}, 4,
+    )  # fmt: skip
+    assert read_study(tmp_path / "kept").results == study.results
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-1.0", "100.5"])
+def test_impossible_scores_of_merges_are_refused(whole: Path, kept: Path, tmp_path: Path, value):
+    """In both forms of a study."""
+    copied = tmp_path / "copied"
+    shutil.copytree(whole, copied)
+    for study in (copied, kept):
+        (path,) = [*study.glob("merging/*/results.csv"), *study.glob("merging.csv")]
+        text = path.read_text()
+        assert ",66.0," in text
+        path.write_text(text.replace(",66.0,", f",{value},"))
+        with pytest.raises(StudyError, match="top1"):
+            read_study(study)
 
 
 def test_kept_results_are_not_trained_into(kept: Path):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from layershuffle.errors import DataError
-from layershuffle.results import format_rows, parse_rows
+from layershuffle.results import Count, Finite, Percent, format_rows, parse_rows
 
 Kind = Literal["donor", "merge", "soup", "ensemble"]
 
@@ -31,10 +31,10 @@ class MergingRow:
     donors: str
     mode: str
     order: str
-    n: int
-    top1: float
-    top5: float
-    cross_entropy: float
+    n: Count
+    top1: Percent
+    top5: Percent
+    cross_entropy: Finite
     main: int = 1
 
 

@@ -169,12 +169,12 @@ class MergeScorer:
     @property
     def draws(self) -> int:
         """Orders per donor, soup and ensemble."""
-        return self.mode.draws(self.settings.num_orders)
+        return self.mode.draws(self.settings.num_orders, depth=self.group.depth)
 
     @property
     def variants(self) -> list[Variant]:
         """What an ensemble can be; in sequential order there is one order to run in."""
-        orders = _ORDERS if self.mode.is_drawn else _ORDERS[:1]
+        orders = _ORDERS if self.mode.is_drawn(self.group.depth) else _ORDERS[:1]
         return list(product(_COMBINE, orders))
 
     @property
@@ -239,7 +239,7 @@ class MergeScorer:
             )
         )  # fmt: skip
         # In sequential order "independent" would name the same scores once more.
-        orders = settings.ensemble_orders if self.mode.is_drawn else "same"
+        orders = settings.ensemble_orders if self.mode.is_drawn(self.group.depth) else "same"
         everyone = _numbers(range(len(donors)))
         for index, (variant, scores) in enumerate(results.items()):
             main = int(variant == (settings.ensemble_combine, orders))

@@ -2,18 +2,19 @@
 
 Every claim has a criterion, written down before the study was scored but with smaller studies
 known, and its verdict is computed: `holds`, `holds partly`, `does not hold`, or `not measured`
-where the study lacks what it takes. Differences are between means over models; their 95 % intervals
-are Welch's (1947).
+where the study lacks what it takes. Differences are between means over models, in pairs over the
+seeds that both arms have. Where they share none, as merges and single models do, their 95 %
+interval is Welch's (1947).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from math import inf
+from math import inf, isfinite
 from typing import Literal
 
-from layershuffle.stats import deviation, mean, welch_interval
+from layershuffle.stats import Values, compare, deviation, mean
 from layershuffle.study.summary import Column, Summary
 
 Verdict = Literal["holds", "holds partly", "does not hold", "not measured"]
@@ -26,13 +27,13 @@ SLIGHT = 2.0  # points that count as a slight difference
 PAR = 5.0  # points that still count as on a par
 
 
-def difference(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, str]:
+def difference(ours: Values, theirs: Values) -> tuple[float, str]:
     """Difference of the means, and the same in words with its 95 % interval."""
-    points = mean(ours) - mean(theirs)
-    if min(len(ours), len(theirs)) < 2:
-        return points, f"{points:+.2f} points (one model, no interval)"
-    low, high = welch_interval(ours, theirs)
-    return points, f"{points:+.2f} points ({low:+.2f} to {high:+.2f})"
+    gap = compare(ours, theirs)
+    interval = "one model, no interval"
+    if isfinite(gap.low):
+        interval = f"{gap.low:+.2f} to {gap.high:+.2f}, {gap.seeds or 'no'} common seeds"
+    return gap.points, f"{gap.points:+.2f} points ({interval})"
 
 
 def grade(holds: bool, partly: bool = False) -> Verdict:
@@ -83,8 +84,8 @@ def between(
             return None
         points, text = difference(*pair)
         if interval:
-            low, high = welch_interval(*pair)
-            within = holds[0] < low and high < holds[1]
+            gap = compare(*pair)
+            within = holds[0] < gap.low and gap.high < holds[1]
             return grade(within, partly[0] < points < partly[1]), text
         # Without an interval one model of each arm is enough to judge by.
         within = holds[0] <= points <= holds[1]
@@ -141,7 +142,7 @@ def _sequential_in_between(s: Summary) -> Judgement:
     if min(len(ours), len(shuffled), len(base)) < 2:
         return None
     # Both intervals must be apart from 0: the differences are small beside the spread over seeds.
-    parts = (welch_interval(ours, shuffled)[0] > 0, welch_interval(ours, base)[1] < 0)
+    parts = (compare(ours, shuffled).low > 0, compare(ours, base).high < 0)
     return grade(all(parts), any(parts)), (
         f"sequential minus arbitrary {difference(ours, shuffled)[1]}; "
         f"minus the baseline {difference(ours, base)[1]}"
@@ -232,8 +233,8 @@ def _prunes_like_layerdrop(s: Summary) -> Judgement:
     }
     if any(len(means) < 2 for pair in pairs.values() for means in pair):
         return None
-    gaps = {kept: mean(ours) - mean(theirs) for kept, (ours, theirs) in pairs.items()}
-    parts = (abs(gaps[6]) <= PAR, -2 * PAR <= gaps[9] <= 0, welch_interval(*pairs[3])[0] > 0)
+    nine, six, three = (compare(*pair) for pair in pairs.values())
+    parts = (abs(six.points) <= PAR, -2 * PAR <= nine.points <= 0, three.low > 0)
     text = ", ".join(f"{difference(*pair)[1]} with {kept}" for kept, pair in pairs.items())
     return grade(all(parts), any(parts)), f"LayerShuffle minus LayerDrop: {text}"
 
@@ -280,7 +281,7 @@ def _refined_at_depth_is_better(s: Summary) -> Judgement:
             return None
         # Above the better of the two is above both.
         better = max(others, key=mean)
-        apart.append(welch_interval(refined, better)[0] > 0)
+        apart.append(compare(refined, better).low > 0)
         text = difference(refined, better)[1]
         texts.append(f"with {kept} {text} above the better of the two")
     return grade(all(apart), any(apart)), "; ".join(texts)
@@ -386,7 +387,7 @@ def _merges_lose_little(s: Summary) -> Judgement:
         return None
     points, text = difference(merged, single)
     # The upper end: as long as it reaches 0, nothing speaks against "no loss".
-    verdict = grade(welch_interval(merged, single)[1] >= 0, points >= -PAR)
+    verdict = grade(compare(merged, single).high >= 0, points >= -PAR)
     return verdict, f"single {mean(single):.2f}, merged {mean(merged):.2f}: {text}"
 
 

@@ -42,10 +42,10 @@ class Cell:
     rows: tuple[ScoreRow, ...]
 
     @property
-    def model_means(self) -> list[float]:
+    def model_means(self) -> dict[int, float]:
         """The mean top-1 of every model, by seed."""
         seeds = sorted({row.seed for row in self.rows})
-        return [mean([row.top1 for row in self.rows if row.seed == seed]) for seed in seeds]
+        return {seed: mean([row.top1 for row in self.rows if row.seed == seed]) for seed in seeds}
 
 
 @dataclass(frozen=True)
@@ -84,10 +84,10 @@ class Summary:
         """The paper's number for that cell, if it has one."""
         return paper_number(arm, column.mode, kept=column.kept, depth=self.depth)
 
-    def means(self, arm: str, mode: str, *, kept: int | None = None) -> list[float]:
+    def means(self, arm: str, mode: str, *, kept: int | None = None) -> dict[int, float]:
         """The models' mean top-1 of an arm, by seed; `kept=None`: with all blocks."""
         cell = self.cell(arm, Column(mode, kept or self.depth))
-        return [] if cell is None else cell.model_means
+        return {} if cell is None else cell.model_means
 
     def merging_rows(self, arm: str) -> list[MergingRow]:
         """The main variants of the arm's merging; none while it is not done."""

@@ -48,8 +48,9 @@ class StudyError(LayerShuffleError):
 
 
 class _Model(BaseModel):
-    # Strict: `true` is no number of steps. Fields of later versions are ignored.
-    model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False)
+    # Strict: `true` is no number of steps. Further fields, also those of later versions, are
+    # carried along unchecked: a study that is kept loses none of them.
+    model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False, extra="allow")
 
 
 class Selected(_Model):
@@ -62,8 +63,6 @@ class Selected(_Model):
 
 class RunData(_Model):
     """What a run was trained and scored on; sizes, classes and the like are further fields."""
-
-    model_config = ConfigDict(extra="allow")
 
     spec: str
     notes: list[str]
