@@ -2,8 +2,9 @@
 
     python scripts/keep_study.py runs/digits-paper docs/results/digits-paper
 
-A study that has grown may be run without its finished tasks: what the directory lacks stays as it is
-kept, where the recipe plans the same task. `layershuffle report` reads the copy and makes its report.html (`layershuffle.study.store`).
+A study that has grown may be run without its finished tasks: what the directory lacks stays as it
+is kept, where the recipe plans the same task. `layershuffle report` reads the copy and makes its
+report.html (`layershuffle.study.store`).
 """
 
 from __future__ import annotations
@@ -12,39 +13,19 @@ import io
 import json
 import shutil
 import sys
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from PIL import Image
 
 from layershuffle.analysis import find_analysis, read_analysis
 from layershuffle.plotting import figure_bytes
-from layershuffle.study.report import KEPT_DPI, write_report
 from layershuffle.study.plan import KEPT_FILE
-from layershuffle.study.store import read_study, write_kept
-from layershuffle.study.tasks import ResultT, SpecT, TaskOutcome
+from layershuffle.study.report import KEPT_DPI, write_report
+from layershuffle.study.store import completed, read_study, write_kept
 
 COLOURS = 128
 """A palette makes a scatter plot a third as large, and nobody sees the difference."""
 FIELDS = ("schema", "code_version", "recipe")
-
-
-Outcomes = tuple[TaskOutcome[SpecT, ResultT], ...]
-
-
-def completed(new: Outcomes[SpecT, ResultT], old: Outcomes[SpecT, ResultT]) -> Any:
-    """The outcomes `new`; what is not done there is taken from `old` if the task is the same."""
-    done = {outcome.task.name: outcome for outcome in old if outcome.result is not None}
-    return tuple(
-        # A task of the same name with other settings is another task: it stays undone.
-        done[outcome.task.name]
-        if outcome.result is None
-        and outcome.task.name in done
-        and done[outcome.task.name].task == outcome.task
-        else outcome
-        for outcome in new
-    )
 
 
 def keep(directory: Path, out: Path) -> int:
@@ -52,13 +33,7 @@ def keep(directory: Path, out: Path) -> int:
     fresh = study = read_study(directory)
     pictures: dict[str, bytes] = {}
     if (out / KEPT_FILE).exists():
-        old = read_study(out)
-        study = replace(
-            fresh,
-            runs=completed(fresh.runs, old.runs),
-            mergings=completed(fresh.mergings, old.mergings),
-            analyses=completed(fresh.analyses, old.analyses),
-        )
+        study = completed(fresh, by=read_study(out))
         pictures = {path.name: path.read_bytes() for path in (out / "figures").glob("*.png")}
     plan = json.loads((directory / "plan.json").read_text(encoding="utf-8"))
     figures: dict[str, bytes] = {}

@@ -198,7 +198,7 @@ def _check_unchanged(old: StudySettings, new: StudySettings, out: Path) -> None:
     planned = {task.name: task for task in tasks_of(new)}
     # What is not done yet may change: no result of it exists.
     done = [task for task in tasks_of(old) if is_finished(task, out)]
-    changed = [task.name for task in done if not _same(task, planned.get(task.name))]
+    changed = [task.name for task in done if not same_task(task, planned.get(task.name))]
     if old.name != new.name or changed:
         what = f"finished already: {', '.join(changed[:3])}" if changed else f"of {old.name!r}"
         # For the message: names of settings tell more than names of tasks.
@@ -210,7 +210,7 @@ def _check_unchanged(old: StudySettings, new: StudySettings, out: Path) -> None:
         )
 
 
-def _same(done: Task, planned: Task | None) -> bool:
+def same_task(done: Task, planned: Task | None) -> bool:
     """Whether a finished task stays as it is; more donors only make a merging be done again."""
     if isinstance(done, MergingSpec) and isinstance(planned, MergingSpec):
         # Not the whole of `options`: its list of arms may grow without a change to this arm.
