@@ -169,7 +169,12 @@ def run_rows(task: RunSpec, orders: int, draw: str) -> list[ScoreRow]:
 
 
 def facts(
-    task: RunSpec, *, hostile: str = "", steps: int = 1500, held_out: float | None = None
+    task: RunSpec,
+    *,
+    hostile: str = "",
+    steps: int = 1500,
+    held_out: float | None = None,
+    **settings: Any,
 ) -> dict[str, Any]:
     method = task.settings.method
     noise = random.Random(f"facts-{task.name}")
@@ -199,6 +204,7 @@ def facts(
             "lr": 0.001,
             "precision": "fp32",
             "policy": {"policy": "shuffled" if arbitrary else "sequential", "drop": None},
+            **settings,
         },
         "data": {
             "spec": f"digit-pairs{hostile}",
