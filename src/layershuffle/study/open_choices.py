@@ -70,8 +70,8 @@ def _fit(*paths: str, method: str = "") -> Answer:
 
 def _merging(*paths: str) -> Answer:
     def answer(study: StudySettings) -> tuple[str, str]:
-        used = "no merging" if study.merging is None else _show(study.merging.options, *paths)
-        return _show(MergingSettings(), *paths), used
+        used = unique(_show(merging.options, *paths) for merging in study.merging)
+        return _show(MergingSettings(), *paths), "; ".join(used) or "no merging"
 
     return answer
 

@@ -129,16 +129,15 @@ def _budget_runs(study: StudySettings) -> tuple[RunSpec, ...]:
 
 
 def _mergings(study: StudySettings, runs: Sequence[RunSpec]) -> list[MergingSpec]:
-    if study.merging is None:
-        return []
     return [
         MergingSpec(
             name=f"merging-{label}",
             arm=label,
             needs=tuple(run.name for run in runs if run.arm == label),
-            options=study.merging,
+            options=merging,
         )
-        for label in study.merging.arms
+        for merging in study.merging
+        for label in merging.arms
     ]
 
 

@@ -80,18 +80,19 @@ class StudySettings(Settings):
     evaluate: EvalSettings = EvalSettings()
     budget: tuple[Budget, ...] = ()
     """Curves over numbers of steps; each may have arms and seeds of its own."""
-    merging: Merging | None = None
+    merging: tuple[Merging, ...] = ()
+    """Merges; an arm may have options of its own."""
     analyses: tuple[AnalysisTask, ...] = ()
     workers: Positive | None = None
     """Runs side by side (default: one per GPU, else one per CPU core with a thread each)."""
 
-    @field_validator("budget", mode="before")
+    @field_validator("budget", "merging", mode="before")
     @classmethod
-    def _one_curve(cls, value: object) -> object:
-        # Recipes and plans name a single curve without a list.
+    def _single(cls, value: object) -> object:
+        # Recipes and plans name a single entry without a list.
         if value is None:
             return ()
-        return (value,) if isinstance(value, dict | Budget) else value
+        return (value,) if isinstance(value, dict | Settings) else value
 
     @model_validator(mode="after")
     def _check(self) -> StudySettings:
@@ -116,7 +117,7 @@ class StudySettings(Settings):
             "budget": [
                 (arm, n) for curve in self.budget for arm in curve.arms for n in curve.steps
             ],
-            "merging.arms": list(self.merging.arms if self.merging else ()),
+            "merging": [arm for merging in self.merging for arm in merging.arms],
             "analyses": [
                 (analysis.name, analysis.arm, seed)
                 for analysis in self.analyses
@@ -134,7 +135,7 @@ class StudySettings(Settings):
         recipe = self.model_copy(update={"budget": ()})
         for arm in (arm for curve in self.budget for arm in curve.arms):
             recipe.arm(arm)
-        for arm in self.merging.arms if self.merging else ():
+        for arm in (arm for merging in self.merging for arm in merging.arms):
             self.arm(arm)
         for analysis in self.analyses:
             # Raises for an unknown name, hours before the analysis would.
