@@ -334,7 +334,7 @@ def test_finished_scores_of_another_precision_are_refused(study, tmp_path):
     (directory / "result.json").write_text("{}")
     path = tmp_path / "plan.json"
     old = json.loads(path.read_text())
-    for settings in (old["recipe"]["evaluate"], old["recipe"]["merging"]["options"]):
+    for settings in (old["recipe"]["evaluate"], old["recipe"]["merging"][0]["options"]):
         del settings["precision"], settings["compile"]
     path.write_text(json.dumps(old))
     write_plan(study, tmp_path)

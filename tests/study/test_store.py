@@ -13,7 +13,7 @@ from fixture import merging_rows, write_merging, write_study
 from layershuffle.errors import UsageError
 from layershuffle.study.plan import read_plan, write_plan
 from layershuffle.study.report import write_report
-from layershuffle.study.store import read_study, write_kept
+from layershuffle.study.store import completed, read_study, write_kept
 from layershuffle.study.tasks import StudyError
 
 
@@ -142,3 +142,33 @@ def test_a_report_never_empties_scores_whose_runs_are_gone(whole: Path, tmp_path
     with pytest.raises(StudyError, match="neither the runs that gave them"):
         write_report(tmp_path)
     assert (tmp_path / "results.csv").read_bytes() == (whole / "results.csv").read_bytes()
+
+
+def test_a_study_that_has_grown_takes_what_was_kept_of_the_same_tasks(kept: Path, tmp_path: Path):
+    """Run again elsewhere without its baselines, and with another learning rate for LayerDrop."""
+    again = write_study(
+        tmp_path / "again",
+        arms={"layershuffle": "layershuffle"},
+        seeds=(0, 1),
+        orders=3,
+        more_arms=[
+            {"method": "baseline", "name": "baseline"},
+            {"method": "layerdrop", "name": "layerdrop", "fit": {"lr": 0.5}},
+        ],
+        merging={"arms": ["layershuffle", "baseline"]},
+        analyses=[{"name": "umap", "arm": "layershuffle"}],
+    )
+    old, new = read_study(kept), read_study(again)
+    grown = completed(new, by=old)
+    states = {outcome.task.name: outcome.state for outcome in grown.outcomes}
+    assert states == {
+        "layershuffle-seed0": "done", "layershuffle-seed1": "done",
+        "baseline-seed0": "done", "baseline-seed1": "done",
+        "layerdrop-seed0": "missing", "layerdrop-seed1": "missing",
+        "merging-layershuffle": "done", "merging-baseline": "missing",
+        "umap-layershuffle-seed0": "done",
+    }  # fmt: skip
+    rows = {(row.method, row.seed): row.top1 for row in grown.rows}
+    assert rows.keys() == {(arm, seed) for arm in ("layershuffle", "baseline") for seed in (0, 1)}
+    kept_rows = {(row.method, row.seed): row.top1 for row in old.rows}
+    assert rows["baseline", 1] == kept_rows["baseline", 1]
