@@ -9,7 +9,6 @@ blocks gives, then the host does more (reads out, injects, gates), even where it
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -22,7 +21,6 @@ from layershuffle.entries import HOSTS, Entry, Form, Host, form_of, state_first,
 from layershuffle.errors import StackError
 from layershuffle.runs import in_eval, in_place
 
-_log = logging.getLogger("layershuffle")
 IMAGES = 2  # with one image a mask for all samples looks like a mask per sample
 
 
@@ -35,15 +33,6 @@ def host_of_stack(stack: nn.Module, *, model: nn.Module, forward: Callable[[], A
     if host is None:
         host = HOSTS[stack] = _tried(stack, model, forward)
     return host
-
-
-def say_slower(model: nn.Module) -> None:
-    """Log that orders cannot share work."""
-    _log.warning(
-        "%s does more between its blocks than hand on the state, so its orders run one by one: the "
-        "scores are right, and take longer",
-        type(model).__name__,
-    )
 
 
 def _tried(stack: nn.Module, model: nn.Module, forward: Callable[[], Any]) -> Host:

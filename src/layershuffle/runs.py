@@ -170,4 +170,5 @@ def in_backward() -> bool:
 def in_checkpoint() -> bool:
     """Is this call inside a region that gradient checkpointing will replay as a whole?"""
     # Non-reentrant checkpointing hooks what autograd saves. Reentrant regions leave no trace.
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    hooked = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    return hooked and torch.is_grad_enabled()

@@ -11,19 +11,21 @@ which have every block at every position once: no two of them begin alike, so no
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from layershuffle.chain import IMAGES, host_of_stack, say_slower
-from layershuffle.entries import HOSTS
+from layershuffle.chain import IMAGES, host_of_stack
+from layershuffle.entries import HOSTS, Host
 from layershuffle.errors import StackError
 from layershuffle.grouped import BlockCall
 from layershuffle.orders import ExecutionOrder
 from layershuffle.stack import running, stack_of, walking
 
+_log = logging.getLogger("layershuffle")
 # Of a state, on a CPU. Fewer images than these would read the weights too often.
 _CACHED_BYTES, _LEAST_IMAGES = 1 << 20, 4
 
@@ -162,11 +164,29 @@ def _orders(
         yield from _orders(child, (*blocks, block))
 
 
+def refuse_loops(model: nn.Module, images: Tensor, *, forward: Callable[[Tensor], Tensor]) -> None:
+    """Raises `StackError` for a host whose stem, blocks and head do not make its forward."""
+    if not _tried(model, images, forward).chain:
+        raise StackError(
+            f"{type(model).__name__} does more between its blocks than hand on the state (several "
+            "states, a read-out, gates ...), so it cannot be taken apart into stem, blocks and "
+            "head",
+            hint="whole forwards work: layershuffle.running, fit and eval",
+        )
+
+
 def _is_chain(model: nn.Module, images: Tensor, *, forward: Callable[[Tensor], Tensor]) -> bool:
     """Whether a walk may take the place of the host's loop; says it once where it may not."""
-    stack = stack_of(model)
-    is_new = stack not in HOSTS
-    host = host_of_stack(stack, model=model, forward=lambda: forward(images[:IMAGES]))
-    if is_new and not host.chain:
-        say_slower(model)
-    return host.chain
+    is_new = stack_of(model) not in HOSTS
+    chain = _tried(model, images, forward).chain
+    if is_new and not chain:
+        _log.warning(
+            "%s does more between its blocks than hand on the state, so its orders run one by one: "
+            "the scores are right, and take longer",
+            type(model).__name__,
+        )
+    return chain
+
+
+def _tried(model: nn.Module, images: Tensor, forward: Callable[[Tensor], Tensor]) -> Host:
+    return host_of_stack(stack_of(model), model=model, forward=lambda: forward(images[:IMAGES]))
