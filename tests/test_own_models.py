@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import layershuffle as ls
 from common import (
     DEPTH,
+    FAMILIES,
     LONGER,
     ORDERS,
     PERMUTED,
@@ -25,7 +26,7 @@ from common import (
 from contracts import TOLERANCE, Rebuilt, answer
 from layershuffle.errors import StackError, UsageError
 from layershuffle.hooks import Step
-from layershuffle.stack import stack_of, with_hooks
+from layershuffle.stack import recomputing, stack_of, with_hooks
 from own_models import CHAINS, CUTTING, DEAF, LOOPS, Zipped, ZippedAfter
 from test_contracts import CHECKS
 
@@ -325,3 +326,44 @@ def test_as_many_tokens_as_samples_is_no_mask() -> None:
     each = [ls.ExecutionOrder(order, 2) for order in ((0, 1), (1, 0), (0, 0))]
     with ls.running(model, each):
         assert model(torch.ones(3, 3, 4)).shape == (3, 3, 4)
+
+
+@pytest.mark.parametrize("by", ["argument", "config"])
+def test_hidden_states_of_groups_are_refused(by: str) -> None:
+    """transformers collects what each run of a block returns, here of some of the samples."""
+    model = FAMILIES["hf-vit"].wrapped()
+    asked = {"output_hidden_states": True} if by == "argument" else {}
+    model.config.output_hidden_states = by == "config"
+    each = [ls.ExecutionOrder(order, DEPTH) for order in EQUAL_LENGTHS]
+    for run in (model, model.vit):
+        if run is model or asked:
+            with (
+                ls.running(model, each),
+                pytest.raises(UsageError, match="whose records name their samples"),
+            ):
+                run(images(3), **asked)
+
+
+def test_features_under_an_order_per_sample() -> None:
+    """Not by the model's own call, so its loop runs; each feature is that of the sample's order."""
+    model = FAMILIES["timm-vit"].wrapped()
+    each = [ls.ExecutionOrder(order, DEPTH) for order in EQUAL_LENGTHS]
+    with torch.no_grad(), ls.running(model, each):
+        together = model.forward_intermediates(images(3), intermediates_only=True)
+    for row, order in enumerate(each):
+        with torch.no_grad(), ls.running(model, order):
+            alone = model.forward_intermediates(images(3)[row : row + 1], intermediates_only=True)
+        for feature, wanted in zip(together, alone, strict=True):
+            assert_close(feature[row : row + 1], wanted, tolerance=TOLERANCE)
+
+
+def test_batch_norm_inside_blocks_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = FAMILIES["timm-xcit"].wrapped()
+    caplog.clear()
+    each = [ls.ExecutionOrder(order, DEPTH) for order in EQUAL_LENGTHS]
+    for training, messages in ((False, 0), (True, 1), (True, 1)):
+        model.train(training)
+        with recomputing(model), ls.running(model, each):
+            model(images(3))
+        assert len(caplog.records) == messages
+    assert "BatchNorm layers in training mode: each batch counts twice" in caplog.text

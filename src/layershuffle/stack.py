@@ -65,7 +65,7 @@ class BlockStack(nn.ModuleList):
 
     host_class: type[nn.Module]
     # Until the host has asked for its blocks, hooks on them wait for one that runs all the same.
-    unasked = False
+    _unasked = False
 
     def _run(self) -> Run:
         """How to run now; every way into the stack passes here."""
@@ -75,8 +75,8 @@ class BlockStack(nn.ModuleList):
         self._refuse_lost_order(run)
         if run is PLAIN:
             self._refuse_replica()
-        if self.unasked:
-            self.unasked = False
+        if self._unasked:
+            self._unasked = False
             _remove_watches(self)
         return run
 
@@ -242,7 +242,7 @@ def wrap(model: nn.Module, blocks: str | None = None) -> nn.Module:
     # The class is swapped and the object stays, so that references to the container (in the host's
     # own attributes, hooks or an optimiser) refer to the wrapped one too.
     container.__class__ = BlockStack
-    vars(container).update(host_class=host_class, unasked=True)
+    vars(container).update(host_class=host_class, _unasked=True)
     for part in _watched_parts(container):
         part.register_forward_pre_hook(_refuse_order)
     return model
@@ -252,7 +252,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     """`model` itself with its block container as it was before `wrap`."""
     for stack in _stacks(model):
         _remove_watches(stack)
-        vars(stack).pop("unasked", None)
+        vars(stack).pop("_unasked", None)
         host_class = vars(stack).pop("host_class")
         object.__setattr__(stack, "__class__", host_class)
     return model
