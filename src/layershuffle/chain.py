@@ -61,7 +61,7 @@ def _apart(stack: nn.Module, model: nn.Module) -> Iterator[None]:
     # One forward is no reason for a graph of its own.
     eager = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
     devices = [weight.device] if weight is not None and on_gpu else []
-    with in_eval(model), torch.no_grad(), torch.random.fork_rng(devices=devices), eager:
+    with torch.random.fork_rng(devices=devices), in_eval(model), torch.no_grad(), eager:
         yield
 
 
@@ -85,7 +85,7 @@ class _Trial:
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The first call: shows the state, the other arguments, and what a block returns."""
-        state, args, kwargs = state_first(self.blocks[0], args, kwargs)
+        state, args, kwargs = state_first(self.blocks[0], args=args, kwargs=kwargs)
         self._others = tree_leaves((args, kwargs))
         self.batched = tuple(
             isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == len(state)
@@ -98,7 +98,7 @@ class _Trial:
 
     def look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A later call: is it what the stand-in before returned, with the same arguments?"""
-        state, args, kwargs = state_first(self.blocks[0], args, kwargs)
+        state, args, kwargs = state_first(self.blocks[0], args=args, kwargs=kwargs)
         untouched = state is self._handed and state._version == self._version
         self.pure &= untouched and _all_same(tree_leaves((args, kwargs)), self._others)
 

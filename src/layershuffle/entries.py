@@ -77,7 +77,7 @@ def form_of(out: Any) -> Form:
 
 
 def state_first(
-    block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    block: nn.Module, *, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
     """The state, the other positional and the named arguments of a call, as in `block(x=x)`."""
     if args:
@@ -131,7 +131,7 @@ class Placed(Entry):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The block's output for the state among the arguments, hooks included."""
-        state, args, kwargs = state_first(self._module, args, kwargs)
+        state, args, kwargs = state_first(self._module, args=args, kwargs=kwargs)
         if self._run.recompute and torch.is_grad_enabled():
             return checkpoint(self._compute, state, *args, use_reentrant=False, **kwargs)
         return self._compute(state, *args, **kwargs)
@@ -156,7 +156,7 @@ class Walked(Entry):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the last block of the walk returns, for the state among the arguments."""
-        state, args, kwargs = state_first(self._module, args, kwargs)
+        state, args, kwargs = state_first(self._module, args=args, kwargs=kwargs)
         host = HOSTS.get(self._stack)
         form = Form() if host is None else host.form
 
