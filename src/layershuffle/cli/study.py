@@ -12,7 +12,7 @@ from layershuffle.cli.command import Command
 from layershuffle.errors import LayerShuffleError, SettingsError, UsageError
 from layershuffle.recipes import read_recipe
 from layershuffle.settings import check_known
-from layershuffle.study.dry_run import forecast, forecast_text, plan_text
+from layershuffle.study.dry_run import forecast, forecast_text, open_subjects, plan_text
 from layershuffle.study.plan import read_plan
 from layershuffle.study.selection import tasks_for
 from layershuffle.study.settings import StudySettings
@@ -42,7 +42,7 @@ class ReproduceCommand(Command):
     disk that all its machines share."""
     dry_run: bool = False
     """Print the tasks with the work and disk that they will take, and the time once a run is
-    finished."""
+    finished. Needs no weights and no network; what is not there is estimated."""
 
     def run(self) -> int:
         """Run the study; raises `LayerShuffleError` if a run failed (the others are reported)."""
@@ -56,8 +56,10 @@ class ReproduceCommand(Command):
         # Before the dry run and the run alike, so that both refuse a misspelt --only.
         tasks = tasks_for(study, self.only)
         if self.dry_run:
-            print(plan_text(study, tasks))
-            print(forecast_text(forecast(study, tasks, out=out, workers=self.workers), out))
+            subjects = open_subjects(tasks)
+            print(plan_text(study, tasks, subjects=subjects))
+            expected = forecast(study, tasks, subjects=subjects, out=out, workers=self.workers)
+            print(forecast_text(expected, out))
             return 0
 
         from layershuffle.cli.progress import study_watcher

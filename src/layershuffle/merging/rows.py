@@ -7,7 +7,16 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from layershuffle.errors import DataError
-from layershuffle.results import format_rows, parse_rows
+from layershuffle.results import (
+    EFFECTIVE,
+    Count,
+    Effective,
+    Finite,
+    Percent,
+    format_rows,
+    parse_rows,
+    with_effective,
+)
 
 Kind = Literal["donor", "merge", "soup", "ensemble"]
 
@@ -17,10 +26,12 @@ class MergingRow:
     """One model under one drawn order; accuracies in percent over `n` images.
 
     `index` numbers the models of a kind. `name`: the donor's spec, uniform or greedy, and of an
-    ensemble what is averaged and whose orders, as in logits-independent. `ends`: where stem and
-    head of a merge come from. `donors`: of a merge the donor of each block, else those that take
-    part. `order`: empty when drawn per batch; of members with orders of their own, one after
+    ensemble what is averaged and whose orders, as in logits-independent; "random slots" of merges
+    whose places take other blocks than their own. `ends`: where stem and head of a merge come from.
+    `donors`: of a merge the donor of each block (with random slots DONOR:BLOCK), else those that
+    take part. `order`: empty when drawn per batch; of members with orders of their own, one after
     the other with ";" between. `main`: 1 for what the settings name first, 0 for the alternatives.
+    `top1_n`, `top5_n` as in `ScoreRow`.
     """
 
     kind: Kind
@@ -30,22 +41,24 @@ class MergingRow:
     donors: str
     mode: str
     order: str
-    n: int
-    top1: float
-    top5: float
-    cross_entropy: float
+    n: Count
+    top1: Percent
+    top5: Percent
+    cross_entropy: Finite
     main: int = 1
+    top1_n: Effective = None
+    top5_n: Effective = None
 
 
-COLUMNS = tuple(field.name for field in fields(MergingRow))
+COLUMNS = tuple(field.name for field in fields(MergingRow) if field.name not in EFFECTIVE)
 
 
 def group_rows(rows: Iterable[MergingRow]) -> dict[tuple[Kind, str, str], list[MergingRow]]:
     """Rows by (kind, name, ends): single models and merges together, soups and ensembles apart."""
     groups: dict[tuple[Kind, str, str], list[MergingRow]] = {}
     for row in rows:
-        # Donors differ in their names and belong together; soups and ensembles are named variants.
-        name = row.name if row.kind in ("soup", "ensemble") else ""
+        # Donors differ in their names and belong together; the others' names are variants.
+        name = "" if row.kind == "donor" else row.name
         groups.setdefault((row.kind, name, row.ends), []).append(row)
     return groups
 
@@ -60,7 +73,8 @@ def by_model(rows: Iterable[MergingRow], metric: str = "top1") -> dict[int, list
 
 def rows_csv(rows: Iterable[MergingRow]) -> str:
     """The rows under `COLUMNS`; `rows_from_csv` reads them back."""
-    return format_rows(rows, COLUMNS)
+    rows = list(rows)
+    return format_rows(rows, with_effective(COLUMNS, rows))
 
 
 def rows_from_csv(text: str) -> list[MergingRow]:

@@ -17,7 +17,7 @@ import shlex
 from base64 import b64encode
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from layershuffle.files import write_bytes, write_text
 from layershuffle.plotting import figure_bytes
@@ -49,6 +49,7 @@ from layershuffle.study.tables import (
     unique,
 )
 from layershuffle.study.tasks import AnalysisResult, RunResult, Study
+from layershuffle.study.verdicts import Verdict
 
 if TYPE_CHECKING:
     import jinja2
@@ -154,8 +155,7 @@ def render(summary: Summary, parts: list[Section], *, pictures: dict[str, bytes]
         "judgements": [j for j in judgements if j[1] != "not measured"],
         "unmeasured": unmeasured(summary),
         "verdicts": {
-            verdict: sum(j[1] == verdict for j in judgements)
-            for verdict in ("holds", "holds partly", "does not hold", "not measured")
+            verdict: sum(j[1] == verdict for j in judgements) for verdict in get_args(Verdict)
         },
     }
     panels = PANELS if summary.cells else {}
@@ -357,7 +357,8 @@ def _claims_section(summary: Summary) -> Section | None:
     if not rows:
         return None
     sentences = (
-        "Top-1 in percent of means over models; intervals of differences are 95 % (Welch). "
+        "Top-1 in percent of means over models; intervals of differences are 95 %, paired over "
+        "the seeds that both arms have (Welch where they share none). "
         "The data are not the paper's, so a claim that does not hold here may hold there.",
         unmeasured(summary),
     )

@@ -1,4 +1,4 @@
-"""The HTTP routes of a swarm, and the one handler that turns every error into an answer.
+"""The HTTP routes of a swarm, its API keys, and the one handler that turns errors into answers.
 
 POST /v1/classify   images in, classes and the route out
 GET  /v1/swarm      hosts, blocks, latencies, counters
@@ -10,13 +10,15 @@ GET  /docs          this API, as OpenAPI
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import hmac
 import logging
 import math
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from http import HTTPStatus
-from typing import Annotated, Any
+from typing import Any
 
 from fastapi import Depends, FastAPI
 from fastapi.responses import JSONResponse
@@ -31,8 +33,13 @@ from layershuffle.models import num_classes_of
 from layershuffle.swarm.calibration import Calibration
 from layershuffle.swarm.remote_model import RemoteModel, class_names
 from layershuffle.swarm.server import schemas
-from layershuffle.swarm.server.auth import Keys, key_in
-from layershuffle.swarm.server.errors import HTTPError, busy, error_body, status_of
+from layershuffle.swarm.server.errors import (
+    HTTPError,
+    busy,
+    error_body,
+    status_of,
+    unprocessable,
+)
 from layershuffle.swarm.server.limits import GatewayLimits
 from layershuffle.swarm.server.metrics import CONTENT_TYPE, Metrics
 from layershuffle.swarm.server.requests import BODY_SCHEMA
@@ -41,6 +48,7 @@ from layershuffle.swarm.server.schemas import Classification, ErrorAnswer, Healt
 
 LOG = logging.getLogger("layershuffle")
 _CLASSIFY = "/v1/classify"
+_SHORTEST_KEY = 16
 _CLIENT_GONE = 499  # as nginx has it; nobody reads it
 _REFUSALS = {
     400: "The form is broken, or has too many images.",
@@ -48,7 +56,7 @@ _REFUSALS = {
     408: "The body took too long to come in.",
     413: "The body is too large.",
     415: "The body is not a form.",
-    422: "A field or an image is wrong.",
+    422: "A field or an image is wrong, or the address has parameters.",
     429: "Too many requests; see Retry-After.",
     503: "The deadline passed before there was an answer, too few blocks could be run, or the "
     "pipeline broke; see Retry-After.",
@@ -56,7 +64,7 @@ _REFUSALS = {
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorAnswer, "description": text} for status, text in _REFUSALS.items()
 }
-_GUARDED: dict[int | str, dict[str, Any]] = {status: _ERRORS[status] for status in (401, 429)}
+_GUARDED: dict[int | str, dict[str, Any]] = {status: _ERRORS[status] for status in (401, 422, 429)}
 
 
 def create_app(
@@ -116,12 +124,20 @@ def create_app(
 
 
 def _add_routes(app: FastAPI, gateway: _Gateway) -> None:
-    guarded = [Depends(gateway.admit)]
+    guarded, errors, refusals = [Depends(gateway.admit)], dict(_ERRORS), dict(_GUARDED)
+    if gateway.keys:
+        # For the OpenAPI page: `admit` reads the headers as they came.
+        guarded += [
+            Depends(HTTPBearer(auto_error=False)),
+            Depends(APIKeyHeader(name="X-API-Key", auto_error=False)),
+        ]
+    else:
+        del errors[401], refusals[401]
 
     @app.post(
         _CLASSIFY,
         dependencies=guarded,
-        responses=_ERRORS,
+        responses=errors,
         openapi_extra={"requestBody": BODY_SCHEMA},
         summary="Classify one image or several",
     )
@@ -131,7 +147,7 @@ def _add_routes(app: FastAPI, gateway: _Gateway) -> None:
         return answer
 
     @app.get(
-        "/v1/swarm", dependencies=guarded, responses=_GUARDED, summary="The hosts, as they are now"
+        "/v1/swarm", dependencies=guarded, responses=refusals, summary="The hosts, as they are now"
     )
     async def swarm() -> SwarmAnswer:
         return gateway.swarm()
@@ -151,16 +167,12 @@ def _add_routes(app: FastAPI, gateway: _Gateway) -> None:
     @app.get(
         "/metrics",
         dependencies=guarded,
-        responses=_GUARDED,
+        responses=refusals,
         response_class=Response,
         summary="Counters for Prometheus",
     )
     async def metrics() -> Response:
         return Response(gateway.metrics.text(), media_type=CONTENT_TYPE)
-
-
-_Bearer = Annotated[Any, Depends(HTTPBearer(auto_error=False))]
-_Header = Annotated[str | None, Depends(APIKeyHeader(name="X-API-Key", auto_error=False))]
 
 
 class _Gateway:
@@ -172,9 +184,8 @@ class _Gateway:
         self.scheduler, self.keys, self.model, self.metrics = scheduler, keys, model, metrics
         self.router = scheduler.remote_model.router
 
-    async def admit(self, request: Request, bearer: _Bearer, header: _Header) -> None:
-        """Let a request through. Raises `HTTPError`: 429 before anything else, or 401."""
-        del bearer, header  # declared for the OpenAPI page, read below as they came
+    async def admit(self, request: Request) -> None:
+        """Let a request through. Raises `HTTPError`: 429 before anything else, 401, or 422."""
         address = request.client.host if request.client else ""
         # Rates are checked before keys, so that guessing keys is slow too.
         wait = self.scheduler.clients.at(address).wait(self.router.clock())
@@ -186,6 +197,12 @@ class _Gateway:
                 HTTPStatus.UNAUTHORIZED,
                 "The API key is missing or wrong",
                 hint="send it as Authorization: Bearer KEY, or as X-API-Key: KEY",
+            )
+        if request.query_params:
+            names = ", ".join(key[:40] for key in request.query_params)
+            raise unprocessable(
+                f"The address has parameters: {names}",
+                hint="send options as fields of the form; other paths have none",
             )
 
     def swarm(self) -> SwarmAnswer:
@@ -231,6 +248,49 @@ class _Gateway:
             headers["WWW-Authenticate"] = "Bearer"
         place = f" ({error.place})" if error.place else ""
         return JSONResponse(error_body(error.cause + place, error.hint or ""), status, headers)
+
+
+class Keys:
+    """The API keys that open the gateway; without any it is open to everybody.
+
+    Raises `UsageError` for keys that are short enough to be guessed.
+    """
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        if any(len(key) < _SHORTEST_KEY for key in keys):
+            raise UsageError(
+                f"An API key has at least {_SHORTEST_KEY} characters",
+                hint='make one: python -c "import secrets; print(secrets.token_urlsafe(24))"',
+            )
+        self._digests = tuple(_digest(key.encode()) for key in keys)
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def accept(self, key: bytes | None) -> bool:
+        """Whether `key` is one of the keys; a wrong key takes as long as a right one."""
+        if not self._digests:
+            return True
+        if key is None:
+            return False
+        # Digests have one length, and the loop never ends early: neither the length of a key, nor
+        # its first letters, nor its place in the list change the time of the comparison.
+        digest, matches = _digest(key), False
+        for valid in self._digests:
+            matches |= hmac.compare_digest(digest, valid)
+        return matches
+
+
+def key_in(authorization: str | None, x_api_key: str | None) -> bytes | None:
+    """The key in `Authorization: Bearer KEY`, else in `X-API-Key: KEY`, else `None`."""
+    scheme, _, token = (authorization or "").partition(" ")
+    if scheme.lower() == "bearer" and token.strip():
+        return token.strip().encode("latin-1", "replace")
+    return None if x_api_key is None else x_api_key.strip().encode("latin-1", "replace")
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
 
 
 def _labels(
