@@ -46,7 +46,7 @@ class Family:
 
     def plain(self) -> nn.Module:
         """A fresh unwrapped model in eval mode, the same at every call."""
-        return copy.deepcopy(_built(self.name))
+        return copy.deepcopy(_built(self))
 
     def wrapped(self) -> nn.Module:
         """A fresh wrapped model in eval mode with the weights of `plain`."""
@@ -58,10 +58,10 @@ class Family:
 
 
 @cache
-def _built(name: str) -> nn.Module:
+def _built(family: Family) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = FAMILIES[name].make()
+        model = family.make()
     return redraw(model, seed=1).eval()
 
 

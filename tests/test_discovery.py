@@ -144,6 +144,69 @@ def test_refused_with_the_reason(make: Callable[[], nn.Module], phrase: str) -> 
     assert [type(module) for module in model.modules()] == classes, "a refusal changes nothing"
 
 
+HINTS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "one block": (lambda: _blocks({}), "wrap(model, blocks='blocks') takes it as it is"),
+    "own forward": (lambda: Host(Doubling(Block(), Block())), "make it an nn.ModuleList"),
+    "mixed classes": (_mixed_classes, "give all of them one class"),
+    "nothing": (lambda: nn.Linear(2, 2), "into one nn.ModuleList"),
+    "towers": (
+        lambda: nn.ModuleDict({"a": _blocks({}, {"heads": 1}), "b": _blocks({}, {})}),
+        "wrap(model, blocks='b.blocks')",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "hint"), HINTS.values(), ids=list(HINTS))
+def test_hints_lead_somewhere(make: Callable[[], nn.Module], hint: str) -> None:
+    with pytest.raises(StackError) as caught:
+        ls.wrap(make())
+    assert hint in caught.value.hint
+
+
+def test_what_the_hints_say_works() -> None:
+    single = ls.wrap(_blocks({}), blocks="blocks")
+    with ls.running(single, (0, 0)):
+        assert single(torch.ones(1, 4)).shape == (1, 4)
+    towers = nn.ModuleDict({"a": _blocks({}, {"heads": 1}), "b": _blocks({}, {})})
+    assert ls.depth_of(ls.wrap(towers, blocks="b.blocks")) == 2
+    assert "wrap(model" not in str(_error(_swin_timm())), "no stage of a Swin could be named"
+
+
+def _error(model: nn.Module) -> StackError:
+    with pytest.raises(StackError) as caught:
+        ls.wrap(model)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (FAMILIES["timm-vit"].plain, ""),
+        (
+            FAMILIES["timm-xcit"].plain,
+            "'blocks'; cls_attn_blocks (2 ClassAttentionBlock)",
+        ),
+        (
+            lambda: timm.create_model(
+                "coat_tiny", img_size=64, embed_dims=(8, 8, 8, 8), num_heads=2, parallel_depth=3
+            ),
+            "'parallel_blocks'; serial_blocks1 (2 SerialBlock), serial_blocks2",
+        ),
+    ],
+    ids=["one stack", "xcit", "coat"],
+)
+def test_of_several_stacks_the_chosen_is_said(
+    make: Callable[[], nn.Module], words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, _ = find_blocks(make())
+    said = [record.message for record in caplog.records if "several stacks" in record.message]
+    assert len(said) == bool(words)
+    assert all(words in message for message in said)
+    caplog.clear()
+    find_blocks(make(), path)
+    assert not caplog.records, "what was named need not be said"
+
+
 def test_shifted_windows_are_refused_by_path_too() -> None:
     """One stage of a Swin has blocks of one shape, but every second one shifts its windows."""
     with pytest.raises(StackError, match=r"blocks 0 and 1 of .* differ: .*shift_size is \(0, 0\)"):

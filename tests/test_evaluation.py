@@ -108,6 +108,42 @@ def test_the_mode_of_the_model_comes_back(training):
     assert all(block.training is training for block in ls.blocks_of(model))
 
 
+def test_every_module_comes_back_in_its_own_mode():
+    """A part that is frozen in eval mode stays so in a model that trains."""
+    model = VIT.wrapped().train()
+    model.patch_embed.eval()
+    evaluate(model, BATCHES, modes="sequential")
+    assert not model.patch_embed.training
+    assert model.training
+    assert model.norm.training
+
+
+WRONG_LABELS = {
+    "one-hot": (torch.eye(CLASSES)[:3], "float32 of shape (3, 5)"),
+    "whole one-hot": (torch.eye(CLASSES, dtype=torch.int64)[:3], "int64 of shape (3, 5)"),
+    "fractions": (torch.tensor([0.0, 1.0, 2.0]), "float32 of shape (3,)"),
+    "truths": (torch.tensor([True, False, True]), "bool of shape (3,)"),
+    "column": (torch.tensor([[0], [1], [2]]), "int64 of shape (3, 1)"),
+    "too few": (torch.tensor([0, 1]), "int64 of shape (2,)"),
+    "too high": (torch.tensor([0, CLASSES, 2]), "1 of 3 labels are not class numbers"),
+    "ignored by torch": (torch.tensor([0, -100, -1]), "2 of 3 labels are not class numbers"),
+}
+
+
+@pytest.mark.parametrize(("labels", "words"), WRONG_LABELS.values(), ids=list(WRONG_LABELS))
+def test_labels_that_are_no_classes_are_refused(labels, words):
+    with pytest.raises(DataError) as caught:
+        evaluate(VIT.wrapped(), [(images(3), labels)], modes="sequential")
+    assert words in str(caught.value)
+
+
+def test_labels_of_any_whole_type_score_alike():
+    (wanted,) = evaluate(VIT.wrapped(), BATCHES, modes="sequential")
+    for dtype in (torch.uint8, torch.int32):
+        typed = [(batch, labels.to(dtype)) for batch, labels in BATCHES]
+        assert evaluate(VIT.wrapped(), typed, modes="sequential") == [wanted]
+
+
 class Reads(TorchDispatchMode):
     """Counts what makes the host wait for a number of a GPU."""
 
@@ -200,7 +236,8 @@ def test_the_way_of_an_order_is_short():
         evaluate(model, BATCHES, orders=["3,0,2"])
     finally:
         sys.setprofile(before)
-    assert files == {"evaluation.py", "orders.py", "trie.py", "stack.py", "models/store.py"}
+    calls = {"trie.py", "chain.py", "stack.py", "runs.py", "entries.py"}
+    assert files == {"evaluation.py", "orders.py", "models/store.py"} | calls
 
 
 def test_orders_that_do_not_fit_are_refused():

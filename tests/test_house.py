@@ -24,6 +24,7 @@ LAYERS = (
     ("errors", "_version"),
     ("files", "draws", "orders", "position_forms", "plotting", "results", "stats", "text"),
     ("policies", "hooks", "discovery", "grouped", "modes", "machine", "ray_cluster"),
+    ("runs", "entries", "chain", "per_sample"),
     ("stack", "methods"),
     ("position", "trie", "settings", "compiling"),
     ("recipes",),

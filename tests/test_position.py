@@ -415,3 +415,15 @@ def test_impossible_forms() -> None:
         ls.EncodingForm(features=0)
     with pytest.raises(UsageError, match=r"dropout=1\.0"):
         ls.EncodingForm(dropout=1.0)
+
+
+def test_a_second_forward_does_not_double_the_loss() -> None:
+    """The guesses are those of the last forward, as a tap's records are."""
+    model = _positioned(prediction=MEAN)
+    for order in (PERMUTED, [ls.ExecutionOrder(one, DEPTH) for one in (PERMUTED, PRUNED, (2,))]):
+        single = _guesses(model, order)
+        with ls.running(model, order), model.guessing() as guesses:
+            model(images(seed=8))
+            model(images())
+        assert torch.equal(guesses.loss(), single.loss())
+        assert guesses.accuracy() == single.accuracy()

@@ -118,8 +118,10 @@ def test_each_block_runs_once_per_node():
     swept = [ExecutionOrder(b, 4) for b in [(0, 1, 2, 3), (0, 1, 3, 2), (0, 1), (3,)]]
     trie = build_trie(swept)
     with torch.inference_mode():
-        list(forward_trie(model, images(1), trie=trie, forward=lambda x: logits_of(model(x))))
-    assert len(runs) == block_executions(trie) == 7
+        for _ in range(2):
+            list(forward_trie(model, images(1), trie=trie, forward=lambda x: logits_of(model(x))))
+    assert block_executions(trie) == 7
+    assert len(runs) == 1 + 7 + 7, "the first time one block more: the trial of the host"
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))

@@ -7,8 +7,9 @@ things may differ and travel with their block: drop-path rates and bookkeeping i
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import pairwise, starmap
 
 from torch import nn
 
@@ -21,6 +22,8 @@ _MAY_DIFFER = frozenset(
 )
 # Exactly these: a subclass may have a forward of its own, which a class swap would lose.
 _CONTAINERS = (nn.Sequential, nn.ModuleList)
+_ISOTROPIC = "use an isotropic model (ViT, DeiT, BEiT, DINOv2, EVA, XCiT, MLP-Mixer)"
+_log = logging.getLogger("layershuffle")
 _DROP_PATH = frozenset({"drop_path", "drop_path1", "drop_path2", "drop_path3"})
 
 
@@ -34,6 +37,7 @@ def find_blocks(model: nn.Module, path: str | None = None) -> tuple[str, nn.Modu
     if path is None:
         path, container = _largest_stack(model)
         _refuse_stages(model, path, container)
+        _say_others(model, path)
     else:
         container = _at(model, path)
     check_interchangeable(container, path)
@@ -44,17 +48,20 @@ def find_blocks(model: nn.Module, path: str | None = None) -> tuple[str, nn.Modu
 def check_interchangeable(container: nn.Module, path: str) -> None:
     """Raises `StackError` naming the first difference between two blocks of the container."""
     blocks = list(container.children())
-    if len(blocks) < 2:
-        raise StackError(f"{path!r} holds {len(blocks)} block(s), an order needs at least two")
-    for index, (first, second) in enumerate(pairwise(blocks)):
+    if not blocks:
+        raise StackError(
+            f"{path!r} holds no block",
+            place=path,
+            hint="call wrap(model) when the blocks are in their container",
+        )
+    for index, (first, second) in enumerate(_pairs(container)):
         difference = _difference(first, second)
         if difference:
             raise StackError(
                 f"The blocks {index} and {index + 1} of {type(container).__name__} {path!r} differ:"
                 f" {difference}. LayerShuffle needs blocks that can take each other's place",
                 place=path,
-                hint="use an isotropic model (ViT, DeiT, BEiT, DINOv2, EVA, XCiT, MLP-Mixer), or "
-                "name another stack with wrap(model, blocks=PATH)",
+                hint=_ISOTROPIC,
             )
 
 
@@ -63,7 +70,7 @@ def _largest_stack(model: nn.Module) -> tuple[str, nn.Module]:
     if not candidates:
         raise StackError(
             f"{type(model).__name__} has no stack of two or more blocks of one class",
-            hint="name it: wrap(model, blocks='path.to.blocks')",
+            hint=_hint_without_stack(model),
         )
     # The first of the longest: outer stacks come before those inside their blocks.
     return max(candidates, key=lambda candidate: sum(1 for _ in candidate[1].children()))
@@ -79,17 +86,59 @@ def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
                 yield path, module
 
 
+def _hint_without_stack(model: nn.Module) -> str:
+    """What to type for this very model: its stacks, or what could become one."""
+    stacks = [path for path, _ in _candidates(model)]
+    if stacks:
+        return f"stacks found: {', '.join(stacks)}; name one with wrap(model, blocks=PATH)"
+    for path, module in model.named_modules():
+        name = type(module).__name__
+        # What the user meant: blocks in a container that is no candidate.
+        if isinstance(module, _CONTAINERS) and any(any(c.children()) for c in module.children()):
+            if type(module) not in _CONTAINERS:
+                return (
+                    f"{path!r} is a {name} with code of its own: move what its forward does into "
+                    "the host's, and make it an nn.ModuleList"
+                )
+            if len(list(module.children())) == 1:
+                return f"{path!r} holds one block: wrap(model, blocks={path!r}) takes it as it is"
+            return f"{path!r} holds blocks of several classes: give all of them one class"
+    return "put the blocks, each a module of its own with parts in it, into one nn.ModuleList"
+
+
+def _say_others(model: nn.Module, path: str) -> None:
+    """Log which stack was taken where there are others that could have been meant."""
+    others = [
+        f"{other} ({len(list(module.children()))} {type(next(module.children())).__name__})"
+        for other, module in _candidates(model)
+        # Parts of blocks, and what surrounds the stack, are no alternatives.
+        if not f"{other}.".startswith(f"{path}." if path else "")
+        and not f"{path}.".startswith(f"{other}.")
+    ]
+    if others:
+        _log.warning(
+            "%s has several stacks: orders are those of %r; %s stay as they are "
+            "(wrap(model, blocks=PATH) takes another)",
+            type(model).__name__,
+            path,
+            ", ".join(others),
+        )
+
+
 def _refuse_stages(model: nn.Module, path: str, container: nn.Module) -> None:
     kind = type(next(container.children()))
     by_path = {p: m for p, m in _candidates(model) if type(next(m.children())) is kind}
     others = [p for p in by_path if p != path and not p.startswith(path + ".")]
     if others:
+        towers = (p for p, m in by_path.items() if not any(starmap(_difference, _pairs(m))))
+        tower = next(towers, None)
         raise StackError(
             f"The {kind.__name__} blocks of {type(model).__name__} stand in {len(by_path)} places "
             f"({', '.join(by_path)}), not in one stack",
             place=path,
-            hint="use an isotropic model (ViT, DeiT, BEiT, DINOv2, EVA, XCiT, MLP-Mixer); for a "
-            "model with several towers name one with wrap(model, blocks=PATH)",
+            hint=_ISOTROPIC
+            if tower is None
+            else f"{_ISOTROPIC}; or let the others stay as they are: wrap(model, blocks={tower!r})",
         )
 
 
@@ -97,14 +146,13 @@ def _at(model: nn.Module, path: str) -> nn.Module:
     try:
         container = model.get_submodule(path)
     except AttributeError:
-        paths = ", ".join(p for p, _ in _candidates(model)) or "none"
         raise StackError(
-            f"{type(model).__name__} has no module {path!r}", hint=f"stacks found: {paths}"
+            f"{type(model).__name__} has no module {path!r}", hint=_hint_without_stack(model)
         ) from None
     if type(container) not in _CONTAINERS:
         raise StackError(
             f"{path!r} is a {type(container).__name__}, not a Sequential or ModuleList of blocks",
-            hint="name the container itself; subclasses with a forward of their own cannot be used",
+            hint=_hint_without_stack(model),
         )
     return container
 
@@ -153,6 +201,10 @@ def _settings(block: nn.Module) -> Iterator[tuple[str, object]]:
                 continue
             if isinstance(value, int | float | str | bool | tuple):
                 yield f"{path}.{name}".lstrip("."), value
+
+
+def _pairs(container: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
+    return pairwise(container.children())
 
 
 def _shape(shape: tuple[int, ...] | None) -> str:

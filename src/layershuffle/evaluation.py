@@ -27,6 +27,7 @@ from layershuffle.models import image_view, load, logits_of, num_classes_of
 from layershuffle.modes import Mode, parse_modes
 from layershuffle.orders import ExecutionOrder, order_of
 from layershuffle.results import ScoreRow
+from layershuffle.runs import in_eval
 from layershuffle.settings import EvalSettings, FitSettings, Precision
 from layershuffle.stack import blocks_of, depth_of
 from layershuffle.stats import ImageGroups
@@ -83,10 +84,15 @@ class Tally:
     images: int = 0
     top1_hits: int | Tensor = 0
     top5_hits: int | Tensor = 0
+    strangers: int | Tensor = 0
     loss: float | Tensor = 0.0
 
     def add(self, logits: Tensor, labels: Tensor) -> None:
         """Count a batch: logits `[n, classes]`, labels `[n]`."""
+        classes = logits.shape[-1]
+        self.strangers = self.strangers + ((labels < 0) | (labels >= classes)).sum()
+        # A GPU would abort the process at a label that is no class, and torch skips -100.
+        labels = labels.clamp(0, classes - 1)
         # In bf16 several of 1,000 classes may tie, and a loss would have two digits.
         logits = logits.float()
         hits = logits.topk(min(_TOP, logits.shape[-1])).indices == labels[:, None]
@@ -98,6 +104,16 @@ class Tally:
         losses = F.cross_entropy(logits, labels, reduction="sum")
         # In float64, because thousands of batches are added up.
         self.loss = self.loss + losses.double()
+
+    def check(self) -> None:
+        """Raises `DataError` if there was no image, or a label that is no class of the model."""
+        if not self.images:
+            raise DataError("There is nothing to evaluate: no image was given")
+        if int(self.strangers):
+            raise DataError(
+                f"{int(self.strangers)} of {self.images} labels are not class numbers of the model",
+                hint="number the classes from 0; give the model a head with as many outputs",
+            )
 
     @property
     def top1(self) -> float:
@@ -160,8 +176,9 @@ def evaluate(
     "sequential,arbitrary,kept:9" (`layershuffle.modes`). A mode with a single order gets one score,
     the others `num_orders`. Orders with common beginnings share their work (`layershuffle.trie`).
     `groups` int64 `[images, k]` as in `layershuffle.data.Split`: which images are wrong together.
-    The model comes back in the train or eval mode it was in. Raises `UsageError` for a mode or an
-    order that does not fit the depth, `DataError` if there is no image or not as many `groups`.
+    Every module comes back in the train or eval mode it was in. Raises `UsageError` for a mode or
+    an order that does not fit the depth, `DataError` if there is no image or not as many `groups`,
+    and for labels that are not class numbers.
     """
     depth = depth_of(model)
     columns = [
@@ -178,22 +195,18 @@ def evaluate(
         for column in columns:
             column.tally.groups = image_groups
     # Training calls this between two steps, and dropout must be off here and on again after it.
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.inference_mode():
-            for number, batch in enumerate(batches):
-                for column in columns:
-                    if column.order is None and column.mode is not None:
-                        policy, index = column.mode.policy(), column.index
-                        column.batch_orders.append(
-                            policy.draw(depth, seed=seed, step=number, micro_batch=index)
-                        )
-                _score_batch(model, batch, columns=columns)
-    finally:
-        model.train(was_training)
-    if not columns or not columns[0].tally.images:
-        raise DataError("There is nothing to evaluate: no image or no mode was given")
+    with in_eval(model), torch.inference_mode():
+        for number, batch in enumerate(batches):
+            for column in columns:
+                if column.order is None and column.mode is not None:
+                    policy, index = column.mode.policy(), column.index
+                    column.batch_orders.append(
+                        policy.draw(depth, seed=seed, step=number, micro_batch=index)
+                    )
+            _score_batch(model, batch, columns=columns)
+    if not columns:
+        raise DataError("There is nothing to evaluate: no mode and no order was given")
+    columns[0].tally.check()
     if groups is not None and len(groups) != columns[0].tally.images:
         raise DataError(
             f"There are {columns[0].tally.images} images, and groups of {len(groups)}",
@@ -237,6 +250,14 @@ def micro_batches(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Batches:
     block = blocks_of(model)[0]
     weight = next(p for p in block.parameters() if p.is_floating_point())
     images, labels = (tensor.to(weight.device) for tensor in batch)
+    whole_numbers = not (labels.is_floating_point() or labels.is_complex())
+    if not whole_numbers or labels.dtype == torch.bool or labels.shape != images.shape[:1]:
+        raise DataError(
+            f"Labels are {labels.dtype} of shape {tuple(labels.shape)}; one class number (int64) "
+            f"for each of the {len(images)} images is needed",
+            hint="labels.argmax(1) makes class numbers of one-hot labels",
+        )
+    labels = labels.long()
     if images.is_floating_point():
         images = images.to(weight.dtype)
     size = images_at_once(model, images, forward=lambda x: logits_of(model(x)))

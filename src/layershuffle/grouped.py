@@ -28,7 +28,8 @@ def run_grouped(state: Tensor, orders: Sequence[tuple[int, ...]], *, call: Block
     if len(orders) != state.shape[0]:
         raise UsageError(
             f"{len(orders)} orders were given for a batch of {state.shape[0]} samples",
-            hint="give one order per sample, or a single order for the whole batch",
+            hint="give one order per sample, or a single order for the whole batch (also where the "
+            "blocks do not take one row per sample)",
         )
     groups: dict[tuple[int, ...], list[int]] = {}
     for row, order in enumerate(orders):

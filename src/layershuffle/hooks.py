@@ -6,6 +6,7 @@ Position encoding and prediction (`layershuffle.position`) are hooks, and so are
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -24,6 +25,30 @@ class Step:
     block: int
     rows: tuple[int, ...] | None = None
     replay: bool = False
+
+
+class _Place(Protocol):
+    """Where a block ran: a step, or a record of one."""
+
+    @property
+    def position(self) -> int: ...
+    @property
+    def rows(self) -> tuple[int, ...] | None: ...
+
+
+def begins_forward(step: Step, earlier: Iterable[_Place]) -> bool:
+    """Whether `step` is the first of a new forward, where `earlier` ran in the one before."""
+    # The first block of a replayed forward is not a new forward: its records are there already.
+    if step.position > 0 or step.replay:
+        return False
+    # Those of this forward can only be of other samples, at position 0.
+    return any(
+        place.position > 0
+        or step.rows is None
+        or place.rows is None
+        or not set(step.rows).isdisjoint(place.rows)
+        for place in earlier
+    )
 
 
 class BlockHook(Protocol):
@@ -61,20 +86,9 @@ class Tap:
 
     def before(self, state: Tensor, step: Step) -> Tensor:
         """Leaves the input alone; a sample that comes to position 0 again begins a new forward."""
-        # The first block of a replayed forward is not a new forward: its records are there already.
-        if step.position == 0 and not step.replay and self._ran_before(step.rows):
+        if begins_forward(step, self._records):
             self._records = []
         return state
-
-    def _ran_before(self, rows: tuple[int, ...] | None) -> bool:
-        # Records of this forward can only be those of other samples, at position 0.
-        return any(
-            record.position > 0
-            or rows is None
-            or record.rows is None
-            or not set(rows).isdisjoint(record.rows)
-            for record in self._records
-        )
 
     def after(self, state: Tensor, step: Step) -> None:
         """Keeps the output, once."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
 from layershuffle.errors import StackError, UsageError
-from layershuffle.hooks import Step
+from layershuffle.hooks import Step, begins_forward
 from layershuffle.machine import to_device
 from layershuffle.position_forms import EncodingForm, PredictionForm
 from layershuffle.stack import depth_of, stack_of, with_hooks, wrap
@@ -100,14 +100,16 @@ class PositionGuess:
 
 @dataclass
 class Guesses:
-    """A block hook that collects what the blocks of one forward predict about their positions."""
+    """A block hook that collects what the blocks of the last forward predict of their positions."""
 
     prediction: PositionPrediction
     items: list[PositionGuess] = field(default_factory=list)
 
     def before(self, state: Tensor, step: Step) -> Tensor:
-        """Leaves the input alone."""
-        del step
+        """Leaves the input alone; a new forward begins a new collection."""
+        # Together the guesses of two forwards would count every sample twice.
+        if begins_forward(step, [guess.step for guess in self.items]):
+            self.items = []
         return state
 
     def after(self, state: Tensor, step: Step) -> None:
@@ -209,7 +211,7 @@ class PositionedModel(nn.Module):
 
     @contextmanager
     def guessing(self) -> Iterator[Guesses]:
-        """Collect the position guesses of one forward; raises `UsageError` without prediction."""
+        """Collect the position guesses of the last forward; `UsageError` without prediction."""
         if self.prediction is None:
             raise UsageError(
                 "This model has no position prediction", hint="add_position(model, prediction=...)"

@@ -1,76 +1,93 @@
 """The block stack: run a host model's blocks along an explicit execution order.
 
 `wrap(model)` swaps the class of the model's block container for `BlockStack`, an `nn.ModuleList`
-whose `forward`, `__iter__`, `__len__` and `__getitem__` follow the order set by `running`. Nothing
-is added to the model: keys and parameter order of its `state_dict` stay as they are, and with no
-order set it computes exactly what it did before. Other designs were tried; each gives wrong
-results without an error in some case: docs/decisions/001-block-stack.md.
+whose `forward`, `__iter__`, `__len__` and `__getitem__` follow the order set by `running`. Keys and
+parameter order of the model's `state_dict` stay as they are, and with no order set it computes
+exactly what it did before. Other designs were tried; each gives wrong results without an error in
+some case: docs/decisions/001-block-stack.md.
 
-The order lives in a context variable, not in the model, so two threads that run one model in two
-orders never mix. Drop-path rates belong to a block and travel with it.
+Drop-path rates belong to a block and travel with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, replace
-from types import MappingProxyType
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from layershuffle.discovery import find_blocks
-from layershuffle.errors import StackError, UsageError
-from layershuffle.grouped import run_grouped
+from layershuffle.entries import Placed, Walk, Walked
+from layershuffle.errors import StackError
 from layershuffle.hooks import BlockHook, Step, Tap
 from layershuffle.orders import ExecutionOrder, order_of
-
-BlockCall = Callable[[int, int, Tensor, "tuple[int, ...] | None"], Tensor]
-Walk = Callable[[BlockCall, Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class Run:
-    """How one stack is to run: an order, the hooks around its blocks, or a walk of its own."""
-
-    order: tuple[int, ...] | None = None
-    hooks: tuple[BlockHook, ...] = ()
-    walk: Walk | None = None
-    recompute: bool = False
-
-
-_PLAIN = Run()
-_RUNS: ContextVar[Mapping[int, Run]] = ContextVar(
-    "layershuffle_runs",
-    default=MappingProxyType({}),
+from layershuffle.per_sample import SampleOrders, calls_seen
+from layershuffle.runs import (
+    PLAIN,
+    Asked,
+    Run,
+    changed,
+    changed_stacks,
+    in_backward,
+    in_checkpoint,
+    in_place,
+    run_of,
 )
 
+_log = logging.getLogger("layershuffle")
 
-# Stacks whose last forward followed an order, so that a replay without one is known to be wrong.
-_ORDERED: WeakSet[BlockStack] = WeakSet()
+
+@dataclass
+class _Forwards:
+    """What the forwards of a stack since its last replay looked like, to judge the next one.
+
+    `replayable` are the orders of those that gradient checkpointing will run again as a whole.
+    """
+
+    ordered: bool = False
+    replayed: bool = False
+    replayable: set[tuple[Any, Any]] = field(default_factory=set)
+
+
+# Beside the stack: a copy of a model has run nothing.
+_FORWARDS: WeakKeyDictionary[nn.Module, _Forwards] = WeakKeyDictionary()
+_BATCH_NORM_SAID: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 class BlockStack(nn.ModuleList):
     """The block container of a wrapped model. Made by `wrap`, undone by `unwrap`."""
 
     host_class: type[nn.Module]
+    # Until the host has asked for its blocks, hooks on them wait for one that runs all the same.
+    _unasked = False
 
-    def _entries(self) -> list[Callable[..., Any]]:
-        """What the host model is to call, in execution order."""
-        run = _RUNS.get().get(id(self), _PLAIN)
-        blocks = list(self._modules.values())
+    def _run(self) -> Run:
+        """How to run now; every way into the stack passes here."""
+        run = run_of(self)
+        if torch.compiler.is_compiling():
+            return run
         self._refuse_lost_order(run)
-        # `is`, not `==`: most forwards have no order, and this check runs before every one of them.
-        if run is _PLAIN:
+        if run is PLAIN:
             self._refuse_replica()
+        if self._unasked:
+            self._unasked = False
+            _remove_watches(self)
+        return run
+
+    def _entries(self, run: Run) -> list[Callable[..., Any]]:
+        """What the host model is to call, in execution order."""
+        blocks = list(self._modules.values())
+        # `is`, not `==`: most forwards have no order, and this check runs before every one of them.
+        if run is PLAIN:
             return [*blocks]
-        if run.walk is not None:
-            return [_Walked(self, run.walk, run)]
+        if run.entries is not None:
+            return [*run.entries(run)]
         order = range(len(blocks)) if run.order is None else run.order
         # The bare blocks, so that torch.compile and hooks of torch see no wrapper.
         if not run.hooks and not run.recompute:
@@ -101,16 +118,29 @@ class BlockStack(nn.ModuleList):
         # Checkpointing the whole stack makes the backward pass ask for the order again, where it
         # may not be set: after `running`, or on GPUs always (autograd has threads of its own). The
         # blocks have equal shapes, so torch's own check of the replay would not notice.
-        if torch.compiler.is_compiling():
+        forwards = _FORWARDS.setdefault(self, _Forwards())
+        if not in_backward():
+            if forwards.replayed:
+                forwards.replayed, forwards.replayable = False, set()
+            # Two are as wrong as many; the orders of a long training would fill the memory.
+            if in_checkpoint() and len(forwards.replayable) < 2:
+                forwards.replayable.add((run.order, run.samples))
+            forwards.ordered = run is not PLAIN
             return
-        if not _in_backward():
-            (_ORDERED.discard if run is _PLAIN else _ORDERED.add)(self)
-        elif run is _PLAIN and self in _ORDERED:
+        forwards.replayed = True
+        if run is PLAIN and (forwards.ordered or forwards.replayable - {(None, None)}):
             raise StackError(
                 "Gradient checkpointing runs the whole stack again in the backward pass, where its "
                 "execution order is not set",
                 hint="checkpoint the blocks one by one; on a CPU, calling backward() inside "
                 "`with running(...)` is enough",
+            )
+        if forwards.replayable - {(run.order, run.samples)}:
+            raise StackError(
+                "Gradient checkpointing runs the whole stack again in the backward pass, and its "
+                "forwards had several execution orders, of which only one is set now",
+                hint="checkpoint the blocks one by one, or call backward() for each order inside "
+                "its `with running(...)`; forwards without a backward belong under torch.no_grad()",
             )
 
     def block(self, index: int) -> nn.Module:
@@ -124,79 +154,73 @@ class BlockStack(nn.ModuleList):
 
     def forward(self, state: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the blocks along the current order; arguments after the first go to every block."""
-        for entry in self._entries():
+        for entry in self:
             state = entry(state, *args, **kwargs)
         return state
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._entries())
+        run = self._run()
+        entries = self._entries(run)
+        if run.asked is None or torch.compiler.is_compiling():
+            return iter(entries)
+        return run.asked.handed_out(entries)
 
     def __len__(self) -> int:
-        return len(self._entries())
+        return len(self._entries(run_of(self)))
 
     def __getitem__(self, index: int | slice) -> Any:
         """The entry at a *position*; a slice is a stack again when no order is set."""
-        entries = self._entries()
-        if not isinstance(index, slice):
-            return entries[index]
-        if id(self) not in _RUNS.get():
-            return self._part(index)
-        # Hosts write `blocks[:depth]` for "all": an order with repeats may be longer than that.
-        return entries if index == slice(None, self.depth) else entries[index]
+        run = self._run()
+        entries = self._entries(run)
+        if isinstance(index, slice):
+            if run is PLAIN:
+                return self._part(index)
+            # Hosts write `blocks[:depth]` for "all": an order with repeats may be longer than that.
+            if index == slice(None, self.depth):
+                index = slice(None)
+            if run.asked is not None:
+                run.asked.note_slice(index, len(entries))
+        elif run is not PLAIN:
+            if not -len(entries) <= index < len(entries):
+                raise StackError(
+                    f"The host model asks for position {index} of {len(entries)}: it counts its "
+                    "blocks by itself",
+                    hint="iterate over the stack (for block in self.blocks) in its forward, or up "
+                    "to len(self.blocks)",
+                )
+            if run.asked is not None:
+                run.asked.note_index(index, len(entries))
+        return entries[index]
 
 
-class Placed:
-    """A block at a position with the hooks around it; everything else is the block's own."""
-
-    def __init__(self, module: nn.Module, step: Step, run: Run) -> None:
-        self._module, self._step, self._run = module, step, run
-
-    def __call__(self, state: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The block's output for the input `state`, hooks included."""
-        if self._run.recompute and torch.is_grad_enabled():
-            return checkpoint(self._compute, state, *args, use_reentrant=False, **kwargs)
-        return self._compute(state, *args, **kwargs)
-
-    def _compute(self, state: Tensor, *args: Any, **kwargs: Any) -> Any:
-        step = replace(self._step, replay=_in_backward())
-        for hook in self._run.hooks:
-            state = hook.before(state, step)
-        out = self._module(state, *args, **kwargs)
-        for hook in self._run.hooks:
-            hook.after(_state_of(out), step)
-        return out
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
+def _watched_parts(stack: nn.Module) -> Iterator[nn.Module]:
+    """What a host can call of the blocks: a block, or its parts where it is a mere list of them."""
+    for block in stack._modules.values():
+        if block is not None:
+            runs = type(block).forward is not nn.Module.forward
+            yield from (block,) if runs else block.children()
 
 
-class _Walked:
-    """The one entry of a stack that a walk runs as a whole."""
-
-    def __init__(self, stack: BlockStack, walk: Walk, run: Run) -> None:
-        self._stack, self._walk, self._run = stack, walk, run
-
-    def __call__(self, state: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        def call(block: int, position: int, chunk: Tensor, rows: tuple[int, ...] | None) -> Tensor:
-            # Only a walk that regroups samples can pair a sample with another one's mask.
-            if rows is not None:
-                _refuse_batched((*args, *kwargs.values()), batch=len(state))
-            step = Step(position, block, rows)
-            placed = Placed(self._stack.block(block), step, self._run)
-            return _state_of(placed(chunk, *args, **kwargs))
-
-        return self._walk(call, state)
-
-
-def _refuse_batched(arguments: tuple[Any, ...], *, batch: int) -> None:
-    """Attention masks and the like that differ between samples cannot be regrouped here."""
-    for argument in arguments:
-        if isinstance(argument, Tensor) and argument.dim() > 2 and len(argument) == batch > 1:
-            raise UsageError(
-                f"The model hands its blocks a tensor of shape {tuple(argument.shape)} beside "
-                "their input, one part per sample; an order per sample cannot split it",
-                hint="use one order for the whole batch, or run the samples one by one",
+def _refuse_order(module: nn.Module, _args: object) -> None:
+    """A hook on the blocks of stacks that were never asked: a host that takes them elsewhere."""
+    if torch.compiler.is_compiling():
+        return
+    for stack in changed_stacks():
+        if any(module is part for part in _watched_parts(stack)):
+            raise StackError(
+                f"A block ({type(module).__name__}) runs although the host model never asked its "
+                "block stack, so the execution order and what is to run around blocks would be "
+                "ignored",
+                hint="iterate over the container itself (for block in self.blocks) in the forward, "
+                "not over its children() or _modules, nor over a list made before",
             )
+
+
+def _remove_watches(stack: nn.Module) -> None:
+    for part in _watched_parts(stack):
+        hooks = part._forward_pre_hooks
+        for key in [key for key, hook in hooks.items() if hook is _refuse_order]:
+            del hooks[key]
 
 
 def wrap(model: nn.Module, blocks: str | None = None) -> nn.Module:
@@ -218,13 +242,17 @@ def wrap(model: nn.Module, blocks: str | None = None) -> nn.Module:
     # The class is swapped and the object stays, so that references to the container (in the host's
     # own attributes, hooks or an optimiser) refer to the wrapped one too.
     container.__class__ = BlockStack
-    vars(container)["host_class"] = host_class
+    vars(container).update(host_class=host_class, _unasked=True)
+    for part in _watched_parts(container):
+        part.register_forward_pre_hook(_refuse_order)
     return model
 
 
 def unwrap(model: nn.Module) -> nn.Module:
     """`model` itself with its block container as it was before `wrap`."""
     for stack in _stacks(model):
+        _remove_watches(stack)
+        vars(stack).pop("_unasked", None)
         host_class = vars(stack).pop("host_class")
         object.__setattr__(stack, "__class__", host_class)
     return model
@@ -260,18 +288,40 @@ def running(
 
     `order` is one order for the whole batch, or a sequence of orders, one per sample of the batch
     (samples are regrouped by their next block at every position). Keep `backward` inside the block
-    too if you checkpoint the whole stack. Raises `UsageError` for orders of another depth.
+    too if you checkpoint the whole stack. Raises `UsageError` for orders of another depth, and
+    `StackError` where the host ran its blocks without asking for the whole order.
     """
-    stack = stack_of(model)
-    if _is_per_sample(order):
-        orders = tuple(order_of(sample, stack.depth) for sample in order)  # type: ignore[arg-type]
-        ids = [sample_order.blocks for sample_order in orders]
-        with _set(stack, order=None, walk=lambda call, state: run_grouped(state, ids, call=call)):
+    stack, asked = stack_of(model), Asked(depth_of(model))
+    with ExitStack() as contexts:
+        if _is_per_sample(order):
+            orders = tuple(order_of(sample, stack.depth) for sample in order)  # type: ignore[arg-type]
+            samples = SampleOrders(stack, [sample_order.blocks for sample_order in orders])
+            contexts.enter_context(
+                changed(
+                    stack, order=None, samples=samples.orders, entries=samples.entries, asked=asked
+                )
+            )
+            contexts.enter_context(calls_seen(model, stack, samples=samples))
+            _say_batch_norm(stack, "an order per sample splits the batch for their statistics")
             yield orders
-    else:
-        shared = order_of(order, stack.depth)  # type: ignore[arg-type]
-        with _set(stack, order=shared.blocks, walk=None):
+        else:
+            shared = order_of(order, stack.depth)  # type: ignore[arg-type]
+            contexts.enter_context(
+                changed(stack, order=shared.blocks, samples=None, entries=None, asked=asked)
+            )
             yield shared
+    asked.refuse_cut(model)
+
+
+def _say_batch_norm(stack: BlockStack, consequence: str) -> None:
+    """Log once that BatchNorm inside of blocks in training sees other batches than before."""
+    if stack in _BATCH_NORM_SAID:
+        return
+    norms = [module for module in stack.modules() if isinstance(module, _BatchNorm)]
+    if not norms or any(norm.training for norm in norms):
+        _BATCH_NORM_SAID[stack] = bool(norms)
+    if _BATCH_NORM_SAID.get(stack):
+        _log.warning("The blocks hold BatchNorm layers in training mode: %s", consequence)
 
 
 @contextmanager
@@ -281,7 +331,8 @@ def walking(model: nn.Module, walk: Walk) -> Iterator[None]:
     `call(block, position, chunk, rows)` runs one block, hooks included, with the other arguments
     that the host model gave; `rows` names the samples in `chunk`, `None` meaning all.
     """
-    with _set(stack_of(model), order=None, walk=walk):
+    stack = stack_of(model)
+    with in_place(stack, lambda run: [Walked(stack, walk, run)]):
         yield
 
 
@@ -292,15 +343,16 @@ def recomputing(model: nn.Module) -> Iterator[None]:
     Gradient checkpointing block by block, for host models that have none of their own too, and
     under any order or walk.
     """
-    with _set(stack_of(model), recompute=True):
+    stack = stack_of(model)
+    _say_batch_norm(stack, "each batch counts twice in their running statistics")
+    with changed(stack, recompute=True):
         yield
 
 
 @contextmanager
 def with_hooks(model: nn.Module, *hooks: BlockHook) -> Iterator[None]:
     """Add `hooks` around every block inside the `with` block, after those already there."""
-    stack = stack_of(model)
-    with _set(stack, hooks=(*_RUNS.get().get(id(stack), _PLAIN).hooks, *hooks)):
+    with changed(stack_of(model), *hooks):
         yield
 
 
@@ -315,18 +367,6 @@ def tap(model: nn.Module) -> Iterator[Tap]:
         yield recorder
 
 
-@contextmanager
-def _set(stack: BlockStack, **changes: Any) -> Iterator[None]:
-    # A new mapping each time: a thread or task that copied the context keeps the orders it had.
-    runs = _RUNS.get()
-    run = replace(runs.get(id(stack), _PLAIN), **changes)
-    token = _RUNS.set({**runs, id(stack): run})
-    try:
-        yield
-    finally:
-        _RUNS.reset(token)
-
-
 def _is_per_sample(order: object) -> bool:
     return (
         isinstance(order, Sequence)
@@ -334,12 +374,6 @@ def _is_per_sample(order: object) -> bool:
         and bool(order)
         and isinstance(order[0], ExecutionOrder | Sequence)
     )
-
-
-def _state_of(out: Any) -> Tensor:
-    # Blocks of older transformers releases return tuples whose first entry is the state.
-    state: Tensor = out[0] if isinstance(out, tuple) else out
-    return state
 
 
 def _stacks(model: nn.Module) -> list[BlockStack]:
@@ -353,8 +387,3 @@ def _stacks(model: nn.Module) -> list[BlockStack]:
             seen.update(dict.fromkeys(new))
             waiting += new
     return [module for module in seen if isinstance(module, BlockStack)]
-
-
-def _in_backward() -> bool:
-    """Is this call a replay by gradient checkpointing? torch's own checkpointing asks this way."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

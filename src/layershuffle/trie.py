@@ -11,16 +11,21 @@ which have every block at every position once: no two of them begin alike, so no
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
+from layershuffle.chain import IMAGES, host_of_stack
+from layershuffle.entries import HOSTS, Host
 from layershuffle.errors import StackError
+from layershuffle.grouped import BlockCall
 from layershuffle.orders import ExecutionOrder
-from layershuffle.stack import BlockCall, walking
+from layershuffle.stack import running, stack_of, walking
 
+_log = logging.getLogger("layershuffle")
 # Of a state, on a CPU. Fewer images than these would read the weights too often.
 _CACHED_BYTES, _LEAST_IMAGES = 1 << 20, 4
 
@@ -55,8 +60,15 @@ def forward_trie(
     """(indices of orders, their logits) for every distinct order, depth first.
 
     `model` is wrapped; `forward(images)` calls it and returns logits `[batch, classes]`. Inference
-    only: run it under `torch.inference_mode()`.
+    only: run it under `torch.inference_mode()`. A model that does more between its blocks than hand
+    on the state runs the orders one by one.
     """
+    if not _is_chain(model, images, forward=forward):
+        for ends, blocks in _orders(trie):
+            with running(model, blocks):
+                logits = forward(images)
+            yield ends, logits
+        return
     start, call = run_stem(model, images, forward=forward)
     for ends, state in _walk(trie, start, 0, call):
         yield ends, run_head(model, images, state=state, forward=forward)
@@ -71,6 +83,8 @@ def images_at_once(model: nn.Module, images: Tensor, *, forward: Callable[[Tenso
     """
     if images.device.type != "cpu" or len(images) < 2:
         return max(1, len(images))
+    if not _is_chain(model, images, forward=forward):
+        return len(images)
     state, _ = run_stem(model, images[:1], forward=forward)
     # Bytes count, not images: parts of 8 to 32 images cost the digits model up to 2.2 times the
     # time (docs/log.md).
@@ -132,5 +146,47 @@ def _walk(
     # An order may end where another goes on, as subsets of one permutation do.
     if node.ends:
         yield node.ends, state
+    readers = len(node.children)
     for block, child in node.children.items():
-        yield from _walk(child, call(block, position, state, None), position + 1, call)
+        readers -= 1
+        # A block may write into its input, which blocks of other orders still have to read.
+        given = state.clone() if readers else state
+        yield from _walk(child, call(block, position, given, None), position + 1, call)
+
+
+def _orders(
+    node: TrieNode, blocks: tuple[int, ...] = ()
+) -> Iterator[tuple[list[int], tuple[int, ...]]]:
+    """(indices of orders, their blocks) of every distinct order, depth first."""
+    if node.ends:
+        yield node.ends, blocks
+    for block, child in node.children.items():
+        yield from _orders(child, (*blocks, block))
+
+
+def refuse_loops(model: nn.Module, images: Tensor, *, forward: Callable[[Tensor], Tensor]) -> None:
+    """Raises `StackError` for a host whose stem, blocks and head do not make its forward."""
+    if not _tried(model, images, forward).chain:
+        raise StackError(
+            f"{type(model).__name__} does more between its blocks than hand on the state (several "
+            "states, a read-out, gates ...), so it cannot be taken apart into stem, blocks and "
+            "head",
+            hint="whole forwards work: layershuffle.running, fit and eval",
+        )
+
+
+def _is_chain(model: nn.Module, images: Tensor, *, forward: Callable[[Tensor], Tensor]) -> bool:
+    """Whether a walk may take the place of the host's loop; says it once where it may not."""
+    is_new = stack_of(model) not in HOSTS
+    chain = _tried(model, images, forward).chain
+    if is_new and not chain:
+        _log.warning(
+            "%s does more between its blocks than hand on the state, so its orders run one by one: "
+            "the scores are right, and take longer",
+            type(model).__name__,
+        )
+    return chain
+
+
+def _tried(model: nn.Module, images: Tensor, forward: Callable[[Tensor], Tensor]) -> Host:
+    return host_of_stack(stack_of(model), model=model, forward=lambda: forward(images[:IMAGES]))

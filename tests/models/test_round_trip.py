@@ -279,3 +279,18 @@ def test_the_bundled_model_is_a_saved_directory_in_the_package(assets: Path) -> 
 def test_a_bundled_model_that_is_absent_says_how_to_make_it() -> None:
     with pytest.raises(ModelFileError, match="layershuffle pretrain"):
         ls.load("bundled:digits")
+
+
+class Packed(torch.Tensor):
+    """Stands for the packed numbers of a quantised model."""
+
+
+def test_models_that_their_library_could_not_read_back(tmp_path):
+    model = FAMILIES["timm-vit"].wrapped()
+    with pytest.raises(UsageError, match=r"save\(model\._orig_mod, directory\)"):
+        ls.save(torch.compile(model), tmp_path / "compiled")
+    weight = model.head.weight.detach().as_subclass(Packed)
+    model.head.weight = torch.nn.Parameter(weight, requires_grad=False)
+    with pytest.raises(UsageError, match=r"head\.weight is a Packed, not a plain tensor"):
+        ls.save(model, tmp_path / "packed")
+    assert not list(tmp_path.iterdir())

@@ -4,6 +4,7 @@ import asyncio
 import threading
 
 import pytest
+import timm
 import torch
 from gateway_site import HOSTS, LIMITS, VIT, Blocks, site
 
@@ -20,6 +21,7 @@ from layershuffle.swarm.remote_model import (
     class_names,
     drop_blocks,
     resize_of,
+    served_host,
 )
 from layershuffle.swarm.router import Router
 from layershuffle.swarm.state import HostView, Swarm
@@ -54,6 +56,16 @@ def test_it_equals_the_forward_of_the_route(family):
             wanted = ls.models.logits_of(whole(batch))
         assert torch.equal(classified.logits, wanted)
         assert min(classified.stem_ms, classified.swarm_ms, classified.head_ms) > 0
+
+
+def test_a_model_of_two_states_cannot_be_taken_apart():
+    """The patches' state would stay behind as it was before the first block."""
+    model = timm.create_model(
+        "tnt_s_legacy_patch16_224", embed_dim=8, inner_dim=4, depth=2, num_heads_inner=2,
+        num_heads_outer=2,
+    )  # fmt: skip
+    with pytest.raises(StackError, match="into stem, blocks and head"):
+        served_host(model)
 
 
 def test_it_drops_the_blocks():

@@ -31,6 +31,7 @@ from layershuffle.analysis.subject import DoesNotApply, Subject
 from layershuffle.hooks import Step
 from layershuffle.orders import ExecutionOrder
 from layershuffle.stack import running, walking, with_hooks
+from layershuffle.trie import refuse_loops
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -116,8 +117,10 @@ def split_logits(
 ) -> LogitSplit:
     """The parts of the right class's centred logit under `order`.
 
-    Raises `DoesNotApply` if they do not add up, because the head is not affine.
+    Raises `DoesNotApply` if they do not add up, because the head is not affine, and `StackError`
+    for a host that does more between its blocks than hand on the state.
     """
+    refuse_loops(subject.model, images, forward=subject.logits)
     updates = _Updates()
     with torch.no_grad(), running(subject.model, order), with_hooks(subject.model, updates):
         logit = _centred(subject.logits(images), labels)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from layershuffle.errors import DataError, UsageError
+from layershuffle.errors import UsageError
 from layershuffle.evaluation import Batches, Draw, Score, Tally, micro_batches
 from layershuffle.merging.settings import Combine, EnsembleOrders
 from layershuffle.models import logits_of
 from layershuffle.modes import Mode, parse_modes
 from layershuffle.orders import ExecutionOrder
+from layershuffle.runs import in_eval
 from layershuffle.stack import depth_of
 from layershuffle.stats import ImageGroups
 from layershuffle.trie import build_trie, forward_trie
@@ -84,15 +84,15 @@ def evaluate_ensembles(
         (combine, run): Tally(image_groups) for run in passes for combine, orders in variants
         if orders == run.orders
     }  # fmt: skip
-    with _in_eval(donors), torch.inference_mode():
+    with in_eval(*donors), torch.inference_mode():
         for number, batch in enumerate(batches):
             orders = [run.at(number) for run in passes]
             for images, labels in micro_batches(donors[0], batch):
                 logits = dict(zip(passes, _all_logits(donors, images, orders=orders), strict=True))
                 for (combine, run), tally in tallies.items():
                     tally.add(combined(logits[run], combine), labels)
-    if not all(tally.images for tally in tallies.values()):
-        raise DataError("There is nothing to evaluate: no image was given")
+    for tally in tallies.values():
+        tally.check()
     scores: dict[Variant, list[EnsembleScore]] = {variant: [] for variant in variants}
     for (combine, run), tally in tallies.items():
         scores[combine, run.orders].append(_score(run, tally))
@@ -182,16 +182,3 @@ def _score(run: _Pass, tally: Tally) -> EnsembleScore:
         top1_n=tally.top1_n,
         top5_n=tally.top5_n,
     )
-
-
-@contextmanager
-def _in_eval(models: Sequence[nn.Module]) -> Iterator[None]:
-    # Each back to its own state: some callers have members in training mode, some have not.
-    before = [model.training for model in models]
-    for model in models:
-        model.eval()
-    try:
-        yield
-    finally:
-        for model, was in zip(models, before, strict=True):
-            model.train(was)

@@ -47,7 +47,7 @@ class ModelMetadata(_MetadataModel):
     name: str
     model_args: Json
     num_classes: Annotated[int, Field(ge=1)]
-    depth: Annotated[int, Field(ge=2)]
+    depth: Annotated[int, Field(ge=1)]
     blocks: str
     position: PositionForms
     image_view: Json

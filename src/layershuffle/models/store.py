@@ -139,6 +139,7 @@ def save(
     `LayerShuffleError` for a full disk and the like.
     """
     final, host = Path(directory), host_of(model)
+    _refuse_changed_weights(host)
     _check_replaceable(final)
     earlier = {k: v for k, v in origin_of(host).record.items() if k != "scores"}
     plain = checked_record(earlier if record is None else record)
@@ -344,6 +345,24 @@ def _stack_place(host: nn.Module) -> tuple[str, int]:
             return path, module.depth
     path, container = find_blocks(host)
     return path, sum(1 for _ in container.children())
+
+
+def _refuse_changed_weights(host: nn.Module) -> None:
+    """Raises `UsageError` for models whose tensors their library could not read back."""
+    if hasattr(host, "_orig_mod"):
+        raise UsageError(
+            "torch.compile made another module around this model, with other tensor names",
+            hint="save the model inside of it: layershuffle.save(model._orig_mod, directory)",
+        )
+    for name, tensor in host.state_dict().items():
+        # torchao and its like keep packed numbers in subclasses of Tensor.
+        if type(tensor) not in (Tensor, nn.Parameter):
+            raise UsageError(
+                f"The tensor {name} is a {type(tensor).__name__}, not a plain tensor: the model is "
+                "quantised or sharded, and its library could not read it back",
+                hint="save the model before it is quantised, and quantise after loading; gather "
+                "a sharded model first",
+            )
 
 
 def _check_replaceable(final: Path) -> None:

@@ -17,14 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from layershuffle.chain import IMAGES
 from layershuffle.errors import LayerShuffleError, StackError, UsageError
-from layershuffle.models import host_of, logits_of, num_classes_of
+from layershuffle.models import host_of, image_view, logits_of, num_classes_of
 from layershuffle.models.origin import trained_with
 from layershuffle.position import PositionedModel
 from layershuffle.stack import blocks_of, depth_of, stack_of, wrap
 from layershuffle.swarm.messages import Route, State
 from layershuffle.swarm.router import Router
-from layershuffle.trie import run_head, run_stem
+from layershuffle.trie import refuse_loops, run_head, run_stem
 
 _MILLI = 1000.0
 _HEAD_WEIGHT = 0.2  # of the newest measurement in the average time of the head
@@ -178,7 +179,8 @@ def check_enough(route: Route, *, min_blocks: int) -> None:
 def served_host(model: nn.Module) -> nn.Module:
     """The wrapped host model that a swarm can serve, without a position prediction.
 
-    Raises `StackError` for models with position encoding.
+    Raises `StackError` for models with position encoding, and for those that do more between their
+    blocks than hand on the state.
     """
     if isinstance(model, PositionedModel) and model.encoding is not None:
         raise StackError(
@@ -186,7 +188,14 @@ def served_host(model: nn.Module) -> nn.Module:
             "something else at every position, and block hosts do not know theirs",
             hint="serve a model refined by layershuffle or layershuffle-depth",
         )
-    return wrap(host_of(model))
+    host = wrap(host_of(model))
+    weight = next(blocks_of(host)[0].parameters())
+    # Blocks of a bundle are empty; their model was tried when the bundle was made.
+    if not weight.is_meta:
+        view = image_view(host)
+        images = weight.new_zeros(IMAGES, view.channels, view.height, view.width)
+        refuse_loops(host, images, forward=lambda pixels: logits_of(host(pixels)))
+    return host
 
 
 def drop_blocks(model: nn.Module) -> int:

@@ -109,7 +109,10 @@ class TrainState:
         # DDP takes parameters for unused if no output of the model's call depends on them. So the
         # loss of the position guesses has to be an output: a hook inside of what DDP wraps adds it.
         with self.model.guessing() as guesses:
-            hook = self.model.register_forward_hook(lambda *call: (call[-1], guesses.loss()))
+            hook = self.model.register_forward_hook(
+                # A trial of the host (layershuffle.chain) runs no block, and nothing is guessed.
+                lambda *call: (call[-1], guesses.loss() if guesses.items else None)
+            )
             with hook:
                 output, position_loss = model(images)
         return logits_of(output).float(), position_loss

@@ -1,0 +1,192 @@
+"""What a block stack hands to its host in place of bare blocks: a block with hooks around it, a
+walk that stands for all blocks, a position at which every sample has a block of its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from layershuffle.errors import StackError, UsageError
+from layershuffle.grouped import BlockCall
+from layershuffle.hooks import Step
+from layershuffle.runs import Run, in_backward
+
+Walk = Callable[[BlockCall, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a block returns: the state alone, or in a tuple or list with `beside` other things."""
+
+    kind: type | None = None
+    beside: int = 0
+
+    def filled(self, state: Tensor, beside: Sequence[Any] | None = None) -> Any:
+        """`state` as a block returns it; `None` for what else it returns, unless given."""
+        if self.kind is None:
+            return state
+        return self.kind((state, *(beside or [None] * self.beside)))
+
+
+@dataclass(frozen=True)
+class Host:
+    """What a trial showed about the host of a stack (`layershuffle.chain`).
+
+    `chain`: between its blocks it only hands on the state. `batched`: which of the tensors that it
+    gives to a block beside the state have a part per sample.
+    """
+
+    chain: bool
+    form: Form
+    batched: tuple[bool, ...]
+
+
+# Beside the stack, not in it: a copy of a model may be changed before it runs.
+HOSTS: WeakKeyDictionary[nn.Module, Host] = WeakKeyDictionary()
+
+
+def state_of(out: Any) -> Tensor:
+    """The state in what a block returned; raises `StackError` where there is none."""
+    # Blocks of older transformers releases return tuples whose first entry is the state.
+    state = out[0] if isinstance(out, tuple | list) and out else out
+    if not isinstance(state, Tensor):
+        raise StackError(
+            f"A block returned a {type(out).__name__}; a tensor is needed, or a tuple that begins "
+            "with one",
+            hint="let the block return its state first; one order for the whole batch "
+            "(layershuffle.running) works as it is",
+        )
+    return state
+
+
+def form_of(out: Any) -> Form:
+    """The form of what a block returned."""
+    if isinstance(out, tuple | list):
+        return Form(tuple if isinstance(out, tuple) else list, len(out) - 1)
+    return Form()
+
+
+def state_first(
+    block: nn.Module, *, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
+    """The state, the other positional and the named arguments of a call, as in `block(x=x)`."""
+    if args:
+        return args[0], args[1:], kwargs
+    name = next(iter(inspect.signature(block.forward).parameters), "")
+    if name not in kwargs:
+        raise StackError(
+            f"A {type(block).__name__} was called without its first argument {name!r}, the state",
+            hint="give the state first, or by that name",
+        )
+    rest = {key: value for key, value in kwargs.items() if key != name}
+    return kwargs[name], (), rest
+
+
+class Entry(ABC):
+    """Stands for a block; attributes are those of `module`. Hosts call it, and nothing else."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    @abstractmethod
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What a block returns, for the state among the arguments."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        raise self._in_parts()
+
+    def __getitem__(self, index: object) -> Any:
+        raise self._in_parts()
+
+    def _in_parts(self) -> StackError:
+        # As in `for attention, mlp in self.layers`: the sum behind a part is the host's own code.
+        return StackError(
+            f"The host model takes the parts out of its blocks ({type(self._module).__name__}) and "
+            "runs them itself, so nothing can be put around a block and no order be given per "
+            "sample",
+            hint="make a module of each group of parts, with their residual sums in its forward; "
+            "one order for the whole batch, and evaluate(), work as it is",
+        )
+
+
+class Placed(Entry):
+    """A block at a position with the hooks around it."""
+
+    def __init__(self, module: nn.Module, step: Step, run: Run) -> None:
+        super().__init__(module)
+        self._step, self._run = step, run
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The block's output for the state among the arguments, hooks included."""
+        state, args, kwargs = state_first(self._module, args=args, kwargs=kwargs)
+        if self._run.recompute and torch.is_grad_enabled():
+            return checkpoint(self._compute, state, *args, use_reentrant=False, **kwargs)
+        return self._compute(state, *args, **kwargs)
+
+    def _compute(self, state: Tensor, *args: Any, **kwargs: Any) -> Any:
+        step = replace(self._step, replay=in_backward())
+        for hook in self._run.hooks:
+            state = hook.before(state, step)
+        out = self._module(state, *args, **kwargs)
+        for hook in self._run.hooks:
+            hook.after(state_of(out), step)
+        return out
+
+
+class Walked(Entry):
+    """The one entry of a stack that a walk runs as a whole."""
+
+    def __init__(self, stack: nn.Module, walk: Walk, run: Run) -> None:
+        self._blocks = list(stack._modules.values())
+        super().__init__(self._blocks[0])  # type: ignore[arg-type]
+        self._stack, self._walk, self._run = stack, walk, run
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the last block of the walk returns, for the state among the arguments."""
+        state, args, kwargs = state_first(self._module, args=args, kwargs=kwargs)
+        host = HOSTS.get(self._stack)
+        form = Form() if host is None else host.form
+
+        def call(block: int, position: int, chunk: Tensor, rows: tuple[int, ...] | None) -> Tensor:
+            nonlocal form
+            # Only a walk that regroups samples can pair a sample with another one's mask.
+            if rows is not None:
+                _refuse_batched((args, kwargs), batch=len(state), host=host)
+            module: Any = self._blocks[block]
+            placed = Placed(module, Step(position, block, rows), self._run)
+            out = placed(chunk, *args, **kwargs)
+            form = form_of(out)
+            return state_of(out)
+
+        after = self._walk(call, state)
+        # What the blocks return beside the state belongs to some of the samples, or to one block.
+        return form.filled(after)
+
+
+def _refuse_batched(arguments: Any, *, batch: int, host: Host | None) -> None:
+    """Attention masks and the like that differ between samples cannot be regrouped here."""
+    leaves = tree_leaves(arguments)
+    batched = [True] * len(leaves) if host is None else host.batched
+    for index, leaf in enumerate(leaves):
+        # A tensor [tokens, width] is no mask [batch, tokens], though both numbers may be equal: the
+        # trial had another number of samples.
+        parts = index >= len(batched) or batched[index]
+        if isinstance(leaf, Tensor) and parts and leaf.dim() > 0 and len(leaf) == batch > 1:
+            raise UsageError(
+                f"The model hands its blocks a tensor of shape {tuple(leaf.shape)} beside "
+                "their input, one part per sample; an order per sample cannot split it",
+                hint="use one order for the whole batch, or run the samples one by one",
+            )

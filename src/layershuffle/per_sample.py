@@ -1,0 +1,133 @@
+"""A different order for every sample of a batch, in the host's own loop or in place of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from layershuffle.chain import IMAGES, host_of_stack
+from layershuffle.entries import HOSTS, Entry, Walk, Walked
+from layershuffle.errors import StackError, UsageError
+from layershuffle.grouped import BlockCall, run_grouped
+from layershuffle.runs import PLAIN, Run, in_backward, run_of
+
+
+class SampleOrders:
+    """The entries for an order per sample: a single walk, or position by position.
+
+    The walk keeps samples of one order together from the first block to the last, and needs a host
+    that does nothing between its blocks. Position by position the host's own loop runs.
+    """
+
+    def __init__(self, stack: nn.Module, orders: Sequence[tuple[int, ...]]) -> None:
+        self.orders, self.called = tuple(orders), 0
+        self._stack, self._walks = stack, False
+
+    def entries(self, run: Run) -> list[Entry]:
+        """What the host is to call."""
+        # A replay is not inside the model's call, and has to run as its forward did.
+        if not in_backward():
+            host = HOSTS.get(self._stack)
+            self._walks = self.called > 0 and host is not None and host.chain
+        if self._walks:
+            return [Walked(self._stack, self._walk, run)]
+        self._refuse_lengths()
+        return [
+            _Position(self._stack, self._at(position), run)
+            for position in range(len(self.orders[0]))
+        ]
+
+    def _walk(self, call: BlockCall, state: Tensor) -> Tensor:
+        return run_grouped(state, self.orders, call=call)
+
+    def _at(self, position: int) -> Walk:
+        steps = [(order[position],) for order in self.orders]
+
+        def walk(call: BlockCall, state: Tensor) -> Tensor:
+            return run_grouped(
+                state, steps, call=lambda block, _, chunk, rows: call(block, position, chunk, rows)
+            )
+
+        return walk
+
+    def _refuse_lengths(self) -> None:
+        if len(set(map(len, self.orders))) > 1:
+            raise StackError(
+                "The host model does more between its blocks than hand on the state (or runs in "
+                "another way than by its own call), so samples with shorter orders cannot wait for "
+                "the others",
+                hint="give all samples of a batch orders of one length",
+            )
+
+
+class _Position(Walked):
+    """One position of the host's own loop, at which every sample has its block."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The state after every sample ran through its block."""
+        out = super().__call__(*args, **kwargs)
+        if isinstance(out, tuple | list) and len(out) > 1:
+            raise StackError(
+                f"The blocks return {len(out)} values and the host model uses more than the state, "
+                "which cannot be put together again from samples in orders of their own",
+                hint="use one order for the whole batch",
+            )
+        return out
+
+
+@contextmanager
+def calls_seen(model: nn.Module, stack: nn.Module, *, samples: SampleOrders) -> Iterator[None]:
+    """Notes calls of the modules around the stack, and tries once how the host treats it."""
+
+    def ours() -> bool:
+        # The hooks are the model's, and so are called in other threads and in the trial too.
+        run = PLAIN if torch.compiler.is_compiling() else run_of(stack)
+        return run.samples is samples.orders
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not ours():
+            return
+        samples.called += 1
+        _refuse_hidden_states(module, kwargs)
+        few = tree_map(lambda leaf: _first(leaf, of=len(samples.orders)), (args, kwargs))
+        host_of_stack(stack, model=module, forward=lambda: module(*few[0], **few[1]))
+
+    def after(*_: Any) -> None:
+        samples.called -= ours()
+
+    with ExitStack() as hooks:
+        for module in _holders(model, stack) or [stack]:
+            handle = module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+            hooks.callback(handle.remove)
+            hooks.callback(module.register_forward_hook(after, always_call=True).remove)
+        yield
+
+
+def _first(leaf: Any, *, of: int) -> Any:
+    """The first samples of a tensor that holds `of`; anything else as it is."""
+    many = isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == of
+    return leaf[:IMAGES] if many else leaf
+
+
+def _refuse_hidden_states(module: nn.Module, kwargs: dict[str, Any]) -> None:
+    # transformers records them by hooks on the blocks, which run on some of the samples at a time.
+    config = getattr(module, "config", None)
+    if kwargs.get("output_hidden_states", getattr(config, "output_hidden_states", False)):
+        raise UsageError(
+            "output_hidden_states cannot be combined with an order per sample: blocks run on "
+            "groups of samples, and the states would be those of the groups",
+            hint="record them with layershuffle.tap(model), whose records name their samples, or "
+            "use one order for the whole batch",
+        )
+
+
+def _holders(module: nn.Module, stack: nn.Module) -> list[nn.Module]:
+    """`module` and the modules in it that hold `stack`: their calls run it."""
+    children = [child for child in module._modules.values() if child is not None]
+    inner = [h for child in children if child is not stack for h in _holders(child, stack)]
+    return [module, *inner] if inner or stack in children else []

@@ -1,0 +1,174 @@
+"""How a block stack is to run in the present context: the order, what is around the blocks, and
+what the host model asked of the stack so far.
+
+The settings live in a context variable, not in the model, so two threads that run one model in two
+orders never mix. Every `with` block adds a change of its own and takes away that very change,
+so that blocks which are left out of turn (an `ExitStack`, a generator) leave no order behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from layershuffle.errors import StackError
+from layershuffle.hooks import BlockHook
+
+# What the host calls where its blocks were: made for one run of the stack.
+Entries = Callable[["Run"], Sequence[Callable[..., Any]]]
+
+
+@dataclass
+class Asked:
+    """How far the host came when it asked a stack of `depth` blocks for the blocks of an order."""
+
+    depth: int
+    whole: bool = False
+    furthest: int = 0
+    length: int = 0
+    sliced: bool = False
+
+    def note(self, count: int, length: int) -> None:
+        """The host was handed `count` of `length` entries so far."""
+        self.furthest, self.length = max(self.furthest, count), length
+
+    def note_index(self, index: int, length: int) -> None:
+        """The host asked for the entry at a position."""
+        self.note(index % length + 1, length)
+        self.whole |= index == length - 1
+
+    def note_slice(self, index: slice, length: int) -> None:
+        """The host asked for a part."""
+        stop = index.indices(length)[1]
+        self.note(stop, length)
+        self.sliced, self.whole = True, self.whole or stop == length
+
+    def handed_out(self, entries: Sequence[Any]) -> Iterator[Any]:
+        """`entries` one by one, counted."""
+        length = len(entries)
+        for count, entry in enumerate(entries, start=1):
+            self.note(count, length)
+            # zip(blocks, others) takes an entry more than it has others for. Others are as many as
+            # blocks, so that the last entry proves something only for orders up to that length.
+            self.whole |= count == length <= self.depth
+            yield entry
+        self.whole = True
+
+    def refuse_cut(self, model: nn.Module) -> None:
+        """Raises `StackError` if the host ran blocks, and never as many as the order has."""
+        # A first block alone is asked for its attributes; a short slice is a stop that was asked
+        # for, as by timm's `stop_early`.
+        looked_at = self.furthest <= min(1, self.depth - 1)
+        stopped = self.sliced and self.furthest < min(self.depth, self.length)
+        if self.whole or looked_at or stopped:
+            return
+        raise StackError(
+            f"{type(model).__name__} asked for {self.furthest} of the {self.length} blocks of its "
+            "execution order, so the others did not run",
+            hint="iterate over the whole stack (for block in self.blocks) in its forward: range() "
+            "and zip() with a fixed length cut longer orders, and `break` ends them early",
+        )
+
+
+@dataclass(frozen=True)
+class Run:
+    """How one stack is to run: an order, the hooks around its blocks, or entries of its own.
+
+    `order` holds block ids, `samples` those of every sample in a batch. `entries` take the place of
+    the blocks.
+    """
+
+    order: tuple[int, ...] | None = None
+    samples: tuple[tuple[int, ...], ...] | None = None
+    hooks: tuple[BlockHook, ...] = ()
+    entries: Entries | None = None
+    recompute: bool = False
+    asked: Asked | None = None
+
+
+PLAIN = Run()
+
+
+@dataclass(eq=False)
+class _Change:
+    """What one `with` block changes, from its entry to its exit."""
+
+    settings: Mapping[str, Any]
+    hooks: tuple[BlockHook, ...]
+    over: bool = field(default=False)
+
+
+_CHANGES: ContextVar[Mapping[nn.Module, tuple[_Change, ...]]] = ContextVar(
+    "layershuffle_changes",
+    default=MappingProxyType({}),
+)
+
+
+def run_of(stack: nn.Module) -> Run:
+    """How `stack` is to run in this context; `PLAIN` itself where nothing was set."""
+    run = PLAIN
+    for change in _CHANGES.get().get(stack, ()):
+        if not change.over:
+            run = replace(run, hooks=(*run.hooks, *change.hooks), **change.settings)
+    return run
+
+
+def changed_stacks() -> tuple[nn.Module, ...]:
+    """The stacks for which something is set in this context."""
+    return tuple(stack for stack in _CHANGES.get() if run_of(stack) is not PLAIN)
+
+
+@contextmanager
+def changed(stack: nn.Module, *hooks: BlockHook, **settings: Any) -> Iterator[None]:
+    """Run `stack` with these fields of `Run` in the `with` block; `hooks` join those before."""
+    change = _Change(settings, hooks)
+    changes = _CHANGES.get()
+    # A new mapping each time: a thread or task that copied the context keeps the orders it had.
+    _CHANGES.set({**changes, stack: (*changes.get(stack, ()), change)})
+    try:
+        yield
+    finally:
+        changes = _CHANGES.get()
+        rest = tuple(other for other in changes.get(stack, ()) if other is not change)
+        # A generator may be closed in another thread or task than it began in. That context cannot
+        # be reached from here, so the change itself is marked.
+        change.over = len(rest) == len(changes.get(stack, ()))
+        others = {key: value for key, value in changes.items() if key is not stack}
+        _CHANGES.set({**others, stack: rest} if rest else others)
+
+
+def in_place(stack: nn.Module, entries: Entries) -> AbstractContextManager[None]:
+    """Let the host call `entries` for its blocks in the `with` block, whatever its order was."""
+    return changed(stack, order=None, samples=None, asked=None, entries=entries)
+
+
+@contextmanager
+def in_eval(*models: nn.Module) -> Iterator[None]:
+    """All modules in eval mode; afterwards each is in the mode it was in, frozen parts too."""
+    before = [(module, module.training) for model in models for module in model.modules()]
+    for model in models:
+        model.eval()
+    try:
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
+
+
+def in_backward() -> bool:
+    """Is this call a replay by gradient checkpointing? torch's own checkpointing asks this way."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def in_checkpoint() -> bool:
+    """Is this call inside a region that gradient checkpointing will replay as a whole?"""
+    # Non-reentrant checkpointing hooks what autograd saves. Reentrant regions leave no trace.
+    hooked = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    return hooked and torch.is_grad_enabled()

@@ -1,0 +1,282 @@
+"""Host models as people write them: what they do between, around and instead of their blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from common import CLASSES, DEPTH, PATCH, SIZE, WIDTH, Family
+
+
+class Part(nn.Module):
+    """Mixes tokens or channels; the residual sum is the caller's."""
+
+    def __init__(self, *, over_tokens: bool) -> None:
+        super().__init__()
+        size = (SIZE // PATCH) ** 2 if over_tokens else WIDTH
+        self.norm, self.mix = nn.LayerNorm(WIDTH), nn.Linear(size, size)
+        self.over_tokens = over_tokens
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A change of the state."""
+        x = self.norm(x)
+        return self.mix(x.mT).mT.tanh() if self.over_tokens else self.mix(x).tanh()
+
+
+class Block(nn.Module):
+    """Two parts with their residual sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.channels = Part(over_tokens=True), Part(over_tokens=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The next state."""
+        x = x + self.tokens(x)
+        return x + self.channels(x)
+
+
+class WritingBlock(Block):
+    """Writes into its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The next state, in the place of the last one."""
+        x += self.tokens(x)
+        x += self.channels(x)
+        return x
+
+
+class TupleBlock(Block):
+    """Returns the state in a tuple, as transformers' layers do."""
+
+    def forward(self, x: Tensor) -> Any:
+        """The next state and nothing else."""
+        return (super().forward(x),)
+
+
+class Own(nn.Module):
+    """Patches, blocks, the mean of the tokens, and a linear head."""
+
+    block: type[nn.Module] = Block
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden_size, self.depth = WIDTH, DEPTH
+        self.patches = nn.Conv2d(3, WIDTH, PATCH, PATCH)
+        self.blocks = nn.ModuleList(self.block() for _ in range(DEPTH))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits."""
+        return self.head(self.norm(self.run(self.patches(images).flatten(2).mT)).mean(1))
+
+    def run(self, x: Tensor) -> Tensor:
+        """The blocks, and what this host does around them."""
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Readout(Own):
+    """The mean of all states."""
+
+    def run(self, x: Tensor) -> Tensor:
+        states = []
+        for block in self.blocks:
+            x = block(x)
+            states.append(x)
+        return torch.stack(states).mean(0)
+
+
+class Injection(Own):
+    """Every block reads the patches again, as far as `inject` says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inject = nn.Parameter(torch.zeros(1))
+
+    def run(self, x: Tensor) -> Tensor:
+        patches = x
+        for block in self.blocks:
+            x = block(x) + self.inject * patches
+        return x
+
+
+class InjectionInPlace(Injection):
+    """The same, written into the state."""
+
+    def run(self, x: Tensor) -> Tensor:
+        patches = x
+        for block in self.blocks:
+            x = block(x)
+            x += self.inject * patches
+        return x
+
+
+class Gates(Own):
+    """A gate per position on what a block changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gates = nn.Parameter(torch.ones(2 * DEPTH))
+
+    def run(self, x: Tensor) -> Tensor:
+        for position, block in enumerate(self.blocks):
+            x = x + self.gates[position] * (block(x) - x)
+        return x
+
+
+class InPlace(Own):
+    """Blocks that write into their input."""
+
+    block = WritingBlock
+
+
+class Tuples(Own):
+    """Blocks that return tuples."""
+
+    block = TupleBlock
+
+    def run(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)[0]
+        return x
+
+
+class Named(Own):
+    """The state goes to the blocks by name."""
+
+    def run(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x=x)
+        return x
+
+
+class Pairs(Own):
+    """Blocks are lists of two parts; the residual sums are in the host's loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        pairs = [[Part(over_tokens=True), Part(over_tokens=False)] for _ in range(DEPTH)]
+        self.blocks = nn.ModuleList(nn.ModuleList(pair) for pair in pairs)
+
+    def run(self, x: Tensor) -> Tensor:
+        for tokens, channels in self.blocks:
+            x = x + tokens(x)
+            x = x + channels(x)
+        return x
+
+
+class Counting(Own):
+    """Blocks by number, up to the depth."""
+
+    def run(self, x: Tensor) -> Tensor:
+        for number in range(self.depth):
+            x = self.blocks[number](x)
+        return x
+
+
+class Zipped(Own):
+    """Blocks beside a list of as many scales, after or before it."""
+
+    blocks_first = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = [1.0 + number / 8 for number in range(DEPTH)]
+
+    def run(self, x: Tensor) -> Tensor:
+        pairs = zip(self.blocks, self.scales, strict=False)
+        if not self.blocks_first:
+            pairs = ((block, scale) for scale, block in zip(self.scales, self.blocks, strict=False))
+        for block, scale in pairs:
+            x = block(x) * scale
+        return x
+
+
+class ZippedAfter(Zipped):
+    """The scales come first."""
+
+    blocks_first = False
+
+
+class Leaving(Own):
+    """Leaves its loop after the last block that it knows of."""
+
+    def run(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if number == self.depth - 1:
+                break
+        return x
+
+
+class Children(Own):
+    """Runs the children of its container."""
+
+    def run(self, x: Tensor) -> Tensor:
+        for block in self.blocks.children():
+            x = block(x)
+        return x
+
+
+class NamedChildren(Own):
+    """Runs the named children of its container."""
+
+    def run(self, x: Tensor) -> Tensor:
+        for _, block in self.blocks.named_children():
+            x = block(x)
+        return x
+
+
+class Modules(Own):
+    """Runs what torch keeps in its container."""
+
+    def run(self, x: Tensor) -> Tensor:
+        for block in self.blocks._modules.values():
+            x = block(x)
+        return x
+
+
+class Cached(Own):
+    """Runs a list made at its start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cached = list(self.blocks)
+
+    def run(self, x: Tensor) -> Tensor:
+        for block in self.cached:
+            x = block(x)
+        return x
+
+
+class PairsOfChildren(Pairs):
+    """Pairs, and the container's children."""
+
+    def run(self, x: Tensor) -> Tensor:
+        for tokens, channels in self.blocks.children():
+            x = x + tokens(x)
+            x = x + channels(x)
+        return x
+
+
+def _families(*hosts: Callable[[], nn.Module]) -> dict[str, Family]:
+    return {
+        f"own-{host.__name__.lower()}": Family(
+            f"own-{host.__name__.lower()}", "own", "blocks", host
+        )
+        for host in hosts
+    }
+
+
+# Hosts that follow an order; the first line hands the state from block to block and does no more.
+CHAINS = _families(Own, InPlace, Tuples, Named)
+LOOPS = _families(Readout, Injection, InjectionInPlace, Gates, Pairs)
+# Hosts that follow orders up to their depth.
+CUTTING = _families(Counting, Zipped, ZippedAfter, Leaving)
+# Hosts that no order reaches.
+DEAF = _families(Children, NamedChildren, Modules, Cached, PairsOfChildren)

@@ -1,0 +1,216 @@
+"""Where an order holds: threads, tasks, generators, exits out of turn, replays of a checkpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError, checkpoint
+
+import layershuffle as ls
+from common import FAMILIES, PERMUTED, PRUNED, SEQUENTIAL, assert_close, gradients, images, score
+from layershuffle.errors import StackError
+from layershuffle.stack import stack_of
+
+VIT, TORCHVISION = FAMILIES["timm-vit"], FAMILIES["torchvision-vit"]
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    """A wrapped pico ViT."""
+    return VIT.wrapped()
+
+
+def blocks_now(model: nn.Module) -> tuple[int, ...]:
+    """The ids of the blocks that a forward would run here."""
+    blocks = list(ls.blocks_of(model))
+    return tuple(blocks.index(block) for block in stack_of(model))
+
+
+def in_a_thread(work: Callable[[], object]) -> None:
+    """Run `work` in a new thread to its end."""
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+# --- threads and tasks ----------------------------------------------------------------------------
+
+
+def test_a_new_thread_starts_without_an_order(model: nn.Module) -> None:
+    seen: list[tuple[int, ...]] = []
+    with ls.running(model, PERMUTED):
+        in_a_thread(lambda: seen.append(blocks_now(model)))
+        assert blocks_now(model) == PERMUTED
+    assert seen == [SEQUENTIAL]
+
+
+def test_what_copies_the_context_takes_the_order_along(model: nn.Module) -> None:
+    """`asyncio.to_thread` and tasks copy it when they begin, and keep it after `running`."""
+
+    async def go() -> list[tuple[int, ...]]:
+        left = asyncio.Event()
+
+        async def later() -> tuple[int, ...]:
+            await left.wait()
+            return blocks_now(model)
+
+        with ls.running(model, PERMUTED):
+            inside = await asyncio.to_thread(blocks_now, model)
+            task = asyncio.create_task(later())
+            await asyncio.sleep(0)
+        left.set()
+        return [inside, await task, blocks_now(model)]
+
+    assert asyncio.run(go()) == [PERMUTED, PERMUTED, SEQUENTIAL]
+
+
+# --- exits out of turn ----------------------------------------------------------------------------
+
+
+def test_contexts_left_out_of_turn_leave_no_order_behind(model: nn.Module) -> None:
+    first, second = ExitStack(), ExitStack()
+    first.enter_context(ls.running(model, PERMUTED))
+    second.enter_context(ls.running(model, PRUNED))
+    first.close()
+    assert blocks_now(model) == PRUNED
+    second.close()
+    assert blocks_now(model) == SEQUENTIAL
+
+
+def suspended(model: nn.Module) -> Iterator[None]:
+    """Runs its first half, and then waits inside `running`."""
+    with ls.running(model, PRUNED):
+        yield
+
+
+def test_a_generator_closed_after_the_order_around_it(model: nn.Module) -> None:
+    with ls.running(model, PERMUTED):
+        generator = suspended(model)
+        next(generator)
+    generator.close()
+    assert blocks_now(model) == SEQUENTIAL
+
+
+def test_a_generator_closed_in_another_thread(model: nn.Module) -> None:
+    generator = suspended(model)
+    next(generator)
+    assert blocks_now(model) == PRUNED
+    with ls.running(model, PERMUTED):
+        in_a_thread(generator.close)
+        assert blocks_now(model) == PERMUTED
+    assert blocks_now(model) == SEQUENTIAL
+
+
+# --- replays of a whole stack ---------------------------------------------------------------------
+
+
+def checkpointed_stack() -> nn.Module:
+    """A torchvision model whose whole stack is one checkpointed region."""
+    model = TORCHVISION.wrapped()
+    stack = stack_of(model)
+    stack.forward = partial(checkpoint, stack.forward, use_reentrant=False)
+    return model
+
+
+def _backward_error(loss: Tensor) -> list[Exception]:
+    """Run backward in a new thread, as autograd does for GPUs; what it raised."""
+    errors: list[Exception] = []
+
+    def work() -> None:
+        try:
+            loss.backward()
+        except StackError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    return errors
+
+
+def test_replay_of_the_stack_without_its_order_is_refused() -> None:
+    """Otherwise the backward pass would silently belong to the sequential order."""
+    model = checkpointed_stack()
+    with ls.running(model, PERMUTED):
+        errors = _backward_error(score(model(images())))
+        assert "where its execution order is not set" in str(errors[0])
+        outside = score(model(images()))
+    with pytest.raises(StackError, match="checkpoint the blocks one by one"):
+        outside.backward()
+
+
+def test_replay_of_a_plain_stack_is_allowed() -> None:
+    """Also after the model ran along an order: what counts is the last forward."""
+    model = checkpointed_stack()
+    with torch.no_grad(), ls.running(model, PERMUTED):
+        model(images())
+    assert _backward_error(score(model(images()))) == []
+    wanted = TORCHVISION.plain()
+    score(wanted(images())).backward()
+    for one, two in zip(model.parameters(), wanted.parameters(), strict=True):
+        assert torch.equal(one.grad, two.grad)
+
+
+def test_replay_of_the_stack_without_its_parts_is_refused_by_torch() -> None:
+    """The encoding is gone when a whole stack is replayed: torch notices the missing tensors."""
+    model = ls.add_position(checkpointed_stack(), encoding=ls.EncodingForm())
+    with ls.running(model, PERMUTED):
+        loss = score(model(images()))
+        with pytest.raises(CheckpointError, match="different number of tensors"):
+            loss.backward()
+
+
+def whole_model(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    """`model`, its whole forward a checkpointed region."""
+    return partial(checkpoint, model, use_reentrant=False)
+
+
+@pytest.mark.parametrize("orders", [(PERMUTED, SEQUENTIAL), (PERMUTED, PRUNED)])
+def test_one_backward_through_forwards_in_several_orders_is_refused(
+    model: nn.Module, orders: tuple[tuple[int, ...], ...]
+) -> None:
+    """The replay of the first forward would run in the order of the second."""
+    model.train()
+    run = whole_model(model)
+    with ls.running(model, orders[0]):
+        loss = score(run(images()))
+    with ls.running(model, orders[1]):
+        loss = loss + score(run(images(seed=8)))
+        with pytest.raises(StackError, match="forwards had several execution orders"):
+            loss.backward()
+
+
+def test_a_plain_forward_and_one_in_an_order_are_refused(model: nn.Module) -> None:
+    run = whole_model(model.train())
+    loss = score(run(images()))
+    with ls.running(model, PERMUTED):
+        loss = loss + score(run(images()))
+        with pytest.raises(StackError, match="forwards had several execution orders"):
+            loss.backward()
+    with ls.running(model, PERMUTED):
+        loss = score(run(images()))
+    with torch.no_grad():
+        run(images())
+    with pytest.raises(StackError, match="where its execution order is not set"):
+        loss.backward()
+
+
+def test_a_backward_for_each_order_is_right(model: nn.Module) -> None:
+    """Also two forwards in one order, and orders per sample."""
+    each = [ls.ExecutionOrder(order, 4) for order in (PERMUTED, PRUNED, SEQUENTIAL)]
+    plain = VIT.wrapped().train()
+    run = whole_model(model.train())
+    for order in (PERMUTED, PRUNED, each):
+        for forward, wrapped in ((run, model), (plain, plain)):
+            with ls.running(wrapped, order):
+                (score(forward(images())) + score(forward(images(seed=8)))).backward()
+    for name, gradient in gradients(model).items():
+        wanted = gradients(plain)[name]
+        assert_close(gradient, wanted, tolerance=1e-6 * float(wanted.abs().max() + 1))

@@ -1,0 +1,369 @@
+"""Hosts of one's own: the contract where it applies, and a clear refusal where it does not."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import layershuffle as ls
+from common import (
+    DEPTH,
+    FAMILIES,
+    LONGER,
+    ORDERS,
+    PERMUTED,
+    PRUNED,
+    REPEATED,
+    SEQUENTIAL,
+    Family,
+    assert_close,
+    images,
+)
+from contracts import TOLERANCE, Rebuilt, answer
+from layershuffle.errors import StackError, UsageError
+from layershuffle.hooks import Step
+from layershuffle.stack import recomputing, stack_of, with_hooks
+from own_models import CHAINS, CUTTING, DEAF, LOOPS, Zipped, ZippedAfter
+from test_contracts import CHECKS
+
+EQUAL_LENGTHS = (PERMUTED, SEQUENTIAL, (3, 3, 0, 1))
+# What needs an interface of the host libraries.
+NO_SUCH_THING = {
+    "intermediate_features_follow_positions": "timm, transformers and torchvision offer features",
+    "checkpointing_equals_a_rebuilt_model": "the switch is the libraries' own",
+    "checkpointing_really_runs_blocks_twice": "as above",
+    "checkpointing_with_position_parts": "as above",
+    "per_sample_orders_under_checkpointing": "as above",
+    "tap_under_checkpointing": "as above",
+}
+CHAIN_CHECKS = {name: check for name, check in CHECKS.items() if name not in NO_SUCH_THING}
+# The rest of the contract needs orders of several lengths in a batch (refused below), or something
+# put around blocks that are lists of parts.
+LOOP_CHECKS = {
+    name: check
+    for name, check in CHAIN_CHECKS.items()
+    if not name.startswith(("per_sample", "wrong_number", "encoding", "prediction", "zero", "tap"))
+    and name != "hooks_fire_once_per_run_of_the_right_block"
+}
+TAPPED = {name: family for name, family in LOOPS.items() if name != "own-pairs"}
+
+
+# (host, words of checks): why they do not apply.
+NOT_FOR = {
+    ("own-inplace", "rebuilt gradient per_sample_orders encoding parts_stay"): (
+        "autograd refuses writing into what it saved, with or without an order"
+    ),
+    ("own-inplace", "tap hooks reads_every_output"): "the next block writes over what they saw",
+    ("own-named", "encoding_equals"): "the slow path of the check takes the state without a name",
+    ("own-pairs", "state_dict_never"): "it taps the blocks, which is refused below",
+}
+
+
+def applies(family: Family, check: str) -> bool:
+    """Whether a check of the contract is meant for this host."""
+    return not any(
+        name == family.name and any(word in check for word in words.split())
+        for name, words in NOT_FOR
+    )
+
+
+@pytest.mark.parametrize("family", CHAINS.values(), ids=list(CHAINS))
+@pytest.mark.parametrize("check", CHAIN_CHECKS)
+def test_contract_of_chains(check: str, family: Family) -> None:
+    if applies(family, check):
+        CHAIN_CHECKS[check](family)
+
+
+@pytest.mark.parametrize("family", LOOPS.values(), ids=list(LOOPS))
+@pytest.mark.parametrize("check", LOOP_CHECKS)
+def test_contract_of_loops(check: str, family: Family) -> None:
+    if applies(family, check):
+        LOOP_CHECKS[check](family)
+
+
+# --- many orders at once --------------------------------------------------------------------------
+
+
+def labelled() -> list[tuple[Tensor, Tensor]]:
+    """Two batches."""
+    return [(images(3, seed=seed), torch.tensor([0, 1, 4])) for seed in (1, 2)]
+
+
+def slow_loss(family: Family, order: tuple[int, ...]) -> float:
+    """The mean cross-entropy of a rebuilt model."""
+    model = Rebuilt(family, order).model
+    losses = [
+        nn.functional.cross_entropy(answer(model, batch), labels) for batch, labels in labelled()
+    ]
+    return float(torch.stack(losses).mean())
+
+
+@pytest.mark.parametrize("family", [*CHAINS.values(), *LOOPS.values()], ids=lambda f: f.name)
+def test_scores_are_those_of_rebuilt_models(
+    family: Family, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Shared beginnings, subsets and repeats; hosts that do more are told so once."""
+    model = family.wrapped()
+    orders = [SEQUENTIAL, PERMUTED, (2, 0), (2, 0, 1), (2, 1, 0, 3), REPEATED, LONGER]
+    with caplog.at_level(logging.WARNING, logger="layershuffle"):
+        for _ in range(2):
+            scores = ls.evaluate(
+                model, labelled(), orders=[ls.ExecutionOrder(order, DEPTH) for order in orders]
+            )
+    for score, order in zip(scores, orders, strict=True):
+        assert score.cross_entropy == pytest.approx(slow_loss(family, order), rel=1e-5), order
+    said = [record for record in caplog.records if "orders run one by one" in record.message]
+    assert len(said) == (family.name in LOOPS)
+
+
+@pytest.mark.parametrize("name", ["own-injection", "own-injectioninplace", "own-gates"])
+def test_weights_that_change_nothing_yet_hide_nothing(name: str) -> None:
+    """A gate of one or an injection of zero would pass a comparison of numbers, and then train."""
+    model = LOOPS[name].wrapped()
+    neutral = {"inject": 0.0, "gates": 1.0}
+    weights = {key: dict(model.named_parameters()).get(key) for key in neutral}
+    ((key, weight),) = ((key, weight) for key, weight in weights.items() if weight is not None)
+    trained = weight.detach().clone()
+    nn.init.constant_(weight, neutral[key])
+    ls.evaluate(model, labelled(), orders=["0,1,2,3"])
+    with torch.no_grad():
+        weight.copy_(trained)
+    (score,) = ls.evaluate(model, labelled(), orders=["0,1,2,3"])
+    assert score.cross_entropy == pytest.approx(slow_loss(LOOPS[name], SEQUENTIAL), rel=1e-5)
+
+
+# --- an order per sample --------------------------------------------------------------------------
+
+
+def one_by_one(model: nn.Module, orders: tuple[tuple[int, ...], ...]) -> Tensor:
+    """The logits of every image alone in its order."""
+    alone = []
+    for image, order in zip(images(len(orders)), orders, strict=True):
+        with ls.running(model, order):
+            alone.append(answer(model, image[None]))
+    return torch.cat(alone)
+
+
+@pytest.mark.parametrize("family", [*CHAINS.values(), *TAPPED.values()], ids=lambda f: f.name)
+def test_orders_of_one_length_per_sample(family: Family) -> None:
+    model = family.wrapped()
+    orders = [ls.ExecutionOrder(order, DEPTH) for order in EQUAL_LENGTHS]
+    with ls.running(model, orders), ls.tap(model) as tap:
+        together = answer(model, images(3))
+    assert_close(together, one_by_one(model, EQUAL_LENGTHS), tolerance=TOLERANCE)
+    for position in range(DEPTH):
+        rows = {row: r.block for r in tap.records if r.position == position for row in r.rows or ()}
+        assert [rows[sample] for sample in range(3)] == [o[position] for o in EQUAL_LENGTHS]
+
+
+@pytest.mark.parametrize("family", TAPPED.values(), ids=lambda f: f.name)
+def test_orders_of_several_lengths_per_sample_are_refused(family: Family) -> None:
+    model = family.wrapped()
+    orders = [ls.ExecutionOrder(order, DEPTH) for order in (PERMUTED, PRUNED)]
+    with ls.running(model, orders), pytest.raises(StackError, match="orders of one length"):
+        model(images(2))
+
+
+def test_the_trial_leaves_no_trace() -> None:
+    """Neither hooks on blocks nor modes nor the generator notice it; it happens once per model."""
+    model = CHAINS["own-own"].wrapped().train()
+    model.norm.eval()
+    heads: list[bool] = []
+    model.head.register_forward_hook(lambda *_: heads.append(model.training))
+    orders = [ls.ExecutionOrder(order, DEPTH) for order in EQUAL_LENGTHS]
+    before = torch.get_rng_state()
+    for _ in range(2):
+        with ls.running(model, orders):
+            model(images(3))
+    assert heads == [False, False, True, True]
+    assert (model.training, model.norm.training, model.head.training) == (True, False, True)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# --- blocks in parts ------------------------------------------------------------------------------
+
+
+class Nothing:
+    """A hook that does nothing."""
+
+    def before(self, state: Tensor, step: Step) -> Tensor:
+        """The state itself."""
+        del step
+        return state
+
+    def after(self, state: Tensor, step: Step) -> None:
+        """Nothing."""
+
+
+def test_parts_of_blocks_cannot_have_something_around_them() -> None:
+    model = LOOPS["own-pairs"].wrapped()
+    orders = [ls.ExecutionOrder(order, DEPTH) for order in EQUAL_LENGTHS]
+    for context in (ls.tap(model), with_hooks(model, Nothing()), ls.running(model, orders)):
+        with pytest.raises(StackError, match="takes the parts out of its blocks"), context:
+            model(images(3))
+
+
+# --- orders that a host does not follow -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ORDERS.values(), ids=list(ORDERS))
+@pytest.mark.parametrize("family", DEAF.values(), ids=list(DEAF))
+def test_a_host_that_does_not_ask_its_stack_is_refused(
+    family: Family, order: tuple[int, ...]
+) -> None:
+    model = family.wrapped()
+    assert torch.equal(answer(model), answer(family.plain()))
+    contexts: list[Callable[[], object]] = [
+        lambda: ls.running(model, order),
+        lambda: ls.running(model, [ls.ExecutionOrder(order, DEPTH)] * 3),
+        lambda: ls.tap(model),
+    ]
+    for context in contexts:
+        with pytest.raises(StackError, match="never asked its block stack"), context():
+            answer(model)
+    with pytest.raises(StackError, match="never asked its block stack"):
+        ls.evaluate(model, labelled(), orders=[ls.ExecutionOrder(order, DEPTH)])
+    assert torch.equal(answer(model), answer(family.plain()))
+    assert not [m for m in ls.unwrap(model).modules() if m._forward_pre_hooks]
+
+
+@pytest.mark.parametrize("family", CUTTING.values(), ids=list(CUTTING))
+def test_a_host_that_cuts_longer_orders_is_refused(family: Family) -> None:
+    model = family.wrapped()
+    with ls.running(model, PERMUTED):
+        assert torch.equal(answer(model), answer(Rebuilt(family, PERMUTED).model))
+    with pytest.raises(StackError, match=r"asked for . of the . blocks"), ls.running(model, LONGER):
+        answer(model)
+    with pytest.raises(StackError, match=r"asked for . of the 5"), ls.running(model, "0,1,2,3,3"):
+        answer(model)
+    if family.name == "own-leaving":
+        return  # it hands the state on and no more, so that one walk can take its loop's place
+    per_sample = [ls.ExecutionOrder(LONGER, DEPTH)] * 3
+    with pytest.raises(StackError, match="asked for"), ls.running(model, per_sample):
+        answer(model)
+
+
+@pytest.mark.parametrize("host", [Zipped, ZippedAfter])
+def test_a_host_with_a_list_beside_its_blocks_runs_shorter_orders(host: type[nn.Module]) -> None:
+    family = next(f for f in CUTTING.values() if f.make is host)
+    model = family.wrapped()
+    with ls.running(model, PRUNED):
+        assert torch.equal(answer(model), answer(Rebuilt(family, PRUNED).model))
+
+
+def test_a_host_that_counts_cannot_run_shorter_orders() -> None:
+    model = CUTTING["own-counting"].wrapped()
+    with ls.running(model, PRUNED), pytest.raises(StackError, match="counts its blocks by itself"):
+        model(images())
+
+
+def test_looking_at_blocks_is_not_running_them() -> None:
+    model = CHAINS["own-own"].wrapped()
+    stack = stack_of(model)
+    with ls.running(model, PERMUTED):
+        assert stack[0] is ls.blocks_of(model)[2]
+        assert len(stack) == DEPTH
+        assert next(iter(stack)) is stack[0]
+    with ls.running(model, LONGER):
+        assert len(stack[:2]) == 2
+    with pytest.raises(ZeroDivisionError), ls.running(model, LONGER):
+        assert [stack[0], stack[1]][1 // 0]
+
+
+# --- arguments beside the state -------------------------------------------------------------------
+
+
+class Masked(nn.Module):
+    """Hands `mask` to every block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(MaskedBlock() for _ in range(2))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        """States."""
+        for block in self.blocks:
+            x = block(x, mask)
+        return x
+
+
+class MaskedBlock(nn.Module):
+    """Multiplies with its mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 4))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        """States."""
+        return self.inner(x) * mask
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 4), (3, 4), (3, 1), (3, 1, 1)])
+def test_arguments_with_a_part_per_sample_are_refused(shape: tuple[int, ...]) -> None:
+    model = ls.wrap(Masked())
+    mask = torch.ones(shape)
+    each = [ls.ExecutionOrder(order, 2) for order in ((0, 1), (1, 0), (0, 0))]
+    state = torch.ones(3, 5, 4) if len(shape) == 3 else torch.ones(3, 1, 4)
+    with ls.running(model, each), pytest.raises(UsageError, match="per sample cannot split it"):
+        model(state, mask)
+
+
+class Rotary(Masked):
+    """Makes a table [tokens, width] itself, as models with rotary embeddings do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """States."""
+        return super().forward(x, torch.ones(x.shape[1:]))
+
+
+def test_as_many_tokens_as_samples_is_no_mask() -> None:
+    model = ls.wrap(Rotary())
+    each = [ls.ExecutionOrder(order, 2) for order in ((0, 1), (1, 0), (0, 0))]
+    with ls.running(model, each):
+        assert model(torch.ones(3, 3, 4)).shape == (3, 3, 4)
+
+
+@pytest.mark.parametrize("by", ["argument", "config"])
+def test_hidden_states_of_groups_are_refused(by: str) -> None:
+    """transformers collects what each run of a block returns, here of some of the samples."""
+    model = FAMILIES["hf-vit"].wrapped()
+    asked = {"output_hidden_states": True} if by == "argument" else {}
+    model.config.output_hidden_states = by == "config"
+    each = [ls.ExecutionOrder(order, DEPTH) for order in EQUAL_LENGTHS]
+    for run in (model, model.vit):
+        if run is model or asked:
+            with (
+                ls.running(model, each),
+                pytest.raises(UsageError, match="whose records name their samples"),
+            ):
+                run(images(3), **asked)
+
+
+def test_features_under_an_order_per_sample() -> None:
+    """Not by the model's own call, so its loop runs; each feature is that of the sample's order."""
+    model = FAMILIES["timm-vit"].wrapped()
+    each = [ls.ExecutionOrder(order, DEPTH) for order in EQUAL_LENGTHS]
+    with torch.no_grad(), ls.running(model, each):
+        together = model.forward_intermediates(images(3), intermediates_only=True)
+    for row, order in enumerate(each):
+        with torch.no_grad(), ls.running(model, order):
+            alone = model.forward_intermediates(images(3)[row : row + 1], intermediates_only=True)
+        for feature, wanted in zip(together, alone, strict=True):
+            assert_close(feature[row : row + 1], wanted, tolerance=TOLERANCE)
+
+
+def test_batch_norm_inside_blocks_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = FAMILIES["timm-xcit"].wrapped()
+    caplog.clear()
+    each = [ls.ExecutionOrder(order, DEPTH) for order in EQUAL_LENGTHS]
+    for training, messages in ((False, 0), (True, 1), (True, 1)):
+        model.train(training)
+        with recomputing(model), ls.running(model, each):
+            model(images(3))
+        assert len(caplog.records) == messages
+    assert "BatchNorm layers in training mode: each batch counts twice" in caplog.text
