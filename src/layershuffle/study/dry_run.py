@@ -157,7 +157,7 @@ def open_subject(fitted: FitSettings) -> StudySubject:
 
     # Loaded and not looked up: only the host library knows the sizes of a spec with options.
     model = load(fitted.model, seed=fitted.seed)
-    data = open_data(fitted.data, image_view(model), options=DataOptions(resize=fitted.resize))
+    data = open_data(fitted.data, image_view(model), options=DataOptions())
     if num_classes_of(model) != len(data.classes):  # as training gives it a new head
         model = load(fitted.model, num_classes=len(data.classes), seed=fitted.seed)
     return StudySubject(

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from PIL import Image
@@ -42,7 +41,6 @@ class Decoder:
     """Turns files into a batch for one model."""
 
     view: ImageView
-    resize: Literal["crop", "squash"]
     limits: GatewayLimits
 
     def batch(self, files: Sequence[bytes], *, check: Callable[[], None] = lambda: None) -> Tensor:
@@ -50,7 +48,7 @@ class Decoder:
 
         `check` is called before every step that takes long, and may raise to end the work.
         """
-        transform = PlainTransform(self.view, resize=self.resize)
+        transform = PlainTransform(self.view)
         waiting: deque[tuple[str, Image.Image]] = deque()
         total = 0
         for number, file in enumerate(files, start=1):
@@ -101,14 +99,11 @@ class Decoder:
         width, height = size
         if width * height > most:
             raise _too_large(f"{width}x{height} pixels", place, most)
-        resized = 0
         # A long thin image grows when its short side is brought to the model's size.
-        if self.resize == "crop":
-            across, down = resized_size(size, self.view)
-            resized = across * down
-            if resized > most:
-                raise _too_large(f"{across}x{down} pixels at the model's size", place, most)
-        return max(width * height, resized)
+        across, down = resized_size(size, self.view)
+        if across * down > most:
+            raise _too_large(f"{across}x{down} pixels at the model's size", place, most)
+        return max(width * height, across * down)
 
 
 def without_metadata(file: bytes) -> bytes:
