@@ -2,7 +2,9 @@
 
     python scripts/keep_study.py runs/digits-paper docs/results/digits-paper
 
-`layershuffle report` reads the copy and makes its report.html (`layershuffle.study.store`).
+A study that has grown may be run without its finished tasks: what the directory lacks stays as it
+is kept, where the recipe plans the same task. `layershuffle report` reads the copy and makes its
+report.html (`layershuffle.study.store`).
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ from PIL import Image
 
 from layershuffle.analysis import find_analysis, read_analysis
 from layershuffle.plotting import figure_bytes
+from layershuffle.study.plan import KEPT_FILE
 from layershuffle.study.report import KEPT_DPI, write_report
-from layershuffle.study.store import read_study, write_kept
+from layershuffle.study.store import completed, read_study, write_kept
 
 COLOURS = 128
 """A palette makes a scatter plot a third as large, and nobody sees the difference."""
@@ -26,14 +29,22 @@ FIELDS = ("schema", "code_version", "recipe")
 
 
 def keep(directory: Path, out: Path) -> int:
-    """Keep the study in `directory` in `out`, in place of what was there; how many files."""
-    study = read_study(directory)
+    """Keep the study in `directory` in `out`, with what only `out` has; how many files."""
+    fresh = study = read_study(directory)
+    pictures: dict[str, bytes] = {}
+    if (out / KEPT_FILE).exists():
+        study = completed(fresh, by=read_study(out))
+        pictures = {path.name: path.read_bytes() for path in (out / "figures").glob("*.png")}
     plan = json.loads((directory / "plan.json").read_text(encoding="utf-8"))
     figures: dict[str, bytes] = {}
     asked = set[tuple[str, str]]()
+    computed = {outcome.task.name for outcome in fresh.analyses if outcome.result is not None}
     for outcome in study.analyses:
         task, question = outcome.task, (outcome.task.options.name, outcome.task.arm)
-        if outcome.result is not None and question not in asked:  # one model of an arm shows it
+        if outcome.result is not None and task.name not in computed:
+            names = (name for name in pictures if name.startswith(f"{task.name}-"))
+            figures.update({name: pictures[name] for name in names})
+        elif outcome.result is not None and question not in asked:  # one model of an arm shows it
             asked.add(question)
             tables = read_analysis(task.directory(directory) / "files").tables
             drawn = find_analysis(task.options.name).load().figures(tables)

@@ -40,12 +40,21 @@ def test_equal_to_the_slow_path():
     model = VIT.wrapped()
     modes = parse_modes("sequential,arbitrary,kept:2,kept:3:arbitrary,kept:2:sequential:spaced")
     scores = evaluate(model, BATCHES, modes=modes, num_orders=3, seed=4)
-    assert [s.mode for s in scores] == [m for m in modes for _ in range(3 if m.is_drawn else 1)]
+    assert [s.mode for s in scores] == [m for m in modes for _ in range(3 if m.is_drawn(4) else 1)]
     for score in scores:
         top1, top5, loss = slow_score(model, lambda _, order=score.order: order)
         assert score.order == score.mode.policy().draw(4, seed=4, step=score.index)
         assert (score.top1, score.top5, score.images) == (top1, top5, 10)
         assert score.cross_entropy == pytest.approx(loss, rel=1e-5)
+
+
+def test_all_blocks_kept_in_their_order_are_one_order():
+    scores = evaluate(VIT.wrapped(), BATCHES, modes="kept:4,kept:3", num_orders=3, draw="batch")
+    assert [(score.kept, len(score.batch_orders)) for score in scores] == [
+        (4, 0),
+        *[(3, len(BATCHES))] * 3,
+    ]
+    assert str(scores[0].order) == "0,1,2,3"
 
 
 def test_one_order_per_batch():

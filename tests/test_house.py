@@ -37,7 +37,7 @@ LAYERS = (
 SWARM_LAYERS = (
     ("limits", "ray_config", "program"),
     ("messages", "export", "lineage", "ray_session"),
-    ("state", "batching"),
+    ("state",),
     ("policy",),
     ("plan", "router", "host", "bundle"),
     ("placement", "health", "remote_model", "calibration"),

@@ -31,9 +31,21 @@ from layershuffle.policies import Kept, Sequential, Shuffled
 def test_words(text, mode, policy, drawn):
     assert parse_modes(text) == (mode,)
     assert mode.policy() == policy
-    assert mode.is_drawn is drawn
-    assert mode.draws(7) == (7 if drawn else 1)
+    assert mode.is_drawn(12) is drawn
+    assert mode.draws(7, depth=12) == (7 if drawn else 1)
     assert parse_modes(str(mode)) == (mode,)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("order", ["sequential", "arbitrary"])
+@pytest.mark.parametrize("choose", ["random", "spaced", "first", "last"])
+def test_a_mode_has_as_many_scores_as_it_has_orders(depth, order, choose):
+    """Against all that 60 draws give: every kept count, and all blocks in their order are one."""
+    for kept in (None, *range(1, depth + 1)):
+        mode = Mode(order=order, kept=kept, choose=choose if kept else "random")
+        orders = {mode.policy().draw(depth, seed=0, step=step) for step in range(60)}
+        assert mode.is_drawn(depth) is (len(orders) > 1)
+        assert mode.draws(7, depth=depth) == (7 if len(orders) > 1 else 1)
 
 
 @pytest.mark.parametrize(

@@ -38,11 +38,12 @@ from layershuffle.position import (
 from layershuffle.position_forms import (
     AUTHORS_ENCODING,
     AUTHORS_PREDICTION,
+    TEXT_PREDICTION,
     form_from_json,
 )
 
 VIT = FAMILIES["timm-vit"]
-MEAN = ls.PredictionForm(pooling="mean")
+MEAN = ls.PredictionForm(loss="sum")
 
 
 def count(module: nn.Module) -> int:
@@ -71,19 +72,33 @@ def test_parameters_of_the_papers_prediction() -> None:
 
 def test_authors_forms() -> None:
     """One shared zero table, token mean, mean of the losses (the paper is silent or differs)."""
-    assert ls.EncodingForm(table="shared", table_init="zero") == AUTHORS_ENCODING
-    assert ls.PredictionForm(pooling="mean", loss="mean") == AUTHORS_PREDICTION
+    form = ls.EncodingForm(table="shared", table_init="zero", projection_init="normal")
+    assert form == AUTHORS_ENCODING
+    assert ls.PredictionForm(pooling="mean", loss="mean", init="normal") == AUTHORS_PREDICTION
     encoding = PositionEncoding(12, 768, form=AUTHORS_ENCODING, seed=0)
     assert encoding.table.shape == (12, 32)
     assert not encoding.table.any()
     assert count(encoding) == 12 * 616_768 + 12 * 32
 
 
-def test_defaults_are_the_papers() -> None:
+def test_parts_of_the_authors_start_normal_with_deviation_0_02() -> None:
+    encoding = PositionEncoding(12, 768, form=AUTHORS_ENCODING, seed=0)
+    prediction = PositionPrediction(12, 768, form=AUTHORS_PREDICTION, seed=0)
+    for layers in (encoding.projections, prediction.classifiers):
+        weights = torch.cat([layer.weight.detach().flatten() for layer in layers])
+        # The deviation of n normal draws is known to sigma / sqrt(2 n); five of these.
+        bound = 5 * 0.02 / math.sqrt(2 * weights.numel())
+        assert abs(float(weights.double().std()) - 0.02) < bound
+        assert float(weights.abs().max()) > 0.06  # a uniform law of that deviation ends at 0.035
+        assert not any(layer.bias.any() for layer in layers)
+
+
+def test_defaults_are_the_text_of_3_3_and_the_authors_prediction() -> None:
     form = ls.EncodingForm()
     assert (form.table, form.features, form.table_init) == ("per-block", 32, "normal")
     assert (form.projection_init, form.dropout) == ("default", 0.0)
-    assert (ls.PredictionForm().pooling, ls.PredictionForm().loss) == ("class", "sum")
+    assert ls.PredictionForm() == AUTHORS_PREDICTION
+    assert (TEXT_PREDICTION.pooling, TEXT_PREDICTION.loss) == ("class", "sum")
 
 
 # --- initialisation -------------------------------------------------------------------------------
@@ -193,9 +208,9 @@ def slow_loss(guesses: list[PositionGuess], form: ls.PredictionForm, *, batch: i
 
 
 LOSS_FORMS = [
-    ls.PredictionForm(pooling="mean"),
-    ls.PredictionForm(pooling="mean", loss="mean"),
-    ls.PredictionForm(pooling="mean", weight=0.25),
+    MEAN,
+    ls.PredictionForm(),
+    ls.PredictionForm(loss="sum", weight=0.25),
 ]
 SHARED_ORDERS = {"none": None, "permuted": PERMUTED, "pruned": PRUNED, "repeated": REPEATED}
 OWN_ORDERS = {
@@ -392,7 +407,7 @@ def test_class_tokens_are_known() -> None:
 @pytest.mark.parametrize("name", ["timm-mixer", "timm-xcit", "hf-siglip"])
 def test_class_pooling_needs_a_class_token(name: str) -> None:
     with pytest.raises(UsageError, match='pooling="mean"'):
-        ls.add_position(FAMILIES[name].wrapped(), prediction=ls.PredictionForm())
+        ls.add_position(FAMILIES[name].wrapped(), prediction=TEXT_PREDICTION)
 
 
 def test_impossible_forms() -> None:

@@ -9,6 +9,8 @@ import pytest
 from scipy import stats
 
 from layershuffle.stats import (
+    Values,
+    compare,
     deviation,
     estimate,
     mean,
@@ -140,3 +142,34 @@ def test_welch_interval_equals_scipys():
     assert welch_interval([3.0, 3.0], [1.0, 1.0]) == (2.0, 2.0)
     with pytest.raises(ValueError, match="at least two"):
         welch_interval([1.0], SCORES)
+
+
+def test_models_of_common_seeds_are_compared_in_pairs():
+    """What a seed does to both arms is in neither the difference nor its interval."""
+    ours = {0: 60.0, 1: 70.5, 2: 80.0, 7: 10.0}
+    theirs = {2: 78.0, 1: 70.0, 0: 57.0, 9: 99.0}
+    gap = compare(ours, theirs)
+    assert (gap.seeds, gap.points) == (3, pytest.approx(5.5 / 3, rel=1e-15))
+    slow = stats.ttest_rel([60.0, 70.5, 80.0], [57.0, 70.0, 78.0]).confidence_interval(0.95)
+    assert (gap.low, gap.high) == pytest.approx((slow.low, slow.high), rel=1e-10)
+
+
+@pytest.mark.parametrize("theirs", [{1: 50.0, 5: 58.5, 6: 49.0}, [50.0, 58.5, 49.0]])
+def test_models_without_common_seeds_are_compared_by_welch(theirs: Values):
+    """A single common seed makes no interval in pairs, and merges have no seeds."""
+    gap = compare(dict(enumerate(SCORES)), theirs)
+    assert (gap.seeds, gap.points) == (0, mean(SCORES) - 52.5)
+    assert (gap.low, gap.high) == welch_interval(SCORES, [50.0, 58.5, 49.0])
+
+
+def test_one_model_says_nothing_about_others():
+    gap = compare({0: 3.0}, {0: 1.0})
+    assert (gap.points, gap.low, gap.high) == (2.0, -math.inf, math.inf)
+    with pytest.raises(ValueError, match="at least one value"):
+        compare({}, {0: 1.0})
+
+
+def test_means_and_spreads_of_seeds_are_those_of_their_values():
+    by_seed = {3: 1.0, 90: 2.0, 17: 6.0}
+    assert mean(by_seed) == 3.0
+    assert deviation(by_seed) == deviation([1.0, 2.0, 6.0])

@@ -141,10 +141,10 @@ def evaluate(
         _PendingScore(None, index, order_of(order, depth)) for index, order in enumerate(orders)
     ]
     for mode in parse_modes(modes) if isinstance(modes, str) else modes:
-        for index in range(mode.draws(num_orders)):
+        for index in range(mode.draws(num_orders, depth=depth)):
             # Drawn here even where batches draw their own: it refuses a mode that does not fit.
             order = mode.policy().draw(depth, seed=seed, step=index)
-            per_batch = draw == "batch" and mode.is_drawn
+            per_batch = draw == "batch" and mode.is_drawn(depth)
             columns.append(_PendingScore(mode, index, None if per_batch else order))
     # Training calls this between two steps, and dropout must be off here and on again after it.
     was_training = model.training

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from math import comb
 from typing import cast
 
 from layershuffle.errors import UsageError
@@ -34,15 +35,16 @@ class Mode:
             return Kept(self.kept, order=self.order, choose=self.choose)
         return Sequential() if self.order == "sequential" else Shuffled()
 
-    @property
-    def is_drawn(self) -> bool:
-        """Whether more than one order belongs to the mode."""
-        # "spaced", "first" and "last" name their blocks: ascending they make a single order.
-        return self.order == "arbitrary" or (self.kept is not None and self.choose == "random")
+    def is_drawn(self, depth: int) -> bool:
+        """Whether more than one order of a model with `depth` blocks belongs to the mode."""
+        kept = depth if self.kept is None else self.kept
+        # "spaced", "first" and "last" name their blocks, and all blocks can be kept in one way.
+        subsets = comb(depth, kept) if self.choose == "random" else 1
+        return subsets > 1 or (self.order == "arbitrary" and kept > 1)
 
-    def draws(self, num_orders: int) -> int:
+    def draws(self, num_orders: int, *, depth: int) -> int:
         """How many scores the mode gets: `num_orders`, or one if it has a single order."""
-        return num_orders if self.is_drawn else 1
+        return num_orders if self.is_drawn(depth) else 1
 
     def __str__(self) -> str:
         if self.kept is None:

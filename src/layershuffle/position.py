@@ -55,7 +55,7 @@ class PositionEncoding(nn.Module):
         else:
             nn.init.zeros_(self.table)
         for projection in self.projections:
-            _initialise_linear(projection, generator, zero=self.form.projection_init == "zero")
+            _initialise_linear(projection, generator, self.form.projection_init)
 
     def before(self, state: Tensor, step: Step) -> Tensor:
         """`state` `[batch, tokens, width]` with the position mixed in; same shape."""
@@ -81,7 +81,7 @@ class PositionPrediction(nn.Module):
         self.classifiers = nn.ModuleList(_linear(width, depth) for _ in range(depth))
         generator = torch.Generator().manual_seed(seed)
         for classifier in self.classifiers:
-            _initialise_linear(classifier, generator)
+            _initialise_linear(classifier, generator, form.init)
 
     def forward(self, state: Tensor, block: int) -> Tensor:
         """Logits `[batch, depth]` over positions, from the output `[batch, tokens, width]`."""
@@ -292,15 +292,16 @@ def _linear(inputs: int, outputs: int) -> nn.Linear:
     return layer
 
 
-def _initialise_linear(
-    module: nn.Module, generator: torch.Generator, *, zero: bool = False
-) -> None:
-    """torch's own law for Linear (uniform, +-1/sqrt(inputs)), from a generator; or zeros."""
+def _initialise_linear(module: nn.Module, generator: torch.Generator, law: str) -> None:
+    """default: torch's own law for Linear (uniform, +-1/sqrt(inputs)); normal; or zero."""
     weight, bias = module.get_parameter("weight"), module.get_parameter("bias")
-    if zero:
+    nn.init.zeros_(bias)
+    if law == "default":
+        bound = 1.0 / math.sqrt(weight.shape[1])
+        nn.init.uniform_(weight, -bound, bound, generator=generator)
+        nn.init.uniform_(bias, -bound, bound, generator=generator)
+    elif law == "normal":
+        # The deviation of transformers' ViT, from which the authors' code inherits its law.
+        nn.init.normal_(weight, std=0.02, generator=generator)
+    else:
         nn.init.zeros_(weight)
-        nn.init.zeros_(bias)
-        return
-    bound = 1.0 / math.sqrt(weight.shape[1])
-    nn.init.uniform_(weight, -bound, bound, generator=generator)
-    nn.init.uniform_(bias, -bound, bound, generator=generator)

@@ -30,6 +30,7 @@ DRAWS = ("pass", "batch")
 Row = TypeVar("Row")
 Percent = Annotated[float, Field(ge=0, le=100)]  # NaN fails both comparisons
 Count = Annotated[int, Field(ge=1)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class ScoreRow(BaseModel):
@@ -53,7 +54,7 @@ class ScoreRow(BaseModel):
     n: Count
     top1: Percent
     top5: Percent
-    cross_entropy: Annotated[float, Field(allow_inf_nan=False)]
+    cross_entropy: Finite
     draw: Literal["pass", "batch"]
 
     @model_validator(mode="after")

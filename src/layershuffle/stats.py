@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["models", "orders", "images", "none"]
+Values = Sequence[float] | Mapping[int, float]
+"""Values of no particular order, or one value per seed."""
 
 _CONFIDENCE = 0.95
 
@@ -43,6 +45,20 @@ class Estimate:
     images: int
     least: float
     most: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """mean(sample) - mean(reference), in the unit of the values, with its 95 % interval.
+
+    `seeds`: how many common seeds it is paired over; 0 where it is Welch's. `low` and `high` are
+    infinite where a sample has a single value.
+    """
+
+    points: float
+    low: float
+    high: float
+    seeds: int
 
 
 def estimate(
@@ -76,16 +92,17 @@ def estimate(
     )
 
 
-def mean(values: Sequence[float]) -> float:
+def mean(values: Values) -> float:
     """The arithmetic mean, summed exactly so that it does not depend on the order."""
     # Runs come back in the order in which processes end; the report must not depend on that.
-    return math.fsum(values) / len(values)
+    return math.fsum(_numbers(values)) / len(values)
 
 
-def deviation(values: Sequence[float]) -> float | None:
+def deviation(values: Values) -> float | None:
     """The sample standard deviation (n - 1); `None` for fewer than two values."""
     if len(values) < 2:
         return None
+    values = _numbers(values)
     centre = mean(values)
     return math.sqrt(math.fsum((value - centre) ** 2 for value in values) / (len(values) - 1))
 
@@ -97,6 +114,10 @@ def pooled_deviation(groups: Sequence[Sequence[float]]) -> float | None:
         return None
     squares = [(value - mean(group)) ** 2 for group in groups for value in group]
     return math.sqrt(math.fsum(squares) / freedom)
+
+
+def _numbers(values: Values) -> Sequence[float]:
+    return list(values.values()) if isinstance(values, Mapping) else values
 
 
 def t_interval(values: Sequence[float]) -> tuple[float, float]:
@@ -112,6 +133,26 @@ def t_interval(values: Sequence[float]) -> tuple[float, float]:
     error = spread / math.sqrt(len(values))
     low, high = stats.t.interval(_CONFIDENCE, len(values) - 1, loc=mean(values), scale=error)
     return float(low), float(high)
+
+
+def compare(sample: Values, reference: Values) -> Difference:
+    """The difference of two means: in pairs over common seeds if there are two or more, else Welch.
+
+    Models of one seed saw the same batches and are scored under the same orders (decision 008), so
+    most of what moves one of a pair moves the other too. Raises `ValueError` for no values.
+    """
+    if isinstance(sample, Mapping) and isinstance(reference, Mapping):
+        seeds = sorted(sample.keys() & reference.keys())
+        if len(seeds) > 1:
+            gaps = [sample[seed] - reference[seed] for seed in seeds]
+            low, high = t_interval(gaps)
+            return Difference(points=mean(gaps), low=low, high=high, seeds=len(seeds))
+    if not (sample and reference):
+        raise ValueError("a comparison needs at least one value of each")
+    low, high = -math.inf, math.inf
+    if min(len(sample), len(reference)) > 1:
+        low, high = welch_interval(_numbers(sample), _numbers(reference))
+    return Difference(points=mean(sample) - mean(reference), low=low, high=high, seeds=0)
 
 
 def welch_interval(sample: Sequence[float], reference: Sequence[float]) -> tuple[float, float]:

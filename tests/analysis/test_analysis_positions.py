@@ -94,11 +94,11 @@ def test_umap_refuses(settings, words):
 # --- position -------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def predicting(monkeypatch):
+@pytest.fixture(params=["mean", "class"])
+def predicting(monkeypatch, request):
     """A model with a prediction part, fitted on one half of the images and asked on the other."""
     host = FAMILIES["timm-vit"].plain()
-    model = ls.add_position(host, prediction=ls.PredictionForm(pooling="mean")).eval()
+    model = ls.add_position(host, prediction=ls.PredictionForm(pooling=request.param)).eval()
     both = images(48)
 
     def split(self, name):
@@ -111,7 +111,11 @@ def predicting(monkeypatch):
 
 
 def test_accuracies_against_loops(predicting):
+    """The probe is fitted on what the part's own classifier of that block is given."""
     subject, block = predicting, 1
+    given = []
+    part = subject.model.prediction
+    part.classifiers[block].register_forward_pre_hook(lambda _, inputs: given.append(inputs[0]))
     measured = position.measure(subject)
     right, count = np.zeros(DEPTH), np.zeros(DEPTH)
     vectors = {"holdout": ([], []), "test": ([], [])}
@@ -126,15 +130,16 @@ def test_accuracies_against_loops(predicting):
                     subject.model(batch.images)
                 at = order.blocks.index(block)
                 state = tap.records[at].tensor
-                vectors[split][0].append(state.mean(1).numpy())
+                with torch.inference_mode():
+                    guess = part(state, block).argmax(-1)
+                vectors[split][0].append(given[-1].numpy())
                 vectors[split][1].extend([at] * len(state))
                 if split == "test":
-                    guess = subject.model.prediction(state, block).argmax(-1)
                     right[at] += int((guess == at).sum())
                     count[at] += len(guess)
     table = measured.tables["position"]
-    part = grid(table[table.source == "the model's own prediction part"], "accuracy")
-    assert np.allclose(part[block], 100 * right / count)
+    heads = grid(table[table.source == "the model's own prediction part"], "accuracy")
+    assert np.allclose(heads[block], 100 * right / count)
     probe = make_pipeline(
         StandardScaler(), LinearDiscriminantAnalysis(solver="lsqr", shrinkage="auto")
     ).fit(np.concatenate(vectors["holdout"][0]), vectors["holdout"][1])

@@ -25,6 +25,7 @@ PLANS = {
     "one donor": MergePlan((3, 1, 0, 2), stem=3, head=3),
     "two donors": MergePlan((1, 1, 0, 2), stem=2, head=0),
     "mixed": MergePlan((0, 1, 2, 3), stem="average", head=1),
+    "random slots": MergePlan((2, 0, 3, 1), slots=(1, 3, 0, 2)),
 }
 
 
@@ -53,15 +54,21 @@ def rebuilt(donors, plan):
     state = {}
     for i, key in enumerate(keys):
         block = next((b for b, start in enumerate(inside) if key.startswith(start)), None)
-        source = plan.donors[block] if block is not None else plan.stem if i < first else plan.head
-        state[key] = pick(states, key, source)
+        if block is None:
+            state[key] = pick(states, key, plan.stem if i < first else plan.head)
+        else:
+            taken = inside[plan.blocks[block]] + key.removeprefix(inside[block])
+            state[key] = states[plan.donors[block]][taken]
     for key in states[0].keys() - set(keys):
         if key == "encoding.table" and states[0][key].dim() == 3:
-            state[key] = torch.stack([states[d][key][i] for i, d in enumerate(plan.donors)])
+            places = zip(plan.donors, plan.blocks, strict=True)
+            state[key] = torch.stack([states[d][key][b] for d, b in places])
         elif key == "encoding.table":
             state[key] = pick(states, key, plan.stem)
         else:
-            state[key] = states[plan.donors[int(key.split(".")[2])]][key]
+            part, name, number, *rest = key.split(".")
+            taken = ".".join([part, name, str(plan.blocks[int(number)]), *rest])
+            state[key] = states[plan.donors[int(number)]][taken]
     model.load_state_dict(state)
     return model
 

@@ -36,6 +36,18 @@ def test_with_replacement_every_merge_that_there_is(num, depth, seed):
     assert all(len(set(plan.donors)) > 1 for plan in plans)  # all from one donor is no merge
 
 
+def test_random_slots_are_permutations_for_the_same_donors() -> None:
+    own = sample_plans(15, 12, count=50, seed=5)
+    random = sample_plans(15, 12, count=50, seed=5, slots="random")
+    assert [plan.donors for plan in own] == [plan.donors for plan in random]
+    assert all(plan.slots is None and plan.blocks == tuple(range(12)) for plan in own)
+    assert all(sorted(plan.blocks) == list(range(12)) for plan in random)
+    assert len({plan.blocks for plan in random}) == 50
+    assert str(MergePlan((2, 0), slots=(1, 0))) == "2:1,0:0"
+    with pytest.raises(UsageError, match="0,0 are no permutation of 2 blocks"):
+        MergePlan((0, 1), slots=(0, 0)).check(2, 2)
+
+
 def test_all_permutations_are_found_and_the_seed_decides():
     assert len({p.donors for p in sample_plans(4, 4, count=24, seed=3)}) == 24
     assert sample_plans(12, 12, count=3, seed=0) != sample_plans(12, 12, count=3, seed=1)

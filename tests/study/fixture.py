@@ -168,7 +168,14 @@ def run_rows(task: RunSpec, orders: int, draw: str) -> list[ScoreRow]:
     return rows
 
 
-def facts(task: RunSpec, *, hostile: str = "", steps: int = 1500) -> dict[str, Any]:
+def facts(
+    task: RunSpec,
+    *,
+    hostile: str = "",
+    steps: int = 1500,
+    held_out: float | None = None,
+    **settings: Any,
+) -> dict[str, Any]:
     method = task.settings.method
     noise = random.Random(f"facts-{task.name}")
     arbitrary = method.startswith("layershuffle")
@@ -187,7 +194,7 @@ def facts(task: RunSpec, *, hostile: str = "", steps: int = 1500) -> dict[str, A
         "selected": {
             "step": noise.choice([1400, 1450, 1500]),
             "metric": f"holdout cross-entropy, {'arbitrary' if arbitrary else 'sequential'} orders",
-            "value": round(noise.uniform(0.3, 0.9), 4),
+            "value": round(noise.uniform(0.3, 0.9), 4) if held_out is None else held_out,
         },
         "paper_protocol": False,
         "settings": {
@@ -197,6 +204,7 @@ def facts(task: RunSpec, *, hostile: str = "", steps: int = 1500) -> dict[str, A
             "lr": 0.001,
             "precision": "fp32",
             "policy": {"policy": "shuffled" if arbitrary else "sequential", "drop": None},
+            **settings,
         },
         "data": {
             "spec": f"digit-pairs{hostile}",

@@ -7,12 +7,14 @@ from fixture import TINY, run_rows, write_run
 
 import layershuffle as ls
 from layershuffle.errors import UsageError
+from layershuffle.settings import EvalSettings
 from layershuffle.study.dry_run import (
     StudySubject,
     Work,
     block_runs,
     forecast,
     forecast_text,
+    open_subjects,
     orders_of,
     plan_text,
     work_of,
@@ -182,7 +184,8 @@ def test_another_spelling_of_the_same_modes_goes_on(study, tmp_path):
 
 
 def test_the_plan_in_words(study):
-    text = plan_text(study, tasks_of(study))
+    tasks = tasks_of(study)
+    text = plan_text(study, tasks, dict.fromkeys([task.name for task in tasks], SUBJECT))
     assert "10 runs, 4 mergings and analyses" in text
     assert "baseline: baseline, seeds 0, 1, 2; 100 steps of 64" in text
     assert "merging-baseline: 7 merges of 3 models" in text
@@ -196,7 +199,9 @@ def test_work_is_counted(study):
     run = next(run for run in runs_of(study) if run.name == "baseline-seed0")
     # sequential 12; two arbitrary orders of 12, whose first 6 blocks are the pruned orders.
     assert block_runs(run.evaluate, 12) == 3 * 12
-    assert orders_of(run.evaluate) == 5
+    assert orders_of(run.evaluate, 12) == 5
+    # All twelve blocks in their order are one order, not five.
+    assert orders_of(EvalSettings(modes="kept:12,kept:11", num_orders=5), 12) == 1 + 5
     assert work_of(run, SUBJECT) == Work(steps=100, trained=100 * 64, block_runs=36 * 1000)
     short = next(run for run in runs_of(study) if run.name == "truncated-3-seed0")
     assert work_of(short, SUBJECT) == Work(steps=100, trained=100 * 16, block_runs=3 * 1000)
@@ -217,7 +222,8 @@ def test_time_comes_from_finished_runs(tmp_path):
     write_plan(study, tmp_path)
 
     def predict():
-        return forecast(study, tasks_of(study), out=tmp_path, workers=2)
+        tasks = tasks_of(study)
+        return forecast(study, tasks, open_subjects(tasks), out=tmp_path, workers=2)
 
     before = predict()
     assert (before.seconds, before.measured, before.work.steps) == (None, 0, 8)
@@ -245,7 +251,7 @@ def test_finished_scores_of_another_precision_are_refused(study, tmp_path):
     (directory / "result.json").write_text("{}")
     path = tmp_path / "plan.json"
     old = json.loads(path.read_text())
-    for settings in (old["recipe"]["evaluate"], old["recipe"]["merging"]["options"]):
+    for settings in (old["recipe"]["evaluate"], old["recipe"]["merging"][0]["options"]):
         del settings["precision"], settings["compile"]
     path.write_text(json.dumps(old))
     write_plan(study, tmp_path)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 from fixture import merging_rows, write_merging, write_run, write_study
+from scipy.stats import ttest_rel
 
 from layershuffle.results import ScoreRow
-from layershuffle.stats import mean, welch_interval
+from layershuffle.stats import mean
 from layershuffle.study.budget import budget_points, budget_section
-from layershuffle.study.claims import CLAIMS, judge
+from layershuffle.study.claims import judge
 from layershuffle.study.merging_report import beeswarm_offsets, merging_section
 from layershuffle.study.open_choices import QUESTIONS, open_choices
 from layershuffle.study.plan import read_plan, runs_of
@@ -19,9 +21,10 @@ from layershuffle.study.settings import StudySettings
 from layershuffle.study.store import read_study
 from layershuffle.study.summary import Column, summarise
 from layershuffle.study.tables import choices_table, table_1
+from layershuffle.study.verdicts import CLAIMS
 
 
-def finish(out, name, scores, *, steps=1500):
+def finish(out, name, scores, **facts):
     """Finish a run that is planned: {(mode, kept, choose, order): top1}."""
     task = next(task for task in runs_of(read_plan(out)) if task.name == name)
     rows = [
@@ -33,7 +36,7 @@ def finish(out, name, scores, *, steps=1500):
         for index, ((mode, kept, choose, order), top1) in enumerate(scores.items())
     ]  # fmt: skip
     task.directory(out).mkdir(parents=True)
-    write_run(out, task, rows, steps=steps)
+    write_run(out, task, rows, **facts)
 
 
 FULL = "0,1,2,3,4,5,6,7,8,9,10,11"
@@ -183,12 +186,64 @@ def test_claims_are_judged_by_numbers(out):
     # Two single models: the interval is so wide that nothing speaks against "no loss".
     verdict, evidence = verdict_on("lose nothing", after)
     assert verdict == "holds"
-    assert evidence.startswith("single 72.00, merged 68.00: -4.00 points (")
+    assert evidence.startswith("layershuffle single 72.00, merged 68.00: -4.00 points (")
     assert verdict_on("An ensemble", after) == ("holds", "ensemble 80.00, +8.00 points")
     assert verdict_on("vary more", after) == (
         "does not hold",
-        "single models 2.83, merged 2.00, both over single orders",
+        "single models 2.83, merged 2.00, both over single orders (over merges of these models)",
     )
+
+
+def test_merges_are_judged_on_the_arm_that_loses_least_and_name_random_slots(tmp_path):
+    out = write_study(
+        tmp_path,
+        arms={"baseline": "baseline", "layershuffle": "layershuffle", "slow": "layershuffle"},
+        seeds=(0, 1),
+        orders=2,
+        merging={"arms": ["baseline", "layershuffle", "slow"]},
+    )
+    own = [60.0, 60.5, 61.0]
+    random = [
+        replace(row, name="random slots", main=0, top1=top1)
+        for row, top1 in zip(merging_rows([], own)[:3], (2.0, 3.0, 10.0), strict=True)
+    ]
+    write_merging(out, "baseline", [*merging_rows([90.0, 90.2], own), *random])
+    write_merging(out, "layershuffle", merging_rows([70.0, 70.2], own))
+    write_merging(out, "slow", merging_rows([66.0, 66.2], [63.0, 63.1, 63.2]))
+    after = verdicts(out)
+    verdict, evidence = verdict_on("lose nothing", after)
+    assert verdict == "holds partly"  # 3 points; the other arm loses 9.6
+    assert "layershuffle single 70.10, merged 60.50: -9.60 points" in evidence
+    assert "slow single 66.10, merged 63.10: -3.00 points" in evidence
+    assert verdict_on("Merges of ordinary", after) == (
+        "holds partly",
+        "single 90.10, merged 60.50; with random slots 5.00 +-4.36 (over merges of these models)",
+    )
+    names = [row[0] for row in merging_section(read_study(out)).tables[0].rows]
+    assert {"baseline: merges", "baseline: merges, random slots"} <= set(names)
+
+
+def test_the_start_of_the_position_encoding_is_picked_on_held_out_images(tmp_path):
+    zero = {"method": "layershuffle-position", "name": "zero"}
+    zero["fit"] = {"encoding": {"projection_init": "zero"}}
+    out = write_study(
+        tmp_path,
+        arms={"layershuffle": "layershuffle"},
+        seeds=(0, 1),
+        orders=2,
+        more_arms=[{"method": "layershuffle-position"}, zero],
+    )
+    summary = summarise(read_study(out))
+    ours = summary.means("layershuffle", "arbitrary")
+    for arm, gap, loss in (("layershuffle-position", 3.0, 0.5), ("zero", 1.0, 0.4)):
+        for seed in (0, 1):
+            top1 = ours[seed] + gap + (0.01, -0.01)[seed]
+            scores = {("arbitrary", 12, "", REVERSED): top1}
+            finish(out, f"{arm}-seed{seed}", scores, held_out=loss)
+    verdict, evidence = verdict_on("its position helps", verdicts(out))
+    assert verdict == "holds"  # the start with the better test score is not taken
+    assert evidence.startswith("zero +1.00 points (")
+    assert "; layershuffle-position +3.00 points (" in evidence
 
 
 def test_claims_that_were_not_measured_are_named_in_one_line(out):
@@ -225,9 +280,15 @@ def test_a_difference_has_its_interval(out):
         return [mean([row.top1 for row in rows if row.seed == seed]) for seed in (0, 1, 2)]
 
     base, ours = means("baseline", "sequential"), means("layershuffle", "arbitrary")
-    low, high = welch_interval(base, ours)
+    slow = ttest_rel(base, ours).confidence_interval(0.95)
     points = mean(base) - mean(ours)
-    assert evidence.startswith(f"{points:+.2f} points ({low:+.2f} to {high:+.2f})")
+    assert evidence.startswith(
+        f"{points:+.2f} points ({slow.low:+.2f} to {slow.high:+.2f}, 3 common seeds)"
+    )
+    (table,) = table_1(summary).tables
+    place = table.head.index("To sequential baseline")
+    (row,) = [row for row in table.rows if row[:2] == ("LayerShuffle", "arbitrary")]
+    assert row[place] == f"{-points:+.2f} ({-slow.high:+.1f} to {-slow.low:+.1f})"
 
 
 @pytest.mark.parametrize(
@@ -270,9 +331,13 @@ def test_models_that_are_never_right_are_judged(tmp_path):
             finish(out, f"{arm}-seed{seed}", scores)
     write_merging(out, "baseline", merging_rows([0.0, 0.0], [0.0, 0.0]))
     judged = verdicts(out)
-    slightly = ("does not hold", "+0.00 points (+0.00 to +0.00)")
-    assert verdict_on("helps only slightly", judged) == slightly
-    assert verdict_on("unusable", judged) == ("holds", "single 0.00, merged 0.00")
+    slightly = ("does not hold", "+0.00 points (+0.00 to +0.00, 2 common seeds)")
+    verdict, evidence = verdict_on("helps only slightly", judged)
+    assert (verdict, evidence) == (slightly[0], f"layershuffle-position {slightly[1]}")
+    assert verdict_on("unusable", judged) == (
+        "holds",
+        "single 0.00, merged 0.00 (over merges of these models)",
+    )
     assert verdict_on("price of arbitrary", judged) == ("not measured", "-")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from fixture import merging_rows, write_merging, write_study
 from layershuffle.errors import UsageError
 from layershuffle.study.plan import read_plan, write_plan
 from layershuffle.study.report import write_report
-from layershuffle.study.store import read_study, write_kept
+from layershuffle.study.store import completed, read_study, write_kept
 from layershuffle.study.tasks import StudyError
 
 
@@ -70,6 +71,38 @@ def test_a_run_is_a_line_and_what_all_share_stands_once(whole: Path, kept: Path)
     assert read_study(kept).results == read_study(whole).results
 
 
+def test_fields_that_this_version_does_not_know_are_kept(whole: Path, tmp_path: Path):
+    """The rank count and the compiler's report have no use here; later versions have more."""
+    copied = tmp_path / "copied"
+    shutil.copytree(whole, copied)
+    path = copied / "runs" / "baseline-seed1" / "result.json"
+    fields = json.loads(path.read_text()) | {"processes": 2, "compile": {"mode": "eager"}}
+    fields["selected"]["orders"] = 4
+    path.write_text(json.dumps(fields))
+    study = read_study(copied)
+    write_kept(study, tmp_path / "kept", plan=(copied / "plan.json").read_text())
+    stored = json.loads((tmp_path / "kept" / "runs.json").read_text())["runs"]
+    (run,) = (run for run in stored if run["run"] == "baseline-seed1")
+    assert (run["processes"], run["compile"], run["selected"]["orders"]) == (
+        2, {"mode": "eager"}, 4,
+    )  # fmt: skip
+    assert read_study(tmp_path / "kept").results == study.results
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-1.0", "100.5"])
+def test_impossible_scores_of_merges_are_refused(whole: Path, kept: Path, tmp_path: Path, value):
+    """In both forms of a study."""
+    copied = tmp_path / "copied"
+    shutil.copytree(whole, copied)
+    for study in (copied, kept):
+        (path,) = [*study.glob("merging/*/results.csv"), *study.glob("merging.csv")]
+        text = path.read_text()
+        assert ",66.0," in text
+        path.write_text(text.replace(",66.0,", f",{value},"))
+        with pytest.raises(StudyError, match="top1"):
+            read_study(study)
+
+
 def test_kept_results_are_not_trained_into(kept: Path):
     with pytest.raises(UsageError, match=r"kept results of a study.*another --out"):
         write_plan(read_plan(kept), kept)
@@ -109,3 +142,33 @@ def test_a_report_never_empties_scores_whose_runs_are_gone(whole: Path, tmp_path
     with pytest.raises(StudyError, match="neither the runs that gave them"):
         write_report(tmp_path)
     assert (tmp_path / "results.csv").read_bytes() == (whole / "results.csv").read_bytes()
+
+
+def test_a_study_that_has_grown_takes_what_was_kept_of_the_same_tasks(kept: Path, tmp_path: Path):
+    """Run again elsewhere without its baselines, and with another learning rate for LayerDrop."""
+    again = write_study(
+        tmp_path / "again",
+        arms={"layershuffle": "layershuffle"},
+        seeds=(0, 1),
+        orders=3,
+        more_arms=[
+            {"method": "baseline", "name": "baseline"},
+            {"method": "layerdrop", "name": "layerdrop", "fit": {"lr": 0.5}},
+        ],
+        merging={"arms": ["layershuffle", "baseline"]},
+        analyses=[{"name": "umap", "arm": "layershuffle"}],
+    )
+    old, new = read_study(kept), read_study(again)
+    grown = completed(new, by=old)
+    states = {outcome.task.name: outcome.state for outcome in grown.outcomes}
+    assert states == {
+        "layershuffle-seed0": "done", "layershuffle-seed1": "done",
+        "baseline-seed0": "done", "baseline-seed1": "done",
+        "layerdrop-seed0": "missing", "layerdrop-seed1": "missing",
+        "merging-layershuffle": "done", "merging-baseline": "missing",
+        "umap-layershuffle-seed0": "done",
+    }  # fmt: skip
+    rows = {(row.method, row.seed): row.top1 for row in grown.rows}
+    assert rows.keys() == {(arm, seed) for arm in ("layershuffle", "baseline") for seed in (0, 1)}
+    kept_rows = {(row.method, row.seed): row.top1 for row in old.rows}
+    assert rows["baseline", 1] == kept_rows["baseline", 1]

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fixture import merging_rows, write_merging, write_study
+from fixture import merging_rows, write_merging, write_run, write_study
 
 from layershuffle.errors import DataError, UsageError
 from layershuffle.results import read_rows
+from layershuffle.study.plan import read_plan, runs_of
 from layershuffle.study.report import write_report
 from layershuffle.study.store import read_study
 from layershuffle.study.tasks import StudyError
@@ -40,6 +41,18 @@ def test_every_row_and_fact_is_read(out: Path):
     assert result.paper_protocol is False
     assert result.data.model_dump()["sizes"]["test"] == 5000
     assert states(out) == ["done"] * 4
+
+
+def test_a_run_with_another_position_form_than_the_plan_has_is_refused(tmp_path: Path):
+    """The default was the sum over blocks once: such a run may not pass for one with the mean."""
+    arms = {"layershuffle": "layershuffle"}
+    more: list[dict[str, Any]] = [{"method": "layershuffle-predict"}]
+    out = write_study(tmp_path, arms=arms, more_arms=more, orders=2)
+    (task,) = (task for task in runs_of(read_plan(out)) if task.arm == "layershuffle-predict")
+    task.directory(out).mkdir(parents=True)
+    write_run(out, task, [], prediction={"pooling": "class", "loss": "sum", "weight": 1.0})
+    with pytest.raises(StudyError, match=r"trained with prediction.pooling class, prediction.loss"):
+        read_study(out)
 
 
 def test_columns_this_version_does_not_know_are_kept(out: Path):

@@ -77,7 +77,6 @@ class Rig:
     coordinator: Coordinator
     model: nn.Module
     bundle: Bundle
-    node: str
     ray: Any | None
     measured: dict[str, float] = field(default_factory=dict)
 
@@ -98,12 +97,17 @@ class Rig:
         await asyncio.gather(*map(self._healed, BLOCKS))
 
     async def _healed(self, name: str) -> None:
-        host, view = self.coordinator.hosts.get(name), self.router.swarm[name]
-        if host is None or host.phase != "up" or not view.usable or view.waiting:
-            await self.coordinator.start(name, BLOCKS[name], node=self.node)
+        host, view = self.coordinator.record_of(name), self.router.swarm[name]
+        if host.phase != "up" or not view.usable or view.waiting:
+            await self.begin_anew(name)
         self.backend.heal(name)
         await self.visit(name, BLOCKS[name][0])  # what it still had to do is done
         self.router.update(name, lambda view: replace(view, compute=None, link=None))
+
+    async def begin_anew(self, name: str) -> float:
+        """Another process for the host; seconds until it is up."""
+        await self.coordinator.readmit(name)
+        return await until(lambda: self.router.swarm[name].usable)
 
     async def walk(self, seconds: float = HANGS, **asked: Any) -> tuple[np.ndarray, Any]:
         """One state through the swarm."""
@@ -151,13 +155,18 @@ class Rig:
 
 
 async def rig_of(hosts: HostBackend, *, ray: Any | None = None) -> Rig:
-    """A rig over an engine, its hosts not started yet."""
+    """A rig over an engine, its hosts up."""
     model = pico()
     bundle, backend = make_bundle(model), ChaosBackend(hosts, ray=ray)
     router = Router(backend.transport, depth=DEPTH, limits=LIMITS)
     coordinator = Coordinator(PLAN, router=router, backend=backend, bundles={"pico": bundle})
-    node = (await backend.nodes())[0].id
-    return Rig(backend, coordinator, model, bundle, node, ray)
+    watch = asyncio.create_task(coordinator.run())
+    try:
+        assert await coordinator.ready(within=HANGS) == ()
+    finally:
+        watch.cancel()
+        await asyncio.gather(watch, return_exceptions=True)
+    return Rig(backend, coordinator, model, bundle, ray)
 
 
 def run_blocks(model: nn.Module, start: np.ndarray, order: tuple[int, ...]) -> np.ndarray:
@@ -306,7 +315,7 @@ async def a_cut_host_goes_on(rig: Rig) -> None:
         await until(lambda: rig.router.swarm["a"].usable)
     assert (await rig.walk())[1].ending == "complete"
     await rig.inject("cut")
-    await rig.coordinator.start("a", BLOCKS["a"], node=rig.node)
+    await rig.begin_anew("a")
     await rig.visit("a", 0)  # a new process is not cut off
 
 

@@ -100,8 +100,7 @@ async def a_frozen_process_is_ended_for_good(rig: Rig) -> None:
     """A stopped process cannot hear that it is to end."""
     pid = (await pids(rig.backend))["a"]
     await rig.inject("freeze")
-    await rig.coordinator.readmit("a")
-    rig.measured["readmitted_s"] = await until(lambda: rig.router.swarm["a"].usable)
+    rig.measured["readmitted_s"] = await rig.begin_anew("a")
     assert (await pids(rig.backend))["a"] != pid
     await until(lambda: not Path(f"/proc/{pid}").exists())
 

@@ -25,8 +25,8 @@ import layershuffle as ls
 from common import DEPTH, FAMILIES, redraw
 from layershuffle.errors import ModelFileError, UsageError
 from layershuffle.swarm import program as programs
-from layershuffle.swarm.batching import MAX_SKIPS, QueuedVisit, next_batch
 from layershuffle.swarm.bundle import make_bundle
+from layershuffle.swarm.host import MAX_SKIPS, QueuedVisit, next_batch
 from layershuffle.swarm.messages import (
     HostFailed,
     HostUnavailable,

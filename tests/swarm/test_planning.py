@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from itertools import product
 
 import numpy as np
@@ -303,6 +304,14 @@ def test_the_plan_is_one_to_deploy(tmp_path):
     text = plan_report(best, planned)
     assert f"{figures_of(best, planned, routing='order-free').throughput:,.1f}" in text
     assert f"{planned.value:,.2f} requests/s, which no placement can beat" in text
+    assert "not simulated" not in text
+
+
+def test_a_plan_of_many_hosts_says_why_numbers_are_missing():
+    file = HostsFile(hosts={"pi": HostSpec(count=61, memory_mb=4)})
+    text = plan_report(*plan(file, facts(), objective="throughput"))
+    assert re.search(r"requests per second, all busy +- +-\n", text)
+    assert "life are not simulated for more than 60 hosts" in text
 
 
 def test_hosts_as_people_write_them(tmp_path):

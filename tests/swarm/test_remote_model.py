@@ -1,6 +1,7 @@
 """The host model whose blocks run in a swarm: equal to the forward of the route, bit for bit."""
 
 import asyncio
+import threading
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from layershuffle.swarm.remote_model import (
 )
 from layershuffle.swarm.router import Router
 from layershuffle.swarm.state import HostView, Swarm
-from waiting import until
+from waiting import HANGS, until
 
 
 def router_of(model, depth=DEPTH):
@@ -138,6 +139,37 @@ def test_a_head_that_stalled_once_is_forgiven():
                 return refused
 
     assert asyncio.run(go()) == 7  # 100 s x 0.8^7 = 21 s
+
+
+def test_a_stem_that_waits_past_its_deadline_never_runs():
+    """With all threads busy it is refused at its deadline, and costs no time afterwards."""
+    model, gate, forwards = VIT.wrapped(), threading.Event(), []
+
+    def note(module, inputs):
+        forwards.append(inputs[0].shape[0])
+        assert gate.wait(HANGS)
+
+    model.register_forward_pre_hook(note)
+
+    async def go():
+        router = router_of(VIT.wrapped())
+        router.swarm = Swarm(HostView(name, frozenset(blocks)) for name, blocks in HOSTS.items())
+        remote_model = RemoteModel(model, router, workers=1)
+
+        def asked(images, *, seconds):
+            deadline = router.clock() + seconds
+            return remote_model.classify(torch.zeros(images, 3, 32, 32), deadline=deadline)
+
+        first = asyncio.ensure_future(asked(1, seconds=HANGS))
+        await until(lambda: forwards)
+        with pytest.raises(NotAnswered, match="deadline passed before the model's stem"):
+            await asked(2, seconds=0.05)
+        gate.set()
+        await first
+        remote_model.close()
+
+    asyncio.run(go())
+    assert forwards == [1, 1]  # stem and head of the first request
 
 
 def test_image_files_fill_the_view_of_a_model_of_digit_pairs():

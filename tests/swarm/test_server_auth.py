@@ -10,11 +10,12 @@ import pytest
 from gateway_site import run
 
 from layershuffle.errors import UsageError
-from layershuffle.swarm.server import auth, tls
-from layershuffle.swarm.server.auth import Client, Clients, Keys, client_of
+from layershuffle.swarm.server import app, tls
+from layershuffle.swarm.server.app import Keys
 from layershuffle.swarm.server.errors import HTTPError
 from layershuffle.swarm.server.limits import GatewayLimits
 from layershuffle.swarm.server.run import serve
+from layershuffle.swarm.server.scheduler import Client, Clients, client_of
 from waiting import until
 
 KEY = "a-key-of-some-length"
@@ -23,13 +24,13 @@ KEY = "a-key-of-some-length"
 def test_keys_compare_in_constant_time(monkeypatch):
     """Every comparison is hmac's, of digests of one length, and all keys are compared."""
     compared = []
-    genuine = auth.hmac.compare_digest
+    genuine = app.hmac.compare_digest
 
     def spy(first, second):
         compared.append((len(first), len(second)))
         return genuine(first, second)
 
-    monkeypatch.setattr(auth.hmac, "compare_digest", spy)
+    monkeypatch.setattr(app.hmac, "compare_digest", spy)
     keys = Keys([KEY, KEY + "2", KEY + "3"])
     assert keys.accept(KEY.encode())
     assert not keys.accept(b"x")

@@ -16,8 +16,8 @@ from common import CLASSES
 from layershuffle.models import image_view
 from layershuffle.stack import running
 from layershuffle.swarm.limits import Limits
-from layershuffle.swarm.server.images import Decoder
 from layershuffle.swarm.server.limits import GatewayLimits
+from layershuffle.swarm.server.requests import Decoder
 
 REQUESTS, EVERY = 2000, 100
 KEY = "the-key-of-this-test"

@@ -8,8 +8,8 @@ import pytest
 from gateway_site import file_of, picture, png_chunk, png_claiming, run
 from PIL import PngImagePlugin
 
-from layershuffle.swarm.server.images import count_scans, without_metadata
 from layershuffle.swarm.server.limits import GatewayLimits
+from layershuffle.swarm.server.requests import count_scans, without_metadata
 
 SMALL = GatewayLimits(max_images=3, max_pixels=10_000)
 

@@ -7,8 +7,8 @@ from gateway_site import HOSTS, classify, file_of, picture, run
 
 from common import DEPTH, SIZE
 from layershuffle.swarm.calibration import Calibration, Row
-from layershuffle.swarm.server.images import Decoder
 from layershuffle.swarm.server.limits import GatewayLimits
+from layershuffle.swarm.server.requests import Decoder
 from waiting import until
 
 FILE = file_of(picture())

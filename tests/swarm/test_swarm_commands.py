@@ -1,11 +1,13 @@
 """`layershuffle swarm ...` and `classify` as a user meets them, and the operator's door."""
 
 import asyncio
+import re
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 
+import httpx
 import pytest
 import torch
 
@@ -18,7 +20,7 @@ from layershuffle.swarm import service as services
 from layershuffle.swarm.bundle import make_bundle
 from layershuffle.swarm.local import LocalHosts
 from layershuffle.swarm.plan import HostPlan, SwarmPlan
-from layershuffle.swarm.server.admin import Operator, scratch_directory, state_directory
+from layershuffle.swarm.server.admin import SOCKET, Operator, scratch_directory, state_directory
 from layershuffle.swarm.service import Cargo, running_service
 
 HOST = ["swarm", "host", "--address", "127.0.0.1:9", "--name", "a"]
@@ -166,8 +168,33 @@ def test_the_operator_commands_the_swarm(tmp_path, monkeypatch):
             operator.drain("z")
         with pytest.raises(LayerShuffleError, match="no such directory"):
             operator.swap("a", 0, donor="dir:/nowhere")
-        with pytest.raises(LayerShuffleError, match="422"):
+        with pytest.raises(UsageError, match="kind: Input should be 'crash', 'freeze'"):
             operator.fault("a", "explode")
+
+    served(tmp_path, work)
+
+
+def test_the_operators_door_refuses_what_it_does_not_know(tmp_path):
+    """A misspelt key would otherwise be left out without a word."""
+
+    def work(operator, service):
+        socket = httpx.HTTPTransport(uds=str(tmp_path / "s" / SOCKET))
+        with httpx.Client(transport=socket, base_url="http://operator") as client:
+            for path, fields, cause in [
+                ("/drain", {"host": "a", "fast": True}, "fast: Extra inputs are not permitted"),
+                ("/readmit", {"host": "a", "x": 1, "y": 2}, "x: Extra inputs .*; y: Extra"),
+                ("/swap", {"host": "a", "block": 0, "doner": "x"}, "donor: Field required; doner"),
+                ("/routing", {"routing": "sequential", "host": "a"}, "host: Extra"),
+                ("/fault", {"host": "a", "kind": "crash", "at": 3}, "at: Extra"),
+                ("/fault", {"host": "a"}, "kind: Field required"),
+                ("/drain", ["a"], "Input should be a valid dictionary"),
+            ]:
+                answer = client.post(path, json=fields)
+                assert answer.status_code == 400, path
+                assert re.match(cause, answer.json()["cause"]), answer.json()
+                assert answer.json()["hint"]
+        assert service.router.routing == "order-free"
+        assert all(host.condition == "healthy" for host in service.router.swarm.values())
 
     served(tmp_path, work)
 

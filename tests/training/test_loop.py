@@ -9,7 +9,7 @@ from runs import NO_DROPOUT, settings
 from torch.utils.data import IterableDataset
 
 from layershuffle.data import Split
-from layershuffle.errors import TrainingError, UsageError
+from layershuffle.errors import DataError, TrainingError, UsageError
 from layershuffle.training import fit
 from layershuffle.training.checkpoints import latest_checkpoint, load_state
 from layershuffle.training.distributed import Ranks
@@ -107,3 +107,8 @@ def test_a_checkpoint_of_an_older_version_is_refused(tmp_path):
         fit(settings(steps=1), tmp_path)
     with pytest.raises(UsageError, match="other settings"):
         fit(settings(steps=2), tmp_path)
+
+
+def test_a_stream_without_images_is_an_error_of_the_data(tmp_path):
+    with pytest.raises(DataError, match=r"there is no image in it.*digit-pairs.*--holdout"):
+        trained(streamed(tmp_path, images=0, steps=2))

@@ -2,10 +2,12 @@
 
 Models with a prediction part are asked through it (paper, section 4.2: 99.99 %). Every model is
 also asked from outside: per block a linear classifier (discriminant analysis with a shrunk
-covariance) is fitted on frozen mean tokens of held-out training images and scored on test images.
-It is fitted on the block's output, as the prediction part is, and on its input, which says how much
-of the position is in the stream before the block runs. The input is what the other blocks left: a
-position encoding is added after the place where the input is read.
+covariance) is fitted on frozen tokens of held-out training images and scored on test images. It
+sees what the prediction part sees: the token that the part pools (the mean of all tokens where
+there is no part), normalised over its features. It is fitted on the block's output, as the part is,
+and on its input, which says how much of the position is in the stream before the block runs. The
+input is what the other blocks left: a position encoding is added after the place where the input is
+read.
 """
 
 from __future__ import annotations
@@ -17,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from layershuffle.analysis.features import FeatureWatch
+from layershuffle.analysis.features import FeatureWatch, Seen, Token
 from layershuffle.analysis.position_table import PositionMeans, draw_maps, grid, position_table
 from layershuffle.analysis.results import Facts, Measurement
 from layershuffle.analysis.subject import Batch, Subject
@@ -31,7 +34,7 @@ if TYPE_CHECKING:
     from layershuffle.analysis.results import Tables
 
 _SHARE = 0.5  # orders per image for fitting, of depth
-_SOURCES = {"input": "probe on the block's input", "mean": "probe on the block's output"}
+_SOURCES = {"input": "probe on the block's input", "output": "probe on the block's output"}
 _PART = "the model's own prediction part"
 _PAPER = 99.99
 
@@ -73,21 +76,37 @@ def _guessing(model: nn.Module) -> AbstractContextManager[Guesses | None]:
     return nullcontext()
 
 
+def _token_of(model: nn.Module) -> Token:
+    if isinstance(model, PositionedModel) and model.prediction is not None:
+        return model.prediction.form.pooling
+    return "mean"
+
+
+def _probed(seen: Seen, token: Token) -> dict[str, Tensor]:
+    """What the probes of input and output see, `[rows, width]`.
+
+    Normalised as in the prediction part, whose scale and shift a linear classifier can undo.
+    """
+    vectors = {"input": seen.vectors["input"], "output": seen.vectors[token]}
+    return {source: F.layer_norm(rows, rows.shape[-1:]) for source, rows in vectors.items()}
+
+
 def _fit(subject: Subject) -> dict[tuple[str, int], Any]:
     """A fitted classifier per (source, block)."""
     from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
 
+    token = _token_of(subject.model)
     vectors: dict[tuple[str, int], list[Tensor]] = defaultdict(list)
     positions: dict[int, list[int]] = defaultdict(list)
     for batch in subject.batches(split="holdout", share=_SHARE):
         for order in batch.orders:
-            watch = FeatureWatch(inputs=True)
+            watch = FeatureWatch((token,), inputs=True)
             subject.run(batch.images, order, watch)
             for seen in watch.seen:
                 positions[seen.step.block] += [seen.step.position] * len(batch.images)
-                for source, rows in seen.vectors.items():
+                for source, rows in _probed(seen, token).items():
                     vectors[source, seen.step.block].append(rows)
     probes = {}
     for number, (key, features) in enumerate(vectors.items()):
@@ -107,14 +126,15 @@ def _score(
     means: dict[str, PositionMeans],
 ) -> None:
     """Count right guesses of the probes, and of the prediction part if there is one."""
+    token = _token_of(subject.model)
     for order in batch.orders:
-        watch = FeatureWatch(inputs=True)
+        watch = FeatureWatch((token,), inputs=True)
         with _guessing(subject.model) as guesses:
             subject.run(batch.images, order, watch)
         for seen in watch.seen:
             block, position = seen.step.block, seen.step.position
             # A probe per block: one for all would have to find the block out first.
-            for source, rows in seen.vectors.items():
+            for source, rows in _probed(seen, token).items():
                 predicted = probes[source, block].predict(rows.numpy())
                 right = 100.0 * int((predicted == position).sum())
                 means[_SOURCES[source]].add(block, position, total=right, count=len(rows))

@@ -125,9 +125,9 @@ def _merging_group(rows: Sequence[MergingRow]) -> dict[str, Any]:
         return asdict(estimate(by_model(rows, metric), images=rows[0].n, percent=percent))
 
     first = rows[0]
-    what = " ".join(word for word in (first.kind, first.ends) if word)
-    if first.kind in ("soup", "ensemble"):
-        what += f" {first.name}"
+    # The name of a donor is its own, and a group of donors has many.
+    name = "" if first.kind == "donor" else first.name
+    what = " ".join(word for word in (first.kind, first.ends, name) if word)
     return {
         "what": what,
         "main": bool(first.main),

@@ -56,6 +56,15 @@ class Countdown:
         return clock((total - done) / speed) if speed else "-"
 
 
+def pace_text(per_second: float, unit: str) -> str:
+    """As in "1,200 images/s"; per minute or hour where that takes two digits or more."""
+    for seconds, name in ((1, "s"), (60, "min")):
+        # A pass of a large model takes seconds: "0 passes/s" would say nothing.
+        if per_second * seconds >= 10:
+            return f"{per_second * seconds:,.0f} {unit}/{name}"
+    return f"{per_second * 3600:,.3g} {unit}/h"
+
+
 class Counter:
     """Shows how many are done, how fast, and the time left, on standard error.
 
@@ -80,7 +89,7 @@ class Counter:
         # "\r\033[K" goes back to the start of the line and erases it.
         line = f"{done:,}/{total:,} {self._what}"
         if speed := self._pace.speed(done):
-            line += f", {speed:,.0f} {self._unit}/s, {self._pace.left(done, total)} left"
+            line += f", {pace_text(speed, self._unit)}, {self._pace.left(done, total)} left"
         end = "" if live and done < total else "\n"
         print(f"\r\033[K{line}" if live else line, end=end, file=sys.stderr, flush=True)
 

@@ -12,7 +12,7 @@ from layershuffle.cli.command import Command
 from layershuffle.errors import LayerShuffleError, SettingsError, UsageError
 from layershuffle.recipes import read_recipe
 from layershuffle.settings import check_known
-from layershuffle.study.dry_run import forecast, forecast_text, plan_text
+from layershuffle.study.dry_run import forecast, forecast_text, open_subjects, plan_text
 from layershuffle.study.plan import read_plan
 from layershuffle.study.selection import tasks_for
 from layershuffle.study.settings import StudySettings
@@ -56,8 +56,10 @@ class ReproduceCommand(Command):
         # Before the dry run and the run alike, so that both refuse a misspelt --only.
         tasks = tasks_for(study, self.only)
         if self.dry_run:
-            print(plan_text(study, tasks))
-            print(forecast_text(forecast(study, tasks, out=out, workers=self.workers), out))
+            subjects = open_subjects(tasks)
+            print(plan_text(study, tasks, subjects))
+            expected = forecast(study, tasks, subjects, out=out, workers=self.workers)
+            print(forecast_text(expected, out))
             return 0
 
         from layershuffle.cli.progress import study_watcher

@@ -69,10 +69,11 @@ def evaluate_ensembles(
     modes = parse_modes(mode) if isinstance(mode, str) else (mode,)
     if len(modes) != 1:
         raise UsageError(f"An ensemble is scored in one mode, not in {len(modes)}")
+    depths = tuple(map(depth_of, donors))
     passes = [
-        _Pass(modes[0], tuple(map(depth_of, donors)), seed, draw, index, orders)
+        _Pass(modes[0], depths, seed, draw, index, orders)
         for orders in dict.fromkeys(orders for _, orders in variants)
-        for index in range(modes[0].draws(num_orders))
+        for index in range(modes[0].draws(num_orders, depth=max(depths)))
     ]
     # A sum per (combination, pass): both combinations read the same logits.
     tallies = {
@@ -106,8 +107,13 @@ class _Pass:
     orders: EnsembleOrders
 
     @property
+    def is_drawn(self) -> bool:
+        # The deepest member's: a shallower one may have a single order where that one has several.
+        return self.mode.is_drawn(max(self.depths))
+
+    @property
     def per_batch(self) -> bool:
-        return self.draw == "batch" and self.mode.is_drawn
+        return self.draw == "batch" and self.is_drawn
 
     def at(self, batch: int) -> tuple[ExecutionOrder, ...]:
         """The order of every member for batch number `batch`."""
@@ -158,7 +164,7 @@ def combined(logits: Tensor, combine: Combine) -> Tensor:
 
 def _score(run: _Pass, tally: Tally) -> EnsembleScore:
     orders = run.at(0)
-    shared = run.orders == "same" or not run.mode.is_drawn
+    shared = run.orders == "same" or not run.is_drawn
     return EnsembleScore(
         mode=run.mode,
         index=run.index,

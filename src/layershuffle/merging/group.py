@@ -61,7 +61,8 @@ class MergeGroup:
         """The model of that plan, in eval mode; raises `UsageError` if the plan does not fit."""
         plan.check(len(self.donors), self.depth)
         frame = self._frame(plan.stem, plan.head)
-        blocks = [blocks_of(self._hosts[d])[i] for i, d in enumerate(plan.donors)]
+        places = zip(plan.donors, plan.blocks, strict=True)
+        blocks = [blocks_of(self._hosts[donor])[block] for donor, block in places]
         host = _with_blocks(frame, stack_of(frame), blocks)
         # The record stays with the host, so that `save` writes it without being given it.
         remember(host, replace(origin_of(host), record=self.record(plan)))
@@ -72,6 +73,7 @@ class MergeGroup:
         """What the merge's layershuffle.json says: what the donors share, and who gives what."""
         merge = {
             "blocks": list(plan.donors),  # the number of each block's donor
+            **({} if plan.slots is None else {"slots": list(plan.slots)}),
             "stem": self._named(plan.stem),
             "head": self._named(plan.head),
             "donors": [{"model": name} for name in self.names],
@@ -145,7 +147,7 @@ class MergeGroup:
         tables = [encoding.table for encoding in encodings]
         if tables[0].dim() == 3:
             # The one tensor that is copied: a row per block cannot be a view of several tables.
-            rows = [tables[donor][block] for block, donor in enumerate(plan.donors)]
+            rows = [tables[d][b] for d, b in zip(plan.donors, plan.blocks, strict=True)]
             return nn.Parameter(torch.stack(rows).detach(), tables[0].requires_grad)
         if isinstance(plan.stem, int):
             return tables[plan.stem]
@@ -232,10 +234,11 @@ def _with_blocks(module: nn.Module, stack: BlockStack, blocks: Sequence[nn.Modul
 
 
 def _spliced(first: AnyModule, parts: Sequence[nn.Module], plan: MergePlan) -> AnyModule:
-    """A position part whose lists (an entry per block) take entry i from block i's donor."""
+    """A position part whose lists (an entry per block) take each entry with its block."""
     twin = twin_of(first)
     for name, child in first._modules.items():
         if isinstance(child, nn.ModuleList):
             lists = [cast(nn.ModuleList, part._modules[name]) for part in parts]
-            twin._modules[name] = nn.ModuleList(lists[d][i] for i, d in enumerate(plan.donors))
+            places = zip(plan.donors, plan.blocks, strict=True)
+            twin._modules[name] = nn.ModuleList(lists[donor][block] for donor, block in places)
     return twin

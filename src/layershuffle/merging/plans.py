@@ -1,7 +1,8 @@
 """Which donor gives which block of a merge. Plain data and seeded draws, no torch.
 
 Block i of a merge is block i of its donor: 12 blocks from 12 models can then be chosen in 12! ways,
-the number that the paper states (section 4.4).
+the number that the paper states (section 4.4). With random slots it is another block of its donor,
+which the paper's words allow as well.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from typing import Literal
 
 from layershuffle.draws import Stream
 from layershuffle.errors import UsageError
-from layershuffle.merging.settings import End
+from layershuffle.merging.settings import End, Slots
 
 Source = int | Literal["average", "base"]
 # Draws of merging are streams of ranks that no process of a training run has: a merge would
 # otherwise be the same permutation as the order that it runs in.
-_BLOCKS, _ENDS, _ORDERS = (1 << 20) + 0, (1 << 20) + 1, 1 << 21
+_BLOCKS, _ENDS, _SLOTS, _ORDERS = (1 << 20) + 0, (1 << 20) + 1, (1 << 20) + 2, 1 << 21
 
 
 @dataclass(frozen=True)
@@ -27,11 +28,18 @@ class MergePlan:
     """Block i comes from donor `donors[i]`; stem and head from a donor, all donors, or the base.
 
     Donors are numbers in the caller's list. "average": the mean of all donors in that list.
+    `slots`: which block of its donor each place takes (`None`: place i takes block i).
     """
 
     donors: tuple[int, ...]
     stem: Source = "average"
     head: Source = "average"
+    slots: tuple[int, ...] | None = None
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """The block of its donor that each place takes."""
+        return tuple(range(len(self.donors))) if self.slots is None else self.slots
 
     def check(self, num_donors: int, depth: int) -> None:
         """Raises `UsageError` unless the plan is one for so many donors of so many blocks."""
@@ -39,6 +47,11 @@ class MergePlan:
             raise UsageError(
                 f"The plan gives {len(self.donors)} blocks a donor, the models have {depth}",
                 hint="name a donor for every block",
+            )
+        if self.slots is not None and sorted(self.slots) != list(range(depth)):
+            raise UsageError(
+                f"The slots {','.join(map(str, self.slots))} are no permutation of {depth} blocks",
+                hint="name each block once",
             )
         for source in (*self.donors, self.stem, self.head):
             if isinstance(source, str):
@@ -52,7 +65,9 @@ class MergePlan:
                 )
 
     def __str__(self) -> str:
-        return ",".join(map(str, self.donors))
+        if self.slots is None:
+            return ",".join(map(str, self.donors))
+        return ",".join(f"{d}:{s}" for d, s in zip(self.donors, self.slots, strict=True))
 
 
 def sample_plans(
@@ -63,12 +78,13 @@ def sample_plans(
     seed: int,
     replacement: bool = False,
     end: End = "average",
+    slots: Slots = "own",
 ) -> list[MergePlan]:
     """`count` distinct plans, uniform; the first of them are those of a smaller `count`.
 
     Without `replacement` (the paper) no two blocks of a merge come from one donor; with it a donor
-    may give several, but never all. The donors of the blocks do not depend on `end`, so merges
-    with other ends can be compared one by one. Raises `UsageError` for impossible counts.
+    may give several, but never all. The donors of the blocks depend on neither `end` nor `slots`,
+    so merges with others can be compared one by one. Raises `UsageError` for impossible counts.
     """
     _check_count(num_donors, depth, count, replacement)
     plans: dict[tuple[int, ...], None] = {}
@@ -78,10 +94,12 @@ def sample_plans(
             plans.setdefault(donors)
         if len(plans) == count:
             break
-    return [
-        MergePlan(donors, *[_source(end, donors, seed, index)] * 2)
-        for index, donors in enumerate(plans)
-    ]
+    merges = []
+    for index, donors in enumerate(plans):
+        ends = _source(end, donors, seed, index)
+        taken = Stream(seed, index, rank=_SLOTS).shuffled(range(depth))
+        merges.append(MergePlan(donors, ends, ends, taken if slots == "random" else None))
+    return merges
 
 
 def orders_seed(seed: int, group: int, *, index: int) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from layershuffle.errors import DataError
-from layershuffle.results import format_rows, parse_rows
+from layershuffle.results import Count, Finite, Percent, format_rows, parse_rows
 
 Kind = Literal["donor", "merge", "soup", "ensemble"]
 
@@ -17,9 +17,10 @@ class MergingRow:
     """One model under one drawn order; accuracies in percent over `n` images.
 
     `index` numbers the models of a kind. `name`: the donor's spec, uniform or greedy, and of an
-    ensemble what is averaged and whose orders, as in logits-independent. `ends`: where stem and
-    head of a merge come from. `donors`: of a merge the donor of each block, else those that take
-    part. `order`: empty when drawn per batch; of members with orders of their own, one after
+    ensemble what is averaged and whose orders, as in logits-independent; "random slots" of merges
+    whose places take other blocks than their own. `ends`: where stem and head of a merge come from.
+    `donors`: of a merge the donor of each block (with random slots DONOR:BLOCK), else those that
+    take part. `order`: empty when drawn per batch; of members with orders of their own, one after
     the other with ";" between. `main`: 1 for what the settings name first, 0 for the alternatives.
     """
 
@@ -30,10 +31,10 @@ class MergingRow:
     donors: str
     mode: str
     order: str
-    n: int
-    top1: float
-    top5: float
-    cross_entropy: float
+    n: Count
+    top1: Percent
+    top5: Percent
+    cross_entropy: Finite
     main: int = 1
 
 
@@ -44,8 +45,8 @@ def group_rows(rows: Iterable[MergingRow]) -> dict[tuple[Kind, str, str], list[M
     """Rows by (kind, name, ends): single models and merges together, soups and ensembles apart."""
     groups: dict[tuple[Kind, str, str], list[MergingRow]] = {}
     for row in rows:
-        # Donors differ in their names and belong together; soups and ensembles are named variants.
-        name = row.name if row.kind in ("soup", "ensemble") else ""
+        # Donors differ in their names and belong together; the others' names are variants.
+        name = "" if row.kind == "donor" else row.name
         groups.setdefault((row.kind, name, row.ends), []).append(row)
     return groups
 

@@ -36,6 +36,7 @@ from layershuffle.merging.settings import (
     EnsembleOrders,
     EnsembleSettings,
     MergingSettings,
+    Slots,
 )
 from layershuffle.merging.soups import greedy_soup, uniform_soup
 from layershuffle.models import class_names_of, host_of, image_view, load, num_classes_of
@@ -76,13 +77,16 @@ def score_merging(
     needs_base = "base" in settings.ends
     group = load_group(donors, base=base, needs_base=needs_base, mixed=settings.mixed, names=names)
     # Plans come before the data: they refuse impossible counts.
-    plans = {
-        end: sample_plans(
+    # One thing differs from the main variant at a time: ends, or slots.
+    variants = [(end, settings.slots[0]) for end in settings.ends]
+    variants += [(settings.ends[0], slots) for slots in settings.slots[1:]]
+    plans = [
+        sample_plans(
             len(donors), group.depth, count=settings.merges, seed=settings.seed,
-            replacement=settings.replacement, end=end,
+            replacement=settings.replacement, end=end, slots=slots,
         )
-        for end in settings.ends
-    }  # fmt: skip
+        for end, slots in variants
+    ]  # fmt: skip
     opened = _open(group, data, settings=settings, holdout=settings.soups)
     if settings.soups and "holdout" not in opened.splits:
         raise DataError("The data have no held-out part", place=data, hint="add --no-soups")
@@ -95,11 +99,11 @@ def score_merging(
         progress=progress,
     )
     # A base of another shape cannot give ends: refused here, not after hours of scoring.
-    for end in settings.ends:
-        group.merge(plans[end][0])
+    for drawn in plans:
+        group.merge(drawn[0])
     scorer.score_donors()
-    for end in settings.ends:
-        scorer.score_merges(end, plans[end])
+    for (end, slots), drawn in zip(variants, plans, strict=True):
+        scorer.score_merges(drawn, end=end, slots=slots)
     notes = list(opened.notes)
     if settings.soups:
         scorer.score_soups(_batches(opened, "holdout", settings.batch_size))
@@ -166,12 +170,12 @@ class MergeScorer:
     @property
     def draws(self) -> int:
         """Orders per donor, soup and ensemble."""
-        return self.mode.draws(self.settings.num_orders)
+        return self.mode.draws(self.settings.num_orders, depth=self.group.depth)
 
     @property
     def variants(self) -> list[Variant]:
         """What an ensemble can be; in sequential order there is one order to run in."""
-        orders = _ORDERS if self.mode.is_drawn else _ORDERS[:1]
+        orders = _ORDERS if self.mode.is_drawn(self.group.depth) else _ORDERS[:1]
         return list(product(_COMBINE, orders))
 
     @property
@@ -188,7 +192,7 @@ class MergeScorer:
         count, settings = len(self.group.donors), self.settings
         # Held-out passes of the greedy soup: every donor alone, then a soup with each other donor.
         soups = (count + (count - 1) + 2) * self.draws if settings.soups else 0
-        merges = settings.merges * len(settings.ends)
+        merges = settings.merges * (len(settings.ends) + len(settings.slots) - 1)
         self.progress(self.passes, count * self.draws + merges + soups + self.ensemble_passes)
 
     def score_donors(self) -> None:
@@ -198,13 +202,16 @@ class MergeScorer:
             scores = self.evaluate(donor, self.test, kind=_DONORS, index=index)
             self.add(scores, kind="donor", index=index, name=name, donors=str(index))
 
-    def score_merges(self, end: End, plans: Sequence[MergePlan]) -> None:
+    def score_merges(self, plans: Sequence[MergePlan], *, end: End, slots: Slots) -> None:
         """The merges of `plans`, each in one order."""
+        name = "random slots" if slots == "random" else ""
+        main = int((end, slots) == (self.settings.ends[0], self.settings.slots[0]))
         for index, plan in enumerate(plans):
             merged = self.group.merge(plan)
             scores = self.evaluate(merged, self.test, kind=_MERGES, index=index, draws=1)
-            main = int(end == self.settings.ends[0])
-            self.add(scores, kind="merge", index=index, ends=end, donors=str(plan), main=main)
+            self.add(
+                scores, kind="merge", index=index, name=name, ends=end, donors=str(plan), main=main
+            )
 
     def score_soups(self, holdout: DeviceBatches) -> None:
         """The uniform soup, and the greedy one, which is chosen on `holdout`."""
@@ -233,7 +240,7 @@ class MergeScorer:
             )
         )  # fmt: skip
         # In sequential order "independent" would name the same scores once more.
-        orders = settings.ensemble_orders if self.mode.is_drawn else "same"
+        orders = settings.ensemble_orders if self.mode.is_drawn(self.group.depth) else "same"
         everyone = _numbers(range(len(donors)))
         for index, (variant, scores) in enumerate(results.items()):
             main = int(variant == (settings.ensemble_combine, orders))

@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 from layershuffle.settings import Positive, Precision, Seed, Settings
 
 End = Literal["average", "first", "last", "donor", "base"]
+Slots = Literal["own", "random"]
 EnsembleOrders = Literal["same", "independent"]
 Combine = Literal["logits", "probabilities"]
 
@@ -50,6 +51,9 @@ class MergingSettings(_Scored):
     """Where stem and head come from (the paper is silent): the average of all donors, the donor of
     the first or last block, one donor drawn per merge, or the base checkpoint. Several are
     reported side by side."""
+    slots: Annotated[tuple[Slots, ...], Field(min_length=1)] = ("own",)
+    """own: place i of a merge takes block i of its model; random: block pi(i), for a random
+    permutation pi per merge. The second of two is scored with the first of the ends."""
     replacement: bool = False
     """May two blocks of a merge come from one model? (The paper: no.)"""
     draw: Literal["merge", "batch"] = "merge"
@@ -65,8 +69,9 @@ class MergingSettings(_Scored):
     # The rows of two equal ends could not be distinguished.
     @model_validator(mode="after")
     def _check(self) -> MergingSettings:
-        if len(set(self.ends)) < len(self.ends):
-            raise ValueError(f"ends names one twice: {', '.join(self.ends)}")
+        for name, values in (("ends", self.ends), ("slots", self.slots)):
+            if len(set(values)) < len(values):
+                raise ValueError(f"{name} names one twice: {', '.join(values)}")
         return self
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,9 +10,8 @@ from layershuffle.plotting import INK, RULE, new_figure, style_axes
 from layershuffle.results import MODES, ScoreRow
 from layershuffle.stats import Estimate, estimate
 from layershuffle.study.figures import STYLES, error_bars
-from layershuffle.study.plan import RunSpec
-from layershuffle.study.summary import Summary, label
-from layershuffle.study.tables import Picture, Section, Table, interval_text
+from layershuffle.study.summary import Summary, base_arm, label
+from layershuffle.study.tables import NONE, Picture, Section, Table, interval_text
 from layershuffle.study.tasks import Study
 
 if TYPE_CHECKING:
@@ -32,10 +30,10 @@ class Point:
 
 def budget_points(study: Study) -> tuple[Point, ...]:
     """Every (arm, length, mode) of the curve; the arms of the main part join at their length."""
-    arms = list(dict.fromkeys(_base_arm(r.task) for r in study.runs if r.task.part == "budget"))
+    arms = list(dict.fromkeys(base_arm(r.task) for r in study.runs if r.task.part == "budget"))
     groups: dict[tuple[int, int, str], dict[int, list[ScoreRow]]] = {}
     for run in study.runs:
-        arm = _base_arm(run.task)
+        arm = base_arm(run.task)
         for row in run.result.rows if run.result and arm in arms else ():
             # Pruned scores have no place on the curve.
             if run.result and row.choose == "":  # the full stack
@@ -55,11 +53,6 @@ def budget_points(study: Study) -> tuple[Point, ...]:
         for (index, steps, mode), by_seed in groups.items()
     ]
     return tuple(sorted(points, key=lambda p: (arms.index(p.arm), p.steps, MODES.index(p.mode))))
-
-
-def _base_arm(run: RunSpec) -> str:
-    # Only for budget runs, which the plan named so: an arm of the recipe may end in such words too.
-    return re.sub(r"-\d+-steps$", "", run.arm) if run.part == "budget" else run.arm
 
 
 def budget_section(summary: Summary) -> Section | None:
@@ -106,8 +99,32 @@ def budget_section(summary: Summary) -> Section | None:
                 numbers=True,
                 note="Top-1 in percent, 95 % interval, number of models.",
             ),
+            *_position_tables(summary, lengths),
         ),
     )
+
+
+def _position_tables(summary: Summary, lengths: Sequence[int]) -> tuple[Table, ...]:
+    """How often the position is named right at each length, of arms whose curve was asked."""
+    arms = dict.fromkeys(base_arm(run.task) for run in summary.study.runs)
+    answers = (a.result for a in summary.study.analyses if a.task.options.name == "position")
+    by_model = (result.facts.get("sources", {}) for result in answers if result is not None)
+    sources = dict.fromkeys(source for each in by_model for source in each)
+    rows = []
+    for arm in arms:
+        labels = summary.lengths(arm)
+        for source in sources:
+            path = ("sources", source, "accuracy")
+            shares = [summary.fact("position", labels.get(n, ""), path=path) for n in lengths]
+            # One length is no curve: it stands with the analysis itself.
+            if sum(share is not None for share in shares) > 1:
+                cells = (NONE if share is None else f"{share:.2f}" for share in shares)
+                rows.append((label(arm), source, *cells))
+    if not rows:
+        return ()
+    head = ("Arm", "Named by", *(f"{steps:,} steps" for steps in lengths))
+    note = "The position of a block, named right in percent of (image, block, position)."
+    return (Table(head=head, rows=tuple(rows), numbers=True, note=note),)
 
 
 def _draw(curves: dict[tuple[str, str], dict[int, Estimate]], lengths: Sequence[int]) -> Figure:

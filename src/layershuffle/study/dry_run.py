@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,8 +61,10 @@ class Forecast:
     bytes_peak: int
 
 
-def plan_text(study: StudySettings, tasks: Sequence[Task]) -> str:
-    """The tasks in words: a line per arm, merging and analysis."""
+def plan_text(
+    study: StudySettings, tasks: Sequence[Task], subjects: Mapping[str, StudySubject]
+) -> str:
+    """The tasks in words: a line per arm, merging and analysis. `subjects`: of every task."""
     runs = [task for task in tasks if isinstance(task, RunSpec)]
     lines = [
         f"{study.name}: {len(runs)} runs, {len(tasks) - len(runs)} mergings and analyses, on "
@@ -72,13 +74,14 @@ def plan_text(study: StudySettings, tasks: Sequence[Task]) -> str:
         of_arm = [run for run in runs if run.arm == arm]
         fitted, scored = of_arm[0].settings, of_arm[0].evaluate
         model = "" if fitted.model == study.model else f" from {fitted.model}"
+        orders = orders_of(scored, fitted.kept or subjects[of_arm[0].name].depth)
         length = f"{fitted.steps} steps"
         if fitted.steps is None:
             length = f"{fitted.epochs or DEFAULT_EPOCHS:g} epochs"
         lines.append(
             f"  {arm}: {fitted.method}{model}, seeds "
             f"{', '.join(str(run.settings.seed) for run in of_arm)}; {length} of "
-            f"{fitted.batch_size} images at {fitted.lr:g}; scored under {orders_of(scored)} "
+            f"{fitted.batch_size} images at {fitted.lr:g}; scored under {orders} "
             f"orders, one per {scored.draw}, on {scored.max_images or 'all'} test images"
         )
     for task in tasks:
@@ -90,35 +93,46 @@ def plan_text(study: StudySettings, tasks: Sequence[Task]) -> str:
     return "\n".join(lines)
 
 
+def open_subjects(tasks: Sequence[Task]) -> dict[str, StudySubject]:
+    """What every task works on, by the task's name. Raises as `open_subject`."""
+    # Most arms share model and data, so each pair is opened once.
+    opened: dict[tuple[str, str], StudySubject] = {}
+    runs = {task.name: task for task in tasks if isinstance(task, RunSpec)}
+    subjects = {}
+    for task in tasks:
+        fitted = runs[task.name if isinstance(task, RunSpec) else task.needs[0]].settings
+        key = (fitted.model, fitted.data)
+        if key not in opened:
+            opened[key] = open_subject(fitted)
+        subjects[task.name] = opened[key]
+    return subjects
+
+
 def forecast(
-    study: StudySettings, tasks: Sequence[Task], *, out: Path, workers: int | None
+    study: StudySettings,
+    tasks: Sequence[Task],
+    subjects: Mapping[str, StudySubject],
+    *,
+    out: Path,
+    workers: int | None,
 ) -> Forecast:
     """Count the work that is not done in `out`; its time comes from the runs that are.
 
-    Nothing is trained: a probe of a few batches would say little of compiled blocks, of the data's
-    decoding, or of other work on the machine, all of which a finished run has met.
+    `subjects`: of every task. Nothing is trained: a probe of a few batches would say little of
+    compiled blocks, of the data's decoding, or of other work on the machine, all of which a
+    finished run has met.
     """
-    # Most arms share model and data, so each pair is opened once.
-    subjects: dict[tuple[str, str], StudySubject] = {}
-    runs = {task.name: task for task in tasks if isinstance(task, RunSpec)}
-
-    def subject(task: Task) -> StudySubject:
-        run = task if isinstance(task, RunSpec) else runs[task.needs[0]]
-        key = (run.settings.model, run.settings.data)
-        if key not in subjects:
-            subjects[key] = open_subject(run.settings)
-        return subjects[key]
-
+    runs = [task for task in tasks if isinstance(task, RunSpec)]
     left = [task for task in tasks if not is_finished(task, out)]
-    counted = [work_of(task, subject(task)) for task in left]
+    counted = [work_of(task, subjects[task.name]) for task in left]
     trained = executed = train_seconds = eval_seconds = 0.0
     results = [
         (run, result)
-        for run in runs.values()
+        for run in runs
         if (result := read_outcome(run, RunResult, out=out).result) is not None
     ]
     for run, result in results:
-        done = work_of(run, subject(run))
+        done = work_of(run, subjects[run.name])
         trained, executed = trained + done.trained, executed + done.block_runs
         train_seconds += result.train_seconds
         eval_seconds += result.eval_seconds
@@ -133,7 +147,7 @@ def forecast(
         )
     # The rule of `local_pool`: the time is that of as many workers as would run.
     count = workers or study.workers or gpu_count() or len(os.sched_getaffinity(0))
-    sizes = [subject(run).parameter_bytes for run in runs.values()]
+    sizes = [subjects[run.name].parameter_bytes for run in runs]
     return Forecast(
         work=Work(
             steps=sum(task.steps for task in counted),
@@ -187,15 +201,17 @@ def work_of(task: Task, subject: StudySubject) -> Work:
     if isinstance(task, MergingSpec):
         options = task.options.options
         images = min(subject.test_images, options.max_images or subject.test_images)
-        passes = options.merges * len(options.ends) + len(task.needs) * 4 * options.num_orders
+        variants = len(options.ends) + len(options.slots) - 1
+        passes = options.merges * variants + len(task.needs) * 4 * options.num_orders
         return Work(block_runs=passes * subject.depth * images)
     images = task.options.options.images
     return Work(block_runs=_ANALYSIS_PASSES * subject.depth * images)
 
 
-def orders_of(settings: EvalSettings) -> int:
-    """How many orders a run is scored under."""
-    return sum(mode.draws(settings.num_orders) for mode in parse_modes(settings.modes))
+def orders_of(settings: EvalSettings, depth: int) -> int:
+    """How many orders a model with `depth` blocks is scored under."""
+    modes = parse_modes(settings.modes)
+    return sum(mode.draws(settings.num_orders, depth=depth) for mode in modes)
 
 
 def block_runs(settings: EvalSettings, depth: int) -> int:
@@ -205,7 +221,7 @@ def block_runs(settings: EvalSettings, depth: int) -> int:
     orders = [
         mode.policy().draw(depth, seed=settings.seed, step=index)
         for mode in parse_modes(settings.modes)
-        for index in range(mode.draws(settings.num_orders))
+        for index in range(mode.draws(settings.num_orders, depth=depth))
     ]
     return block_executions(build_trie(orders))
 

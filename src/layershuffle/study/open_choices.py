@@ -70,8 +70,8 @@ def _fit(*paths: str, method: str = "") -> Answer:
 
 def _merging(*paths: str) -> Answer:
     def answer(study: StudySettings) -> tuple[str, str]:
-        used = "no merging" if study.merging is None else _show(study.merging.options, *paths)
-        return _show(MergingSettings(), *paths), used
+        used = unique(_show(merging.options, *paths) for merging in study.merging)
+        return _show(MergingSettings(), *paths), "; ".join(used) or "no merging"
 
     return answer
 
@@ -104,7 +104,9 @@ QUESTIONS: tuple[tuple[str, str, str, Answer], ...] = (
      _fit("encoding.projection_init", "encoding.dropout", method="layershuffle-position")),
     ("A5", "What the position is predicted from", "fit.prediction.pooling",
      _fit("prediction.pooling", method="layershuffle-predict")),
-    ("A6", "Position loss: sum or mean over blocks, weight", "fit.prediction.loss, .weight",
+    ("A6", "Position loss: sum or mean over blocks, weight. The text has the sum, the authors' "
+     "code the mean; the sum outweighs the class loss (docs/decisions/003-position-parts.md)",
+     "fit.prediction.loss, .weight",
      _fit("prediction.loss", "prediction.weight", method="layershuffle-predict")),
     ("A7", "Positions of a pruned model", "(fixed)", _always("0 to kept-1, as the blocks run")),
     ("A8", "Which blocks are kept", "evaluate.modes (kept:K:ORDER:CHOICE)", _evaluate("modes")),

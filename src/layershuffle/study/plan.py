@@ -129,38 +129,27 @@ def run_name(label: str, seed: int) -> str:
 
 
 def _budget_runs(study: StudySettings) -> tuple[RunSpec, ...]:
-    budget = study.budget
-    if budget is None:
-        return ()
     return tuple(
-        _run(study, _with_steps(study.arm(label), steps), seed, part="budget")
-        for steps in budget.steps
-        for seed in budget.seeds or study.seeds
-        for label in budget.arms
+        _run(study, arm, seed, part="budget")
+        for curve in study.budget
+        for steps in curve.steps
+        for seed in curve.seeds or study.seeds
+        for arm in study.curve_arms(curve, steps)
     )
 
 
-def _with_steps(arm: Arm, steps: int) -> Arm:
-    """The arm at another length, evaluated four times on the way as the checkpoint is picked."""
-    # An arm that is given in epochs would contradict the number of steps.
-    fit = {**arm.fit, "steps": steps, "epochs": None, "eval_every": max(1, steps // 4)}
-    fields = {**arm.model_dump(), "name": f"{arm.label}-{steps}-steps", "fit": fit}
-    return Arm(**{**fields, "evaluate": {**arm.evaluate, "modes": "sequential,arbitrary"}})
-
-
 def _mergings(study: StudySettings, runs: Sequence[RunSpec]) -> list[MergingSpec]:
-    if study.merging is None:
-        return []
     return [
         MergingSpec(
             name=f"merging-{label}",
             arm=label,
             needs=tuple(run.name for run in runs if run.arm == label),
-            options=study.merging.model_copy(
-                update={"options": _as_trained(study.merging.options, _settings(study, label))}
+            options=merging.model_copy(
+                update={"options": _as_trained(merging.options, _settings(study, label))}
             ),
         )
-        for label in study.merging.arms
+        for merging in study.merging
+        for label in merging.arms
     ]
 
 
@@ -228,7 +217,7 @@ def _check_unchanged(old: StudySettings, new: StudySettings, out: Path) -> None:
     planned = {task.name: task for task in tasks_of(new)}
     # What is not done yet may change: no result of it exists.
     done = [task for task in tasks_of(old) if is_finished(task, out)]
-    changed = [task.name for task in done if not _same(task, planned.get(task.name))]
+    changed = [task.name for task in done if not same_task(task, planned.get(task.name))]
     if old.name != new.name or changed:
         what = f"finished already: {', '.join(changed[:3])}" if changed else f"of {old.name!r}"
         # For the message: names of settings tell more than names of tasks.
@@ -240,7 +229,7 @@ def _check_unchanged(old: StudySettings, new: StudySettings, out: Path) -> None:
         )
 
 
-def _same(done: Task, planned: Task | None) -> bool:
+def same_task(done: Task, planned: Task | None) -> bool:
     """Whether a finished task stays as it is; more donors only make a merging be done again."""
     if isinstance(done, MergingSpec) and isinstance(planned, MergingSpec):
         # Not the whole of `options`: its list of arms may grow without a change to this arm.

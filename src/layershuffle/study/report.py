@@ -357,7 +357,8 @@ def _claims_section(summary: Summary) -> Section | None:
     if not rows:
         return None
     sentences = (
-        "Top-1 in percent of means over models; intervals of differences are 95 % (Welch). "
+        "Top-1 in percent of means over models; intervals of differences are 95 %, paired over "
+        "the seeds that both arms have (Welch where they share none). "
         "The data are not the paper's, so a claim that does not hold here may hold there.",
         unmeasured(summary),
     )

@@ -52,7 +52,7 @@ def _belongs(task: Task, artefact: str, *, study: StudySettings) -> bool:
         return _ANALYSES.get(artefact) == task.options.name
     if artefact == "budget":
         # The arms of the main part join the curve at their own length.
-        arms = study.budget.arms if study.budget else ()
+        arms = {arm for curve in study.budget for arm in curve.arms}
         return task.part == "budget" or task.arm in arms
     methods = {"table1": _TABLE_1, "fig1b": _FIGURE_1, "fig1c": _FIGURE_1}.get(artefact, set())
     return task.part == "main" and task.settings.method in methods

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from layershuffle.analysis import find_analysis
 from layershuffle.analysis.settings import AnalysisSettings
@@ -60,6 +60,7 @@ class AnalysisTask(Settings):
     name: Name
     """umap, norms, attention, attribution, leave-one-out, cka or position."""
     arm: Name
+    """Label of the arm; that of a budget curve at one length ends in -N-steps."""
     seeds: Seeds | None = None
     """Models to ask (default: the first seed of the arm)."""
     options: AnalysisSettings = AnalysisSettings()
@@ -77,11 +78,21 @@ class StudySettings(Settings):
     fit: dict[str, Any] = Field(default_factory=dict)
     """Training settings shared by all arms."""
     evaluate: EvalSettings = EvalSettings()
-    budget: Budget | None = None
-    merging: Merging | None = None
+    budget: tuple[Budget, ...] = ()
+    """Curves over numbers of steps; each may have arms and seeds of its own."""
+    merging: tuple[Merging, ...] = ()
+    """Merges; an arm may have options of its own."""
     analyses: tuple[AnalysisTask, ...] = ()
     workers: Positive | None = None
     """Runs side by side (default: one per GPU, else one per CPU core with a thread each)."""
+
+    @field_validator("budget", "merging", mode="before")
+    @classmethod
+    def _single(cls, value: object) -> object:
+        # Recipes and plans name a single entry without a list.
+        if value is None:
+            return ()
+        return (value,) if isinstance(value, dict | Settings) else value
 
     @model_validator(mode="after")
     def _check(self) -> StudySettings:
@@ -103,9 +114,10 @@ class StudySettings(Settings):
 
     def _check_unique(self) -> None:
         lists: dict[str, list[object]] = {
-            "budget.steps": list(self.budget.steps if self.budget else ()),
-            "budget.arms": list(self.budget.arms if self.budget else ()),
-            "merging.arms": list(self.merging.arms if self.merging else ()),
+            "budget": [
+                (arm, n) for curve in self.budget for arm in curve.arms for n in curve.steps
+            ],
+            "merging": [arm for merging in self.merging for arm in merging.arms],
             "analyses": [
                 (analysis.name, analysis.arm, seed)
                 for analysis in self.analyses
@@ -119,9 +131,11 @@ class StudySettings(Settings):
                 raise ValueError(f"{where} holds {twice[0]} twice")
 
     def _check_names(self) -> None:
-        for arm in self.budget.arms if self.budget else ():
-            self.arm(arm)
-        for arm in self.merging.arms if self.merging else ():
+        # A curve is one of the recipe's own arms: not one of another curve, which `arm` finds too.
+        recipe = self.model_copy(update={"budget": ()})
+        for arm in (arm for curve in self.budget for arm in curve.arms):
+            recipe.arm(arm)
+        for arm in (arm for merging in self.merging for arm in merging.arms):
             self.arm(arm)
         for analysis in self.analyses:
             # Raises for an unknown name, hours before the analysis would.
@@ -134,12 +148,18 @@ class StudySettings(Settings):
                 )
 
     def arm(self, label: str) -> Arm:
-        """The arm of that label; raises `UsageError` for others."""
-        for arm in self.arms:
+        """The arm of that label, of the recipe or of a curve; raises `UsageError` for others."""
+        curves = (self.curve_arms(curve, steps) for curve in self.budget for steps in curve.steps)
+        for arm in (*self.arms, *(arm for arms in curves for arm in arms)):
             if arm.label == label:
                 return arm
         labels = ", ".join(arm.label for arm in self.arms)
         raise UsageError(f"The study has no arm {label!r}", hint=f"its arms are {labels}")
+
+    def curve_arms(self, curve: Budget, steps: int) -> tuple[Arm, ...]:
+        """The arms of a curve at one length, named after it: "layershuffle-500-steps"."""
+        arms = (arm for label in curve.arms for arm in self.arms if arm.label == label)
+        return tuple(_with_steps(arm, steps, seeds=curve.seeds or self.seeds) for arm in arms)
 
     def seeds_of(self, arm: Arm) -> tuple[int, ...]:
         """The seeds of an arm."""
@@ -154,3 +174,11 @@ class StudySettings(Settings):
     def evaluate_settings(self, arm: Arm) -> EvalSettings:
         """How the runs of an arm are scored."""
         return EvalSettings(**{**self.evaluate.model_dump(), **arm.evaluate})
+
+
+def _with_steps(arm: Arm, steps: int, *, seeds: tuple[int, ...]) -> Arm:
+    """The arm at another length, evaluated four times on the way as the checkpoint is picked."""
+    # An arm that is given in epochs would contradict the number of steps.
+    fit = {**arm.fit, "steps": steps, "epochs": None, "eval_every": max(1, steps // 4)}
+    fields = {**arm.model_dump(), "name": f"{arm.label}-{steps}-steps", "fit": fit, "seeds": seeds}
+    return Arm(**{**fields, "evaluate": {**arm.evaluate, "modes": "sequential,arbitrary"}})

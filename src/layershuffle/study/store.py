@@ -18,6 +18,7 @@ import csv
 import io
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from layershuffle.study.plan import (
     MergingSpec,
     RunSpec,
     read_plan,
+    same_task,
     tasks_of,
 )
 from layershuffle.study.tasks import (
@@ -93,6 +95,28 @@ def read_study(out: Path) -> Study:
             if isinstance(task, AnalysisSpec)
         ),
         unplanned=tuple(name for name in directories if name not in planned),
+    )
+
+
+def completed(study: Study, *, by: Study) -> Study:
+    """`study` with the results of `by` for tasks that only `by` has done.
+
+    A task of the same name with other settings is another task: it stays undone.
+    """
+    done = {outcome.task.name: outcome for outcome in by.outcomes if outcome.state == "done"}
+
+    def filled(outcome: TaskOutcome[Any, Any]) -> TaskOutcome[Any, Any]:
+        task, other = outcome.task, done.get(outcome.task.name)
+        if outcome.state == "done" or other is None or not same_task(other.task, task):
+            return outcome
+        # A merging of more donors than before is to be done again.
+        return replace(other, task=task) if other.task.needs == task.needs else outcome
+
+    return replace(
+        study,
+        runs=tuple(map(filled, study.runs)),
+        mergings=tuple(map(filled, study.mergings)),
+        analyses=tuple(map(filled, study.analyses)),
     )
 
 

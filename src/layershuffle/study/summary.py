@@ -42,10 +42,10 @@ class Cell:
     rows: tuple[ScoreRow, ...]
 
     @property
-    def model_means(self) -> list[float]:
+    def model_means(self) -> dict[int, float]:
         """The mean top-1 of every model, by seed."""
         seeds = sorted({row.seed for row in self.rows})
-        return [mean([row.top1 for row in self.rows if row.seed == seed]) for seed in seeds]
+        return {seed: mean([row.top1 for row in self.rows if row.seed == seed]) for seed in seeds}
 
 
 @dataclass(frozen=True)
@@ -84,20 +84,43 @@ class Summary:
         """The paper's number for that cell, if it has one."""
         return paper_number(arm, column.mode, kept=column.kept, depth=self.depth)
 
-    def means(self, arm: str, mode: str, *, kept: int | None = None) -> list[float]:
+    def means(self, arm: str, mode: str, *, kept: int | None = None) -> dict[int, float]:
         """The models' mean top-1 of an arm, by seed; `kept=None`: with all blocks."""
         cell = self.cell(arm, Column(mode, kept or self.depth))
-        return [] if cell is None else cell.model_means
+        return {} if cell is None else cell.model_means
 
-    def merging_rows(self, arm: str) -> list[MergingRow]:
-        """The main variants of the arm's merging; none while it is not done."""
+    def held_out(self, method: str) -> dict[str, float]:
+        """The arms of a method with the mean held-out cross-entropy of their checkpoints."""
+        values: dict[str, list[float]] = {}
+        for result in self.study.results:
+            if result.method == method and result.arm in self.arms:
+                values.setdefault(result.arm, []).append(result.selected.value)
+        return {arm: mean(losses) for arm, losses in values.items()}
+
+    def lengths(self, arm: str) -> dict[int, str]:
+        """The labels of an arm and of its curve by the number of steps."""
+        return {
+            run.result.steps: run.task.arm
+            for run in self.study.runs
+            if run.result and (run.task.arm == arm or base_arm(run.task) == arm)
+        }
+
+    def merging_rows(self, arm: str, *, name: str | None = None) -> list[MergingRow]:
+        """The arm's merging: its main variants, or those of a name; none while it is not done."""
         results = [m.result for m in self.study.mergings if m.task.arm == arm and m.result]
-        return [row for result in results for row in result.rows if row.main]
+        rows = [row for result in results for row in result.rows]
+        return [row for row in rows if (row.main if name is None else row.name == name)]
 
-    def merging(self, arm: str, kind: str) -> list[float]:
+    def merging(self, arm: str, kind: str, *, name: str | None = None) -> list[float]:
         """The mean top-1 of every donor, merge or ensemble of an arm."""
-        rows = [row for row in self.merging_rows(arm) if row.kind == kind]
+        rows = [row for row in self.merging_rows(arm, name=name) if row.kind == kind]
         return [mean(scores) for scores in by_model(rows).values()]
+
+    def merged_arms(self, method: str) -> list[str]:
+        """The arms of a method whose models were merged."""
+        methods = {run.task.arm: run.task.settings.method for run in self.study.runs}
+        merged = [m.task.arm for m in self.study.mergings if m.result]
+        return [arm for arm in merged if methods[arm] == method]
 
     def fact(self, analysis: str, arm: str, *, path: tuple[str, ...]) -> float | None:
         """A number of an analysis by its path in the facts, averaged over the models asked."""
@@ -172,6 +195,12 @@ def summarise(study: Study, part: str = "main") -> Summary:
 def shown_arm(run: RunSpec) -> str:
     """The row of the tables that a run belongs to: "truncated-3" and "-6" share "truncated"."""
     return re.sub(r"-\d+$", "", run.arm) if run.settings.method == "truncated" else run.arm
+
+
+def base_arm(run: RunSpec) -> str:
+    """The arm of a budget run without its length: "layershuffle" for "layershuffle-500-steps"."""
+    # Only for budget runs, which the plan named so: an arm of the recipe may end in such words too.
+    return re.sub(r"-\d+-steps$", "", run.arm) if run.part == "budget" else run.arm
 
 
 def label(arm: str) -> str:

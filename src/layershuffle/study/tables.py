@@ -7,13 +7,14 @@ Markdown.
 from __future__ import annotations
 
 import json
+import math
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from layershuffle.results import MODES
-from layershuffle.stats import Estimate, mean, welch_interval
+from layershuffle.stats import Estimate, compare
 from layershuffle.study.figures import draw_figure
 from layershuffle.study.paper import REFERENCE, SETTING
 from layershuffle.study.summary import Cell, Column, Summary, label, printable, shown_arm
@@ -256,7 +257,7 @@ def table_1(summary: Summary) -> Section | None:
             "Top-1 and top-5 in percent. The spread over models (seeds) and the spread over "
             "orders within a model are different things; the paper prints one +- without saying "
             "which. Differences to the baseline run in sequential order are what compares across "
-            "data sets.",
+            "data sets; they are paired over the seeds that both have.",
         ),
         tables=(Table(head=head, rows=tuple(rows), numbers=True),),
     )
@@ -276,12 +277,9 @@ def _to_baseline(summary: Summary, cell: Cell) -> str:
     # The baseline is not compared with itself.
     if base is None or base is cell:
         return NONE
-    ours, theirs = cell.model_means, base.model_means
-    text = f"{mean(ours) - mean(theirs):+.2f}"
-    if min(len(ours), len(theirs)) > 1:
-        low, high = welch_interval(ours, theirs)
-        text += f" ({low:+.1f} to {high:+.1f})"
-    return text
+    gap = compare(cell.model_means, base.model_means)
+    interval = f" ({gap.low:+.1f} to {gap.high:+.1f})" if math.isfinite(gap.low) else ""
+    return f"{gap.points:+.2f}{interval}"
 
 
 def choices_table(summary: Summary) -> Section | None:

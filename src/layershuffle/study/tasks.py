@@ -14,7 +14,7 @@ done yet. A file that is there but cut off, or contradicts the plan, is refused.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from layershuffle.errors import DataError, LayerShuffleError
 from layershuffle.merging.rows import MergingRow, rows_from_csv
 from layershuffle.results import ScoreRow, read_rows
+from layershuffle.settings import FitSettings
 from layershuffle.study.plan import (
     FAILURE_FILE,
     RESULT_FILE,
@@ -47,8 +48,9 @@ class StudyError(LayerShuffleError):
 
 
 class _Model(BaseModel):
-    # Strict: `true` is no number of steps. Fields of later versions are ignored.
-    model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False)
+    # Strict: `true` is no number of steps. Further fields, also those of later versions, are
+    # carried along unchecked: a study that is kept loses none of them.
+    model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False, extra="allow")
 
 
 class Selected(_Model):
@@ -61,8 +63,6 @@ class Selected(_Model):
 
 class RunData(_Model):
     """What a run was trained and scored on; sizes, classes and the like are further fields."""
-
-    model_config = ConfigDict(extra="allow")
 
     spec: str
     notes: list[str]
@@ -219,7 +219,19 @@ def check_result(
         planned = (task.name, task.arm, settings.method, settings.seed)
         if (result.run, result.arm, result.method, result.seed) != planned:
             raise _another_study(f"The result is that of {result.run}, {result.arm}", place)
+        for name in _position_forms(settings):
+            form, was = asdict(getattr(settings, name)), result.settings.get(name, {})
+            # The default forms have changed since some results were written.
+            if changed := [field for field in was if was[field] != form.get(field)]:
+                what = ", ".join(f"{name}.{field} {was[field]}" for field in changed)
+                raise _another_study(f"{result.run} was trained with {what}", place)
     return result
+
+
+def _position_forms(settings: FitSettings) -> list[str]:
+    """The settings of the position parts that the method trains."""
+    method = settings.find_method()
+    return [name for name in ("encoding", "prediction") if getattr(method, name)]
 
 
 def _another_study(cause: str, place: Path) -> StudyError:

@@ -199,14 +199,6 @@ class Coordinator:
 
     # --- how hosts come and go --------------------------------------------------------------------
 
-    async def start(self, name: str, blocks: Sequence[int], *, node: str) -> None:
-        """Start the host `name` now, and wait for it. Raises `LayerShuffleError` if it fails."""
-        self._begin(Start(name, node, frozenset(blocks)), anew=name in self.hosts)
-        await asyncio.wait({self._starting[name]})
-        if not self.is_up(name):
-            why = self.hosts[name].why if name in self.hosts else "it was dropped"
-            raise LayerShuffleError(f"Host {name} did not start: {why}")
-
     async def _look(self) -> None:
         """One look at the machines: decide what is to be done and begin it.
 

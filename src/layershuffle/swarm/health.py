@@ -212,11 +212,6 @@ class HealthMonitor:
         router.observers.append(self._observe)
 
     @property
-    def auditing(self) -> int:
-        """How many audits are under way."""
-        return len(self._audits)
-
-    @property
     def traces(self) -> set[str]:
         """Names of the hosts that anything is kept of: a dropped one leaves no trace."""
         return {

@@ -83,15 +83,24 @@ class RemoteModel:
     ) -> Classified:
         """What the model says of `images` `[n, channels, height, width]`, as its view wants them.
 
-        `deadline` by the router's clock. Raises `NotAnswered` for fewer than `min_blocks`
-        blocks and for a fixed-order pipeline that broke. Being cancelled ends the walk as well.
+        `deadline` by the router's clock. Raises `NotAnswered` for fewer than `min_blocks` blocks,
+        for a stem that could not run in time, and for a fixed-order pipeline that broke. Being
+        cancelled ends the walk as well.
         """
         loop, router = asyncio.get_running_loop(), self.router
         # The router keeps `reserve_ms` back for the head; where heads take longer, it must be
         # back earlier.
         late_by = max(0.0, self.head_seconds - router.limits.reserve_ms / _MILLI)
         begun = time.perf_counter()
-        start = await loop.run_in_executor(self._pool, self._stem, images)
+        try:
+            # Being cancelled takes a stem off the queue: with all threads busy it never runs.
+            async with asyncio.timeout(max(0.0, deadline - router.clock())):
+                start = await loop.run_in_executor(self._pool, self._stem, images)
+        except TimeoutError as error:
+            raise NotAnswered(
+                "The deadline passed before the model's stem had run",
+                hint="try again later, allow a later deadline, or send fewer images",
+            ) from error
         entered = time.perf_counter()
         state, route = await router.walk(
             start, deadline=deadline - late_by, min_blocks=min_blocks, order=order

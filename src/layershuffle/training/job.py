@@ -149,8 +149,13 @@ def prepare(settings: FitSettings, out: Path, *, ranks: Ranks) -> Job:
 
     Raises `UsageError` for settings that cannot be met here and whatever model and data raise.
     """
-    images_per_forward = _images_per_forward(settings, ranks)
-    device = device_of(settings)
+    forwards, device = settings.accumulate * ranks.count, device_of(settings)
+    if settings.batch_size % forwards:
+        raise UsageError(
+            f"A step of {settings.batch_size} images cannot be shared by {ranks.count} processes "
+            f"with {settings.accumulate} forwards each",
+            hint=f"give a --batch-size that {forwards} divides",
+        )
     if device == "cuda" and not torch.cuda.is_available():
         raise UsageError("There is no GPU that torch can use here", hint="leave --device at auto")
     warn_of_slow_bf16(settings.precision, device)
@@ -174,6 +179,11 @@ def prepare(settings: FitSettings, out: Path, *, ranks: Ranks) -> Job:
         origin = method.blocks.draw(depth_of(host), seed=settings.seed, step=0)
         truncate(host, origin)
     steps, per_epoch = steps_of(settings, data.splits["train"])
+    eager = None  # why blocks are not compiled, if they are not
+    if settings.compile is False:
+        eager = "compile is off"
+    elif settings.compile is None and device == "cpu":
+        eager = "off by default on a CPU, where it takes minutes and gains nothing"
     return Job(
         settings=settings,
         ranks=ranks,
@@ -181,8 +191,9 @@ def prepare(settings: FitSettings, out: Path, *, ranks: Ranks) -> Job:
         method=method,
         data=data,
         model=_with_position(host, method, settings),
-        compiler=_compiler(settings, device),
-        images_per_forward=images_per_forward,
+        # Groups come in many sizes; one graph with symbolic sizes serves them all.
+        compiler=BlockCompiler(reason=eager, dynamic=settings.orders_per_batch > 1),
+        images_per_forward=settings.batch_size // forwards,
         steps=steps,
         eval_every=min(settings.eval_every or per_epoch, steps),
         select_by=method.selects_by if settings.select_by == "method" else settings.select_by,
@@ -208,17 +219,6 @@ def _with_head(host: nn.Module, data: ImageData, settings: FitSettings) -> Image
     return data
 
 
-def _images_per_forward(settings: FitSettings, ranks: Ranks) -> int:
-    forwards = settings.accumulate * ranks.count
-    if settings.batch_size % forwards:
-        raise UsageError(
-            f"A step of {settings.batch_size} images cannot be shared by {ranks.count} processes "
-            f"with {settings.accumulate} forwards each",
-            hint=f"give a --batch-size that {forwards} divides",
-        )
-    return settings.batch_size // forwards
-
-
 def _with_position(host: nn.Module, method: Method, settings: FitSettings) -> PositionedModel:
     if not isinstance(host, PositionedModel):
         return add_position(
@@ -236,17 +236,6 @@ def _with_position(host: nn.Module, method: Method, settings: FitSettings) -> Po
             hint="go on with the method that the model was trained by",
         )
     return host
-
-
-def _compiler(settings: FitSettings, device: str) -> BlockCompiler:
-    """Compiles the blocks, or knows the reason why they are not compiled."""
-    reason = None
-    if settings.compile is False:
-        reason = "compile is off"
-    elif settings.compile is None and device == "cpu":
-        reason = "off by default on a CPU, where it takes minutes and gains nothing"
-    # Groups come in many sizes; one graph with symbolic sizes serves them all.
-    return BlockCompiler(reason=reason, dynamic=settings.orders_per_batch > 1)
 
 
 def steps_of(settings: FitSettings, train: Split) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from layershuffle.draws import Stream
-from layershuffle.errors import TrainingError
+from layershuffle.errors import DataError, TrainingError
 from layershuffle.evaluation import evaluate
 from layershuffle.modes import Mode
 from layershuffle.text import one_line
@@ -232,6 +232,14 @@ class EpochSampler(Sampler[int]):
         return iter(torch.randperm(len(self), generator=generator).tolist())
 
 
+def _no_images(job: Job) -> DataError:
+    return DataError(
+        "The stream of training images ended before its first image: there is no image in it",
+        place=job.data.spec,
+        hint="look into the files that it names; a --holdout may have taken all of a few images",
+    )
+
+
 def _batches(state: TrainState) -> Iterator[list[Batch]]:
     """The micro-batches of one step after the other, from `state.step` on, without end.
 
@@ -266,7 +274,13 @@ def _batches(state: TrainState) -> Iterator[list[Batch]]:
             # Where an epoch starts torch's loader draws a seed for its processes. If the epoch
             # started before the checkpoint, that draw is in the checkpoint's random state already.
             with torch.random.fork_rng(devices=[]) if done or reread else nullcontext():
-                micro_batches = list(islice(iterator, accumulate))
+                try:
+                    micro_batches = list(islice(iterator, accumulate))
+                except ValueError as error:
+                    # accelerate raises one where a stream ends before its first batch.
+                    if is_stream and next(iter(dataset), None) is None:
+                        raise _no_images(job) from error
+                    raise
             if not micro_batches:
                 break
             done = 0

@@ -196,6 +196,11 @@ def _notes(plan: SwarmPlan, planned: Planned, free: Figures) -> list[str]:
             f"A request alone takes longer than its deadline of {plan.limits.deadline_ms:g} ms and "
             "will be answered without some blocks: raise limits.deadline_ms in the plan."
         )
+    if free.throughput is None:
+        lines.append(
+            f"Requests per second and battery life are not simulated for more than {LARGE} hosts: "
+            "the requests that keep so many busy would take minutes."
+        )
     if free.accuracy is None:
         lines.append("Accuracy has not been measured: layershuffle swarm calibrate does it.")
     return lines

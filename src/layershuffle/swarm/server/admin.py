@@ -14,11 +14,13 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import httpx
-from fastapi import Body, FastAPI
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request
 
 from layershuffle.errors import LayerShuffleError, UsageError
@@ -30,7 +32,35 @@ SOCKET = "operator.sock"
 # Seconds; a swap may have to load a whole model before it answers.
 _TIMEOUT = 120.0
 _SOCKET_PATH_BYTES = 100  # Linux allows 107, less what Python adds
-_Name = Annotated[str, Body(embed=True)]
+
+
+class HostCommand(BaseModel):
+    """The body of a command to one host. Unknown keys are refused, here and below."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    host: str
+
+
+class SwapCommand(HostCommand):
+    """Replace a block by that of another model."""
+
+    block: int
+    donor: str
+
+
+class FaultCommand(HostCommand):
+    """Let the host fail."""
+
+    kind: Kind
+
+
+class RoutingCommand(BaseModel):
+    """Route new requests this way."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    routing: Routing
 
 
 def operator_app(service: Service) -> FastAPI:
@@ -39,30 +69,31 @@ def operator_app(service: Service) -> FastAPI:
     coordinator, router = service.coordinator, service.router
 
     @app.post("/drain")
-    async def drain(host: _Name) -> dict[str, Any]:
-        return {"empty": await coordinator.drain(host)}
+    async def drain(command: HostCommand) -> dict[str, Any]:
+        return {"empty": await coordinator.drain(command.host)}
 
     @app.post("/readmit")
-    async def readmit(host: _Name) -> dict[str, Any]:
-        await coordinator.readmit(host)
+    async def readmit(command: HostCommand) -> dict[str, Any]:
+        await coordinator.readmit(command.host)
         return {}
 
     @app.post("/swap")
-    async def swap(host: _Name, block: Annotated[int, Body()], donor: _Name) -> dict[str, Any]:
+    async def swap(command: SwapCommand) -> dict[str, Any]:
+        block, base = command.block, coordinator.base
         # In a thread: requests go on while files are read, or a model is loaded.
-        bundle = await asyncio.to_thread(donor_bundle, donor, coordinator.base, blocks=[block])
-        await coordinator.swap(host, block, donor=bundle)
+        bundle = await asyncio.to_thread(donor_bundle, command.donor, base, blocks=[block])
+        await coordinator.swap(command.host, block, donor=bundle)
         return {}
 
     @app.post("/routing")
-    async def routing(routing: Annotated[Routing, Body(embed=True)]) -> dict[str, Any]:
+    async def routing(command: RoutingCommand) -> dict[str, Any]:
         # A drill puts the earlier routing back when it is over.
-        before, router.routing = router.routing, routing
+        before, router.routing = router.routing, command.routing
         return {"before": before}
 
     @app.post("/fault")
-    async def fault(host: _Name, kind: Annotated[Kind, Body()]) -> dict[str, Any]:
-        await service.faults.inject(Fault(0, host, kind))
+    async def fault(command: FaultCommand) -> dict[str, Any]:
+        await service.faults.inject(Fault(0, command.host, command.kind))
         return {}
 
     @app.get("/plan")
@@ -75,6 +106,15 @@ def operator_app(service: Service) -> FastAPI:
         # The operator's side turns the two back into these classes of errors.
         status = 400 if isinstance(error, UsageError) else 409
         return JSONResponse({"cause": error.cause, "hint": error.hint}, status)
+
+    @app.exception_handler(RequestValidationError)
+    async def refuse(request: Request, error: RequestValidationError) -> JSONResponse:
+        del request
+        # Places begin with "body", which says nothing here.
+        problems = [(".".join(map(str, e["loc"][1:])), e["msg"]) for e in error.errors()]
+        cause = "; ".join(f"{key}: {text}" if key else text for key, text in problems)
+        hint = "run the same version of layershuffle as the swarm does"
+        return JSONResponse({"cause": cause, "hint": hint}, 400)
 
     return app
 

@@ -1,4 +1,4 @@
-"""The HTTP routes of a swarm, and the one handler that turns every error into an answer.
+"""The HTTP routes of a swarm, its API keys, and the one handler that turns errors into answers.
 
 POST /v1/classify   images in, classes and the route out
 GET  /v1/swarm      hosts, blocks, latencies, counters
@@ -10,6 +10,8 @@ GET  /docs          this API, as OpenAPI
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import hmac
 import logging
 import math
 import uuid
@@ -32,7 +34,6 @@ from layershuffle.models import class_names_of, num_classes_of
 from layershuffle.swarm.calibration import Calibration
 from layershuffle.swarm.remote_model import RemoteModel
 from layershuffle.swarm.server import schemas
-from layershuffle.swarm.server.auth import Keys, key_in
 from layershuffle.swarm.server.errors import HTTPError, busy, error_body, status_of
 from layershuffle.swarm.server.limits import GatewayLimits
 from layershuffle.swarm.server.metrics import CONTENT_TYPE, Metrics
@@ -42,6 +43,7 @@ from layershuffle.swarm.server.schemas import Classification, ErrorAnswer, Healt
 
 LOG = logging.getLogger("layershuffle")
 _CLASSIFY = "/v1/classify"
+_SHORTEST_KEY = 16
 _CLIENT_GONE = 499  # as nginx has it; nobody reads it
 _REFUSALS = {
     400: "The form is broken, or has too many images.",
@@ -232,6 +234,49 @@ class _Gateway:
             headers["WWW-Authenticate"] = "Bearer"
         place = f" ({error.place})" if error.place else ""
         return JSONResponse(error_body(error.cause + place, error.hint or ""), status, headers)
+
+
+class Keys:
+    """The API keys that open the gateway; without any it is open to everybody.
+
+    Raises `UsageError` for keys that are short enough to be guessed.
+    """
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        if any(len(key) < _SHORTEST_KEY for key in keys):
+            raise UsageError(
+                f"An API key has at least {_SHORTEST_KEY} characters",
+                hint='make one: python -c "import secrets; print(secrets.token_urlsafe(24))"',
+            )
+        self._digests = tuple(_digest(key.encode()) for key in keys)
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def accept(self, key: bytes | None) -> bool:
+        """Whether `key` is one of the keys; a wrong key takes as long as a right one."""
+        if not self._digests:
+            return True
+        if key is None:
+            return False
+        # Digests have one length, and the loop never ends early: neither the length of a key, nor
+        # its first letters, nor its place in the list change the time of the comparison.
+        digest, matches = _digest(key), False
+        for valid in self._digests:
+            matches |= hmac.compare_digest(digest, valid)
+        return matches
+
+
+def key_in(authorization: str | None, x_api_key: str | None) -> bytes | None:
+    """The key in `Authorization: Bearer KEY`, else in `X-API-Key: KEY`, else `None`."""
+    scheme, _, token = (authorization or "").partition(" ")
+    if scheme.lower() == "bearer" and token.strip():
+        return token.strip().encode("latin-1", "replace")
+    return None if x_api_key is None else x_api_key.strip().encode("latin-1", "replace")
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
 
 
 def _labels(

@@ -21,8 +21,8 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from layershuffle.errors import LayerShuffleError
-from layershuffle.swarm.server.auth import client_of
 from layershuffle.swarm.server.limits import GatewayLimits
+from layershuffle.swarm.server.scheduler import client_of
 from layershuffle.swarm.server.tls import check_address
 
 PORT = 8000
@@ -61,6 +61,7 @@ async def serve(
         await Server(app, limits=limits, tls=tls).serve(sockets=[listener])
 
 
+# It relies on uvicorn's internals, so that pyproject.toml allows no later minor version untested.
 class Server(uvicorn.Server):
     """uvicorn that ends TLS handshakes and connections which make no progress.
 

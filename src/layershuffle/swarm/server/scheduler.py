@@ -1,12 +1,18 @@
-"""One classification from the first byte of its body to the answer, under all limits."""
+"""One classification from the first byte of its body to the answer, under all limits.
+
+The limits hold for each client (rate, requests under way, share of the decoders) and for all of
+them together.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import threading
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,17 +22,114 @@ from torch import Tensor
 from layershuffle.swarm.calibration import NEVER, Calibration, Expected, expected_at
 from layershuffle.swarm.messages import Route
 from layershuffle.swarm.remote_model import Classified, NotAnswered, RemoteModel, served_view
-from layershuffle.swarm.server.auth import Client, Clients
 from layershuffle.swarm.server.errors import busy
-from layershuffle.swarm.server.images import Decoder
 from layershuffle.swarm.server.limits import GatewayLimits
-from layershuffle.swarm.server.requests import Bounds, Query, read_query
+from layershuffle.swarm.server.requests import Bounds, Decoder, Query, read_query
 from layershuffle.swarm.server.schemas import Classification, classification
 
 ForeignBlocks = frozenset[tuple[str, int]]
 """Hosts and blocks, for every block that comes from another model than the swarm's own."""
 _MILLI = 1000.0
+_IPV6_PREFIX = 64  # one client commands as many addresses as it likes below such a prefix
 _T = TypeVar("_T")
+
+
+def client_of(address: str) -> str:
+    """What stands for a client: its IPv4 address, its IPv6 /64 network, else the text itself."""
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return address
+    mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else parsed
+    return str(mapped or ipaddress.ip_network((int(parsed), _IPV6_PREFIX), strict=False))
+
+
+class Client:
+    """One client: its rate, its requests under way, and its share of the decoders (half of them,
+    at least one)."""
+
+    def __init__(self, limits: GatewayLimits) -> None:
+        self._limits = limits
+        self._paid_until = 0.0
+        self._decoder_places = asyncio.Semaphore(max(1, limits.decoders // 2))
+        self.requests = self.decodes = 0
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing of this client is under way, threads that nobody waits for included."""
+        return not self.requests and not self.decodes
+
+    def wait(self, now: float) -> float:
+        """Count a request; the seconds that it has to wait, 0 if it may be made at `now`.
+
+        This is the generic cell rate algorithm, a token bucket in one number: every request pays
+        for 1 / rate seconds, and a client may be `burst` payments ahead of the clock. A request
+        that has to wait pays nothing.
+        """
+        begin = max(self._paid_until, now)
+        wait = begin - now - (self._limits.burst - 1) / self._limits.rate
+        # Sums of many payments round: without the margin a request at its time would wait 1e-16 s.
+        if wait > 1e-9:
+            return wait
+        self._paid_until = begin + 1 / self._limits.rate
+        return 0.0
+
+    async def decode(self, pool: ThreadPoolExecutor, work: Callable[[], _T]) -> _T:
+        """What `work` returns, done in a thread of `pool` once this client has a place there.
+
+        Being cancelled gives up the wait. A thread that has begun goes on, and keeps its place
+        until it ends: clients that give up early and ask again get no more decoders than others.
+        """
+        await self._decoder_places.acquire()
+        self.decodes += 1
+        loop = asyncio.get_running_loop()
+
+        def leave() -> None:
+            self.decodes -= 1
+            self._decoder_places.release()
+
+        def thread_ended(_: object) -> None:
+            with suppress(RuntimeError):  # the loop has ended, and with it everything counted here
+                loop.call_soon_threadsafe(leave)
+
+        future = pool.submit(work)
+        future.add_done_callback(thread_ended)
+        return await asyncio.wrap_future(future)
+
+
+class Clients:
+    """The clients that were heard of last, by address. Takes bounded memory; one event loop."""
+
+    def __init__(self, limits: GatewayLimits) -> None:
+        self._limits = limits
+        self._clients: OrderedDict[str, Client] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._clients)
+
+    def at(self, address: str) -> Client:
+        """The client with this address."""
+        name = client_of(address)
+        client = self._clients.setdefault(name, Client(self._limits))
+        self._clients.move_to_end(name)
+        if len(self._clients) > self._limits.max_clients:
+            # The rate of a forgotten client starts anew, so the one that was silent for longest
+            # goes. Those with requests under way stay: the limit on connections bounds them.
+            idle = (name for name, client in self._clients.items() if client.idle)
+            self._clients.pop(next(idle, name))
+        return client
+
+    @contextmanager
+    def request_of(self, address: str) -> Iterator[Client]:
+        """Count a request of `address`. Raises `HTTPError` (429) if its client has too many."""
+        client = self.at(address)
+        if client.requests >= self._limits.client_requests:
+            raise busy("Too many requests from your address are under way")
+        client.requests += 1
+        try:
+            yield client
+        finally:
+            client.requests -= 1
 
 
 class RequestScheduler:
@@ -47,6 +150,11 @@ class RequestScheduler:
     ) -> None:
         self.remote_model, self.limits, self.labels = remote_model, limits, labels
         self.calibration, self.clients = calibration, Clients(limits)
+        # Once, because every answer of as many blocks has the same accuracy to expect.
+        self._expected_of: dict[int, Expected | None] = {}
+        if calibration is not None:
+            kept = [row.kept for row in calibration.rows]
+            self._expected_of = {count: expected_at(calibration, count) for count in kept}
         self._foreign_blocks = foreign_blocks
         self._clock = remote_model.router.clock
         self._bounds = Bounds(remote_model.depth, limits, remote_model.router.limits)
@@ -141,7 +249,7 @@ class RequestScheduler:
                     used.setdefault(hop.host, set()).add(block)
         # The accuracy was measured with the model's own blocks, and holds for no others.
         if not used:
-            return expected_at(self.calibration, len(route.order)), ""
+            return self._expected_of.get(len(route.order)), ""
         listed = "; ".join(
             f"{host}: {', '.join(map(str, sorted(blocks)))}"
             for host, blocks in sorted(used.items())

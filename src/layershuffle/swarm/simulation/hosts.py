@@ -1,7 +1,7 @@
 """Simulated hosts as a transport of the router: links, queues, batches, and what can go wrong.
 
 A host has one worker, which runs one block at a time on the visits that need it; which of them go
-together is decided by the real host's rule (`swarm.batching`). A block adds nothing to the state
+together is decided by the real host's rule (`host.next_batch`). A block adds nothing to the state
 that a visit carries, and a block of a lying host adds 1, so that canaries, audits and the client
 can see who lied.
 """
@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from layershuffle.swarm.batching import next_batch
 from layershuffle.swarm.chaos import SLOW_FACTOR
+from layershuffle.swarm.host import next_batch
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import (
     Answer,

@@ -1,0 +1,93 @@
+"""How a claim is judged: its criterion, the verdicts, and differences with their intervals.
+
+Verdicts are computed: `holds`, `holds partly`, `does not hold`, or `not measured` where the study
+lacks what it takes. Differences are between means over models, in pairs over the seeds that both
+arms have. Where they share none, as merges and single models do, their 95 % interval is Welch's
+(1947).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import isfinite
+from typing import Literal
+
+from layershuffle.stats import Values, compare
+from layershuffle.study.summary import Summary
+
+Verdict = Literal["holds", "holds partly", "does not hold", "not measured"]
+Judgement = tuple[Verdict, str] | None
+"""The verdict and the numbers behind it; `None` where the study lacks what it takes."""
+Cell = tuple[str, str, int | None]
+"""Arm, mode, blocks kept (`None`: all)."""
+Bounds = tuple[float, float]
+SLIGHT = 2.0  # points that count as a slight difference
+PAR = 5.0  # points that still count as on a par
+
+
+def difference(ours: Values, theirs: Values) -> tuple[float, str]:
+    """Difference of the means, and the same in words with its 95 % interval."""
+    gap = compare(ours, theirs)
+    interval = "one model, no interval"
+    if isfinite(gap.low):
+        interval = f"{gap.low:+.2f} to {gap.high:+.2f}, {gap.seeds or 'no'} common seeds"
+    return gap.points, f"{gap.points:+.2f} points ({interval})"
+
+
+def grade(holds: bool, partly: bool = False) -> Verdict:
+    """The verdict of a criterion that was measured."""
+    if holds:
+        return "holds"
+    return "holds partly" if partly else "does not hold"
+
+
+Judge = Callable[[Summary], Judgement]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """What the paper says and where, our criterion, and how it is judged."""
+
+    says: str
+    where: str
+    criterion: str
+    judge: Judge
+
+
+# Filled by `claim` in `study/claims.py`, in the order of that file, which the report keeps.
+CLAIMS: list[Claim] = []
+
+
+def claim(*, says: str, where: str, criterion: str) -> Callable[[Judge], None]:
+    """Add a claim that the decorated function judges."""
+
+    def add(judge: Judge) -> None:
+        CLAIMS.append(Claim(says=says, where=where, criterion=criterion, judge=judge))
+
+    return add
+
+
+def between(
+    ours: Cell, theirs: Cell, *, holds: Bounds, partly: Bounds, interval: bool = False
+) -> Judge:
+    """Whether the difference of two cells' means lies between bounds.
+
+    With `interval`, all of its 95 % interval must lie between the bounds `holds`, which are then no
+    part of what holds: no difference at all is neither a gain nor a loss.
+    """
+
+    def judge(s: Summary) -> Judgement:
+        pair = [s.means(arm, mode, kept=kept) for arm, mode, kept in (ours, theirs)]
+        if min(map(len, pair)) < (2 if interval else 1):
+            return None
+        points, text = difference(*pair)
+        if interval:
+            gap = compare(*pair)
+            within = holds[0] < gap.low and gap.high < holds[1]
+            return grade(within, partly[0] < points < partly[1]), text
+        # Without an interval one model of each arm is enough to judge by.
+        within = holds[0] <= points <= holds[1]
+        return grade(within, partly[0] <= points <= partly[1]), text
+
+    return judge
