@@ -35,7 +35,8 @@ SPEC = f"timm:vit_tiny_patch16_224?{ARGS}&num_classes=5"
 def timm_directory(tmp_path: Path) -> Path:
     """A directory as timm pushes it to the hub."""
     model = FAMILIES["timm-vit"].plain()
-    model.pretrained_cfg = {**model.pretrained_cfg, "crop_mode": "squash", "crop_pct": 0.8}
+    view = {"crop_mode": "squash", "crop_pct": 0.8, "mean": (0.1, 0.2, 0.3), "std": (0.4, 0.5, 0.6)}
+    model.pretrained_cfg = {**model.pretrained_cfg, **view}
     config = {"label_names": NAMES}
     save_for_hf(model, tmp_path / "stock", config, safe_serialization=True)
     return tmp_path / "stock"
@@ -47,6 +48,7 @@ def test_a_directory_that_timm_saved(form: str, timm_directory: Path) -> None:
     assert_same_model(model, FAMILIES["timm-vit"].wrapped())
     view = image_view(model)
     assert (view.resize, view.crop_pct, view.size) == ("squash", 0.8, (32, 32))
+    assert (view.mean, view.std) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
     assert class_names_of(model) == tuple(NAMES)
     ls.save(model, timm_directory.parent / "ours")
     again = ls.load(str(timm_directory.parent / "ours"))

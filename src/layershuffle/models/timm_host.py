@@ -226,7 +226,8 @@ def read(directory: Path, *, seed: int) -> tuple[nn.Module, str]:
     match_dtype(host, tensors)
     host.load_state_dict(tensors, strict=True)
     # These keys alone: a whole pretrained_cfg could name files for timm to load.
-    usable = {key: cfg[key] for key in (*_CFG_KEYS, "label_names") if key in cfg}
+    keys = (*_CFG_KEYS, "mean", "std", "label_names")
+    usable = {key: cfg[key] for key in keys if key in cfg}
     host.pretrained_cfg = {**host.pretrained_cfg, **usable}
     class_names(host)  # names of other classes are named here
     return remember(host, Origin(model_args=args)), name
