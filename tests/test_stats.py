@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 
 import pytest
 from scipy import stats
@@ -12,6 +13,7 @@ from layershuffle.stats import (
     Values,
     compare,
     deviation,
+    equal_spreads,
     estimate,
     mean,
     pooled_deviation,
@@ -173,3 +175,13 @@ def test_means_and_spreads_of_seeds_are_those_of_their_values():
     by_seed = {3: 1.0, 90: 2.0, 17: 6.0}
     assert mean(by_seed) == 3.0
     assert deviation(by_seed) == deviation([1.0, 2.0, 6.0])
+
+
+def test_spreads_that_cannot_be_told_apart():
+    """Brown and Forsythe: a one-way analysis of variance of the distances from the medians."""
+    samples = [[86.6, 86.3, 86.7, 86.9, 87.4], [89.0, 89.9, 88.8, 90.1, 88.2], [1.0, 9.0, 4.0]]
+    distances = [[abs(v - statistics.median(sample)) for v in sample] for sample in samples]
+    assert equal_spreads(samples) == pytest.approx(stats.f_oneway(*distances).pvalue)
+    assert equal_spreads([[1.0, 1.0], [2.0, 2.0]]) == 1.0
+    with pytest.raises(ValueError, match="at least two values"):
+        equal_spreads([[1.0], [2.0, 3.0]])

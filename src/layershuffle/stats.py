@@ -176,6 +176,20 @@ def welch_interval(sample: Sequence[float], reference: Sequence[float]) -> tuple
     return float(interval.low), float(interval.high)
 
 
+def equal_spreads(samples: Sequence[Sequence[float]]) -> float:
+    """The p-value of samples with one spread: Brown and Forsythe 1974, around the medians.
+
+    1.0 where no sample has any spread. Raises `ValueError` for fewer than two values in a sample.
+    """
+    if min(map(len, samples)) < 2:
+        raise ValueError("a spread needs at least two values")
+    if not any(deviation(sample) for sample in samples):
+        return 1.0
+    from scipy import stats
+
+    return float(stats.levene(*samples, center="median").pvalue)
+
+
 def wilson_interval(correct: int, images: int) -> tuple[float, float]:
     """The 95 % Wilson interval, in percent, of `correct` right answers on `images` images."""
     if not 0 <= correct <= images or images < 1:

@@ -383,3 +383,20 @@ def test_the_report_holds_all_of_it_and_says_what_is_missing(out):
     claims = (out / "claims.md").read_text()
     assert "**Holds.** ensemble 80.00, +8.00 points." in claims
     assert "umap-layershuffle-seed0" in page
+
+
+@pytest.mark.parametrize(
+    ("predict", "verdict"),
+    [((40.0, 50.0, 60.0, 70.0, 80.0), "holds"), ((60.0, 60.0, 60.1, 60.0, 60.0), "undecided")],
+)
+def test_spreads_of_few_models_are_told_apart_or_not(tmp_path, predict, verdict):
+    arms = ("layershuffle", "layershuffle-position", "layershuffle-predict")
+    out = write_study(
+        tmp_path, arms={"baseline": "baseline"}, seeds=range(5), orders=1,
+        more_arms=[{"method": method} for method in arms],
+    )  # fmt: skip
+    others = (60.0, 60.2, 60.1, 60.0, 60.1), (60.0, 60.1, 60.3, 60.1, 60.2)
+    for arm, scores in zip(arms, (*others, predict), strict=True):
+        for seed, top1 in enumerate(scores):
+            finish(out, f"{arm}-seed{seed}", {("arbitrary", 12, "", REVERSED): top1})
+    assert verdict_on("varies most", verdicts(out))[0] == verdict

@@ -17,7 +17,7 @@ import shlex
 from base64 import b64encode
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from layershuffle.files import write_bytes, write_text
 from layershuffle.plotting import figure_bytes
@@ -49,6 +49,7 @@ from layershuffle.study.tables import (
     unique,
 )
 from layershuffle.study.tasks import AnalysisResult, RunResult, Study
+from layershuffle.study.verdicts import Verdict
 
 if TYPE_CHECKING:
     import jinja2
@@ -154,8 +155,7 @@ def render(summary: Summary, parts: list[Section], *, pictures: dict[str, bytes]
         "judgements": [j for j in judgements if j[1] != "not measured"],
         "unmeasured": unmeasured(summary),
         "verdicts": {
-            verdict: sum(j[1] == verdict for j in judgements)
-            for verdict in ("holds", "holds partly", "does not hold", "not measured")
+            verdict: sum(j[1] == verdict for j in judgements) for verdict in get_args(Verdict)
         },
     }
     panels = PANELS if summary.cells else {}

@@ -1,9 +1,9 @@
 """How a claim is judged: its criterion, the verdicts, and differences with their intervals.
 
-Verdicts are computed: `holds`, `holds partly`, `does not hold`, or `not measured` where the study
-lacks what it takes. Differences are between means over models, in pairs over the seeds that both
-arms have. Where they share none, as merges and single models do, their 95 % interval is Welch's
-(1947).
+Verdicts are computed: `holds`, `holds partly`, `does not hold`, `undecided` where the study is too
+small to tell, or `not measured` where it lacks what it takes. Differences are between means over
+models, in pairs over the seeds that both arms have. Where they share none, as merges and single
+models do, their 95 % interval is Welch's (1947).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Literal
 from layershuffle.stats import Values, compare
 from layershuffle.study.summary import Summary
 
-Verdict = Literal["holds", "holds partly", "does not hold", "not measured"]
+Verdict = Literal["holds", "holds partly", "does not hold", "undecided", "not measured"]
 Judgement = tuple[Verdict, str] | None
 """The verdict and the numbers behind it; `None` where the study lacks what it takes."""
 Cell = tuple[str, str, int | None]
