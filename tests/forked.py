@@ -21,7 +21,15 @@ from layershuffle.study.settings import StudySettings
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
-    ["layershuffle.training", "layershuffle.evaluation", "layershuffle.data.digits", __name__]
+    [
+        "layershuffle.training",
+        "layershuffle.evaluation",
+        "layershuffle.data.digits",
+        # What a training imports late.
+        "torch.utils.tensorboard",
+        "transformers.modeling_utils",
+        __name__,
+    ]
 )
 TASKS = 2  # side by side
 

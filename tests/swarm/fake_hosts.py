@@ -1,6 +1,7 @@
 """Hosts that compute by a formula, in virtual time: what tests of coordinator and health share."""
 
 import asyncio
+import random
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -8,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from clock import loop_time, run_virtual
-from layershuffle.swarm.bundle import Bundle, Canary
+from layershuffle.swarm.bundle import Bundle
 from layershuffle.swarm.coordinator import Coordinator
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.lineage import Lineage
@@ -44,16 +45,22 @@ def computed(start, blocks, weights):
     return start.astype(np.float32)
 
 
-def bundle_of(weight, *, base="one", depth=DEPTH):
+class FormulaBundle(Bundle):
+    """Weights are digits, and there is no program."""
+
+    def compute(self, block, state):
+        return computed(state, [block], {block: int(self.tensors[block])})
+
+
+def bundle_of(weight, *, base="one", depth=DEPTH, kind=FormulaBundle):
     """A bundle whose blocks differ by `weight`, a digit."""
-    weights = dict.fromkeys(range(depth), weight)
-    return Bundle(
+    return kind(
         program=b"program",
         tensors={block: str(weight).encode() for block in range(depth)},
         depth=depth,
         shape=START.shape[1:],
         lineage=Lineage(base, DEPTH, shapes={}, view=None),
-        canary=Canary(START, {b: computed(START, [b], weights) for b in range(depth)}),
+        sample=START,
     )
 
 
@@ -61,12 +68,13 @@ def bundle_of(weight, *, base="one", depth=DEPTH):
 class Fake:
     """One process: weights by block, and what is wrong with it.
 
-    `wrong`: all answers are false; `lies`: those to the canary's input are right.
+    `wrong`: all answers are false. `lies`: so often (0 to 1) those to requests are, and canaries
+    are answered rightly, as if it knew them.
     """
 
     weights: dict = field(default_factory=dict)
     wrong: bool = False
-    lies: bool = False
+    lies: float = 0.0
     dead: bool = False
     draining: bool = False
     thawed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -84,6 +92,7 @@ class FakeHosts:
         self.known = asyncio.Event()
         self.known.set()
         self.load_seconds = self.end_seconds = 0.0
+        self.chance = random.Random(0)
         self.transport = self
 
     async def nodes(self):
@@ -168,7 +177,9 @@ class FakeHosts:
         after = computed(unpack(packet), visit.blocks, weights)
         if visit.host in self.raises:
             return self.raises[visit.host]
-        wrong = process.wrong or (process.lies and (unpack(packet) != START).any())
+        # Only the router says how long its request has left: a hint that no real host gets.
+        asked = visit.budget is not None
+        wrong = process.wrong or (asked and self.chance.random() < process.lies)
         return Answer(pack(after * (1.5 if wrong else 1), "fp32"), 0.1, 0.0)
 
 

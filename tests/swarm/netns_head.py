@@ -106,7 +106,7 @@ async def ask(router: Router, bundle: Any, directory: Path, log: Log) -> None:
     for number in range(1_000_000):
         begun = router.clock()
         deadline = begun + router.limits.deadline_ms / 1000
-        after, route = await router.walk(bundle.canary.state, deadline=deadline)
+        after, route = await router.walk(bundle.sample, deadline=deadline)
         log("request", begun=begun, ms=route.ms, order=route.order, skipped=route.skipped)
         if number < KEPT_STATES:
             name = "-".join(map(str, route.order))

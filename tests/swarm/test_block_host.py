@@ -228,7 +228,7 @@ def test_the_event_loop_stays_free_while_a_block_runs(calls):
 @pytest.mark.parametrize("wire", ["fp16", "int8"])
 def test_narrow_wires_stay_within_their_tolerance(wire):
     bundle = bundle_of("timm-vit")
-    state = bundle.canary.state
+    state = bundle.sample
 
     async def work(host):
         return [
@@ -237,7 +237,7 @@ def test_narrow_wires_stay_within_their_tolerance(wire):
 
     for block, answer in enumerate(run(work, host_with(bundle))):
         assert answer.packet.wire == wire
-        error = error_of(unpack(answer.packet), bundle.canary.outputs[block])
+        error = error_of(unpack(answer.packet), bundle.compute(block, state))
         assert 0 < error <= TOLERANCE[wire], f"block {block}: {error:.1e}"
 
 
@@ -384,11 +384,11 @@ def test_a_host_needs_torch_alone(tmp_path):
     bundle = bundle_of("timm-vit")
     (tmp_path / "program").write_bytes(bundle.program)
     (tmp_path / "block").write_bytes(bundle.tensors[0])
-    np.save(tmp_path / "state.npy", bundle.canary.state)
+    np.save(tmp_path / "state.npy", bundle.sample)
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", ALONE, str(tmp_path)],
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.stdout == "[] False\n", done.stderr
     answer = np.load(tmp_path / "answer.npy")
-    assert answer.tobytes() == bundle.canary.outputs[0].tobytes()
+    assert answer.tobytes() == bundle.compute(0, bundle.sample).tobytes()

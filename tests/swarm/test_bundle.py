@@ -24,7 +24,7 @@ from pico_hosts import (
 from torch import nn
 
 import layershuffle as ls
-from common import DEPTH, FAMILIES, WIDTH, redraw
+from common import FAMILIES, WIDTH, redraw
 from layershuffle.errors import ModelFileError, StackError, UsageError
 from layershuffle.position import add_position
 from layershuffle.position_forms import EncodingForm, PredictionForm
@@ -68,19 +68,18 @@ def test_torchvision_equals_the_model_where_gradients_are_asked_for():
         assert 0 < error_of(got, in_process(model, ORDER, 3)) < TOLERANCE["batched"]
 
 
-def test_the_canary_knows_every_block():
+def test_a_bundle_computes_its_blocks_as_the_model_does():
     bundle, model = bundle_of("timm-vit"), model_of("timm-vit")
-    canary = bundle.canary
-    assert canary.state.shape == (1, *bundle.shape) == (1, 17, WIDTH)
-    assert canary.state.dtype == np.float32
-    assert 0.3 < canary.state.std() < 3
-    assert sorted(canary.outputs) == list(range(DEPTH))
+    sample = bundle.sample
+    assert sample.shape == (1, *bundle.shape) == (1, 17, WIDTH)
+    assert sample.dtype == np.float32
+    assert 0.3 < sample.std() < 3
     with torch.no_grad():
         for block, module in enumerate(blocks_of(model)):
-            wanted = module(torch.tensor(canary.state)).numpy()
-            assert canary.outputs[block].tobytes() == wanted.tobytes()
+            wanted = module(torch.tensor(sample)).numpy()
+            assert bundle.compute(block, sample).tobytes() == wanted.tobytes()
     again = make_bundle(model, blocks=[1])
-    assert again.canary.state.tobytes() == canary.state.tobytes()
+    assert again.sample.tobytes() == sample.tobytes()
     assert again.program == bundle.program
     assert again.tensors == {1: bundle.tensors[1]}
 

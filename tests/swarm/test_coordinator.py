@@ -8,6 +8,7 @@ from fake_hosts import (
     A,
     B,
     FakeHosts,
+    FormulaBundle,
     answer_of,
     bundle_of,
     condition,
@@ -104,10 +105,12 @@ def test_a_host_that_leaves_while_it_starts_is_forgotten():
     coordinated(check)
 
 
-def test_a_host_that_fails_its_canaries_is_not_let_in(caplog):
-    bad = bundle_of(1)
-    bad.canary.outputs[1] = bad.canary.outputs[1] + 1
+class OtherBlock1(FormulaBundle):
+    def compute(self, block, state):
+        return super().compute(block, state) + (block == 1)
 
+
+def test_a_host_that_fails_its_canaries_is_not_let_in(caplog):
     async def check(coordinator, hosts):
         await until(lambda: coordinator.hosts["a"].tries >= 3)
         assert condition(coordinator, "a") == "gone"
@@ -117,7 +120,8 @@ def test_a_host_that_fails_its_canaries_is_not_let_in(caplog):
         await until(lambda: "a" in coordinator.hosts)
         await check(coordinator, hosts)
 
-    coordinated(both, bundles={"base": bad}, ready=False)
+    bundles = {"base": bundle_of(1, kind=OtherBlock1)}
+    coordinated(both, bundles=bundles, ready=False)
     assert "Host a did not start: it failed its canary on block 1" in caplog.text
 
 

@@ -43,6 +43,7 @@ pytestmark = [
 DEADLINE = 1.0
 PART_SECONDS = 90.0
 HERE = Path(__file__).parent
+PARTS = ("program", "tensors", "depth", "shape", "sample")  # of a bundle
 BLOCKS = {"h1": (0, 2), "h2": (1, 3)}
 LIMITS = Limits(
     deadline_ms=DEADLINE * 1000, hop_floor_ms=400, hop_cap_ms=600, start_ms=60_000, audit_share=0.0
@@ -72,8 +73,7 @@ def play(directory):
     """The story; writes when what was done to "marks.json", as far as it came."""
     marks = {"place": str(directory), "tag": f"ls{os.getpid()}"}
     bundle = make_bundle(pico())
-    parts = {key: getattr(bundle, key) for key in ("program", "tensors", "depth", "shape")}
-    parts["canary"] = SimpleNamespace(state=bundle.canary.state, outputs=bundle.canary.outputs)
+    parts = {key: getattr(bundle, key) for key in PARTS}
     (directory / "bundle.pickle").write_bytes(pickle.dumps(parts))
     hosts = {name: HostPlan(blocks=held) for name, held in BLOCKS.items()}
     plan = SwarmPlan(model="pico", hosts=hosts, limits=LIMITS)
@@ -208,7 +208,7 @@ def test_answers_over_real_links_equal_the_model_bit_for_bit(story):
     paths = sorted(story.directory.glob("state-*.npy"))
     assert len(paths) >= 6
     model = pico()
-    start = make_bundle(model).canary.state
+    start = make_bundle(model).sample
     for path in paths:
         order = tuple(map(int, re.findall(r"\d+", path.stem.split("-", 2)[2])))
         assert sorted(order) == [0, 1, 2, 3]

@@ -188,18 +188,40 @@ def test_health():
     assert ill.json()["why"] == "no usable host holds a block"
 
 
-def test_openapi():
+@pytest.mark.parametrize("keys", [(), ("a-key-of-some-length",)])
+def test_openapi(keys):
     async def go(place):
         return (await place.client.get("/openapi.json")).json(), await place.client.get("/docs")
 
-    schema, page = run(go)
+    schema, page = run(go, keys=keys)
     post = schema["paths"]["/v1/classify"]["post"]
     assert set(post["requestBody"]["content"]) == {"multipart/form-data"}
-    assert {"200", "400", "401", "413", "415", "422", "429", "503"} <= set(post["responses"])
-    assert post["security"]
+    assert {"200", "400", "413", "415", "422", "429", "503"} <= set(post["responses"])
+    # An open gateway asks for no key, and says so.
+    for path in ("/v1/classify", "/v1/swarm", "/metrics"):
+        (operation,) = schema["paths"][path].values()
+        assert ("security" in operation, "401" in operation["responses"]) == (bool(keys),) * 2
+    assert ("securitySchemes" in schema["components"]) == bool(keys)
     answer = schema["components"]["schemas"]["Classification"]["properties"]
     assert {"images", "route", "blocks", "skipped", "degraded", "expected"} <= set(answer)
     assert page.status_code == 200
+
+
+def test_query_parameters_are_refused():
+    """Options are fields of the form: in the address they would do nothing, without a word."""
+
+    async def go(place):
+        image = [("image", ("a.png", file_of(picture())))]
+        return [
+            await place.client.post("/v1/classify?top_k=1&order=2", files=image),
+            await place.client.get("/v1/swarm?verbose=1"),
+            await place.client.get("/healthz?at=12"),
+        ]
+
+    classify, swarm, health = run(go)
+    assert (classify.status_code, swarm.status_code, health.status_code) == (422, 422, 200)
+    assert classify.json()["error"]["cause"] == "The address has parameters: top_k, order"
+    assert "fields of the form" in classify.json()["error"]["hint"]
 
 
 def test_an_unexpected_failure_shows_an_id_only(caplog):

@@ -48,7 +48,7 @@ def real_ends(routing):
 
         async def ask(_):
             deadline = router.clock() + PICO.limits.deadline_ms / 1000
-            _, route = await router.walk(bundle.canary.state, deadline=deadline)
+            _, route = await router.walk(bundle.sample, deadline=deadline)
             failed = route.ending == "lost" or not route.order
             ended = "failed" if failed else "degraded" if route.degraded else "answered"
             return Reply(ended, False, len(route.order), route.ms)

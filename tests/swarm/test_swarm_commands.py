@@ -143,6 +143,23 @@ def second_is_refused(service, state):
         asyncio.run(open_again())
 
 
+def test_a_second_swarm_is_refused_before_its_model_is_loaded(tmp_path, capsys):
+    plan = tmp_path / "plan.yaml"
+    plan.write_text("model: dir:/nowhere\nhosts: {a: {blocks: [0]}}\n")
+
+    def work(operator, service):
+        state = ["--state", str(tmp_path / "s")]
+        for words in (
+            ["up", "--model", "dir:/nowhere", *state],
+            ["deploy", str(plan), "--address", "127.0.0.1:9", *state],
+        ):
+            code, _, err = run(capsys, "swarm", *words)
+            assert code == 2
+            assert "A swarm of this user runs already" in err
+
+    served(tmp_path, work)
+
+
 def condition_until(service, host, wanted):
     for _ in range(400):
         if service.router.swarm[host].condition == wanted:
@@ -298,11 +315,11 @@ def test_of_a_plans_donors_only_their_blocks_are_read(tmp_path, monkeypatch, sib
     found = cargo.bundles[str(place)]
     assert dict(found.tensors) == {2: donor.tensors[2]}
     assert found.program == donor.program
-    start = cargo.bundles[plan.model].canary.state
-    assert (found.canary.state == start).all()
+    start = cargo.bundles[plan.model].sample
+    assert (found.sample == start).all()
     with torch.no_grad():
         after = ls.blocks_of(ls.load(str(place)))[2](torch.from_numpy(start.copy()))
-    assert (found.canary.outputs[2] == after.numpy()).all()
+    assert (found.compute(2, start) == after.numpy()).all()
     assert set(cargo.bundles[plan.model].tensors) == {0, 1, 2, 3}
 
 

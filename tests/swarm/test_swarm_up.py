@@ -82,13 +82,14 @@ def test_up_answers_and_says_what_to_type(swarm, repository):
 
 
 @pytest.mark.alone
-def test_a_thousand_requests_while_a_third_of_the_hosts_dies(swarm):
+def test_requests_are_answered_while_a_third_of_the_hosts_dies(swarm):
     """None fails or is late, and as many answers are right as the calibration lets expect.
 
-    What a slow host adds, how memory grows, and the sequential router: benchmarks/swarm_load.py.
+    Thousands of them, what a slow host adds, how memory grows, and the sequential router:
+    benchmarks/swarm_load.py.
     """
     _, address, state = swarm
-    words = ["--address", address, "--state", state, "--requests", "1000", "--kill", "0.34"]
+    words = ["--address", address, "--state", state, "--requests", "400", "--kill", "0.34"]
     done = layershuffle("swarm", "drill", *words)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(re.findall(r"before request \d+: crash host-\d", done.stdout)) == 2

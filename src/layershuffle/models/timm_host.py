@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -359,7 +360,15 @@ def _create(
 
 
 def _sketch(name: str, args: Mapping[str, Any]) -> Host:
-    """The model without memory for its tensors."""
+    """The model without memory for its tensors, not to be changed. `args` are plain JSON."""
+    return _sketched(name, json.dumps(args))
+
+
+# A training saves the same model again and again, and drawing weights that are not there takes as
+# long as half of a save.
+@lru_cache(maxsize=4)
+def _sketched(name: str, args_json: str) -> Host:
+    args = json.loads(args_json)
     try:
         with seeded(0), torch.device("meta"):
             host: Host = timm.create_model(name, pretrained=False, **args)

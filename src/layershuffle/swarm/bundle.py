@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -28,22 +29,10 @@ from layershuffle.stack import blocks_of
 from layershuffle.swarm.export import Alone, RecordedCall, export, state_of
 from layershuffle.swarm.lineage import Lineage, lineage_of, read_lineage
 from layershuffle.swarm.messages import State
-from layershuffle.swarm.program import Block, digest_of, pack_tensors, read_program
+from layershuffle.swarm.program import Block, BlockProgram, digest_of, pack_tensors, read_program
 
 _SEED = 20407
 _CHECKED = (1, 3)  # images per batch at which program and block are compared
-
-
-@dataclass(frozen=True)
-class Canary:
-    """A stored input whose outputs are known, to find hosts that answer wrongly.
-
-    `state`: float32 `[1, tokens, width]`, as it stands before the first block for a noise image.
-    `outputs`: of each block on that state.
-    """
-
-    state: State
-    outputs: Mapping[int, State]
 
 
 @dataclass(frozen=True)
@@ -51,7 +40,8 @@ class Bundle:
     """All that hosts need to run the blocks of a model.
 
     `program` and `tensors` (by block) are what `BlockHost.load` takes. `shape`: of a state without
-    its batch, (tokens, width). `lineage`: which other models' blocks may stand in.
+    its batch, (tokens, width). `lineage`: which other models' blocks may stand in. `sample`: a
+    state as it stands before the first block for a noise image, float32 `[1, tokens, width]`.
     """
 
     program: bytes
@@ -59,7 +49,7 @@ class Bundle:
     depth: int
     shape: tuple[int, ...]
     lineage: Lineage
-    canary: Canary
+    sample: State
 
     @property
     def base(self) -> str | None:
@@ -70,6 +60,18 @@ class Bundle:
     def digests(self) -> dict[int, str]:
         """SHA-256 of each block's tensors, as `HostInfo.blocks` has them."""
         return {block: digest_of(content) for block, content in self.tensors.items()}
+
+    def compute(self, block: int, state: State) -> State:
+        """The state after `block`, computed here as a host does; float32, shape as before."""
+        program = _program(self.program)
+        # A copy: what arrives may be read-only, or in use by the sender.
+        return program.bind(self.tensors[block])(torch.from_numpy(state.copy())).numpy()
+
+
+@lru_cache(maxsize=4)
+def _program(content: bytes) -> BlockProgram:
+    # Reading one writes and compiles Python, and canaries ask for the same one again and again.
+    return read_program(content)
 
 
 def make_bundle(model: nn.Module, *, blocks: Sequence[int] | None = None) -> Bundle:
@@ -86,16 +88,14 @@ def make_bundle(model: nn.Module, *, blocks: Sequence[int] | None = None) -> Bun
     # One program for all blocks: those that can take each other's place compute the same steps.
     program = export(Alone(modules[chosen[0]], calls[0]), states)
     bound = read_program(program)
-    tensors, outputs = dict[int, bytes](), dict[int, State]()
+    tensors = dict[int, bytes]()
     for block in chosen:
         tensors[block] = pack_tensors(modules[block].state_dict())
         program_block = bound.bind(tensors[block])
         # A program is believed only after every block computed the same through it (decision 009).
         _check_same(Alone(modules[block], calls[block]), program_block, block=block, states=states)
-        # From the program and not from the model, because hosts are compared with it.
-        outputs[block] = program_block(states[:1]).numpy()
-    canary = Canary(states[:1].clone().numpy(), outputs)
-    return Bundle(program, tensors, len(modules), bound.shape, lineage_of(model), canary)
+    sample = states[:1].clone().numpy()
+    return Bundle(program, tensors, len(modules), bound.shape, lineage_of(model), sample)
 
 
 def check_sibling(bundle: Bundle, other: Bundle | str | Path) -> None:

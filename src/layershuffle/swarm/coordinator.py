@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 
 from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.swarm import state
-from layershuffle.swarm.health import HealthMonitor, known_answers
+from layershuffle.swarm.health import HealthMonitor, references
 from layershuffle.swarm.placement import (
     Action,
     HostBackend,
@@ -57,7 +57,7 @@ class Coordinator:
         router: Router,
         backend: HostBackend,
         bundles: Mapping[str, Bundle],
-        seed: int = 0,
+        seed: int | None = None,
     ) -> None:
         self.plan, self.router, self.backend = plan, router, backend
         self.health = HealthMonitor(router, seed=seed)
@@ -175,7 +175,7 @@ class Coordinator:
         if block not in self.record_of(name).blocks:
             raise UsageError(f"Host {name} does not hold block {block}")
         checked_donor(donor, self.base, block=block)
-        answers = await asyncio.to_thread(known_answers, donor, [block])
+        expected = await asyncio.to_thread(references, donor, [block])
         host = self.record_of(name)
         if host.phase == "starting":
             raise LayerShuffleError(f"Host {name} is starting", hint="swap once it is up")
@@ -192,7 +192,7 @@ class Coordinator:
         if self.hosts.get(name) is not host:  # it was restarted or ended meanwhile
             raise LayerShuffleError(f"Host {name} came or went while it loaded block {block}")
         self._donors[name, block] = donor
-        self.health.expect(name, answers)
+        self.health.expect(name, expected)
         if why := await self.health.check(name, blocks=[block]):
             raise LayerShuffleError(f"Host {name} loaded block {block}, but {why}")
         self._mark_foreign(name, [block])
@@ -299,12 +299,13 @@ class Coordinator:
         self.health.drop(name)
         for bundle in {id(source): source for source in sources.values()}.values():
             mine = sorted(block for block, source in sources.items() if source is bundle)
-            answers = await asyncio.to_thread(known_answers, bundle, mine)
+            # In a thread, because it reads all weights for their digests.
+            expected = await asyncio.to_thread(references, bundle, mine)
             # An adopted process still has its blocks: what is equal is not sent again.
-            missing = [block for block in mine if info.blocks.get(block) != answers[block].digest]
+            missing = [block for block in mine if info.blocks.get(block) != expected[block].digest]
             if missing:
                 await self._loaded(name, bundle, missing)
-            self.health.expect(name, answers)
+            self.health.expect(name, expected)
         self._mark_foreign(name, start.blocks)
         # A new process has the time of a start for its first answers, which take longer.
         return await self.health.check(name, limit=self.router.limits.start_ms / _MILLI)

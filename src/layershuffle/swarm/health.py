@@ -1,12 +1,12 @@
 """Which hosts to trust: canaries, probes and audits, over any transport.
 
-canary  a stored input whose output is known, for each block; every host answers one now and then
+canary  a random state through one block; every host answers one now and then
 probe   a canary for a suspect host; one that it passes in time makes the host healthy again
-audit   replicas compute a share of the answered visits again, off the request's path; if the
-        answers differ, all hosts that took part run all their canaries; if all pass, a third
-        replica decides
+audit   a share of the answered visits, and the first ones of every process, are computed again
+        here, off the request's path
 
-A host that fails a canary, or that two others contradict, is shut out. It stays out until
+Right is what the block computes in this process, whose weights came from here (`Reference`). So a
+host that answers wrongly is shut out whether or not others hold its blocks. It stays out until
 `Coordinator.readmit` starts it anew. Nothing that a host does or answers ends the watch. The
 decisions are pure functions; `HealthMonitor` carries them out.
 """
@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from heapq import heappop, heappush
@@ -24,7 +25,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from layershuffle.draws import Stream
 from layershuffle.swarm import policy, state
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import (
@@ -47,30 +47,44 @@ if TYPE_CHECKING:
 _TICK = 0.05  # seconds between looks at who is due
 _AUDITS = 8  # under way at a time; what comes while there are more is not audited
 _MILLI = 1000.0
+_NOISE = 0.1  # in a canary, as a share of the spread of a real state
 # What rounding on the wire may add to a difference, relative to the largest value.
 _ROUNDING: Mapping[Wire, float] = {"fp32": 0.0, "fp16": 2.0**-10, "int8": 1 / 127}
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
-class KnownAnswer:
-    """What a block must answer: `start` and `output`, float32 `[1, tokens, width]`.
+class Reference:
+    """What hosts with a block are compared with: the block itself, in this process.
 
-    Two hosts hold the same weights of a block if its `digest` is the same for both.
+    `compute` gives the state after it, float32 `[images, tokens, width]`. `sample` is a state as
+    the block gets them, of one image; `digest` is that of the weights.
     """
 
-    start: State
-    output: State
+    sample: State
+    compute: Callable[[State], Awaitable[State]]
     digest: str
 
 
-def known_answers(bundle: Bundle, blocks: Sequence[int]) -> dict[int, KnownAnswer]:
-    """What hosts with these blocks of `bundle` must answer."""
-    canary = bundle.canary
+def references(bundle: Bundle, blocks: Iterable[int]) -> dict[int, Reference]:
+    """What hosts with these blocks of `bundle` are compared with."""
+
+    async def compute(block: int, state: State) -> State:
+        # In a thread: a block of a large model takes longer than the event loop may.
+        return await asyncio.to_thread(bundle.compute, block, state)
+
     return {
-        block: KnownAnswer(canary.state, canary.outputs[block], digest_of(bundle.tensors[block]))
+        block: Reference(bundle.sample, partial(compute, block), digest_of(bundle.tensors[block]))
         for block in blocks
     }
+
+
+def question_like(sample: State, generator: np.random.Generator) -> State:
+    """A random state that looks like `sample`: its tokens in another order, and a little noise."""
+    tokens = generator.permutation(sample, axis=1)
+    # A sample of equal values has no spread, but no two questions must be the same.
+    noise = _NOISE * (sample.std() or 1.0) * generator.standard_normal(sample.shape)
+    return (tokens + noise).astype(np.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +96,7 @@ class Check:
     limit: float
 
 
-Expectations = Mapping[str, Mapping[int, KnownAnswer]]
+Expectations = Mapping[str, Mapping[int, Reference]]
 
 
 def due(
@@ -133,82 +147,37 @@ def agrees(answer: State, wanted: State, *, tolerance: float) -> bool:
     return bool(np.abs(answer - wanted).max() <= tolerance * np.abs(wanted).max())
 
 
-def replicas(
-    hop: Visited, swarm: Swarm, *, expectations: Expectations, apart: Collection[str] = ()
-) -> tuple[str, ...] | None:
-    """For each block of an answered hop a usable host other than its own, with the same weights.
-
-    It is the one with the least waiting, then the first by name, and none of those in `apart`. The
-    result is `None` if a block has no such host.
-    """
-    chosen = []
-    for block in hop.blocks:
-        mine = expectations.get(hop.host, {}).get(block)
-        others = [
-            host
-            for host in swarm.holders(block)
-            if host.name not in (hop.host, *apart)
-            and mine is not None
-            and _same(expectations, host.name, block, mine)
-        ]
-        if not others:
-            return None
-        chosen.append(min(others, key=lambda host: (host.waiting, host.name)).name)
-    return tuple(chosen)
-
-
-def _same(expectations: Expectations, host: str, block: int, mine: KnownAnswer) -> bool:
-    theirs = expectations.get(host, {}).get(block)
-    return theirs is not None and theirs.digest == mine.digest
-
-
 @dataclass(frozen=True, eq=False)
-class Recomputed:
-    """A hop computed again: the host of each of its blocks, and the states after them."""
+class Question:
+    """What a block is asked until the time `expires`, and what it must answer."""
 
-    hosts: tuple[str, ...]
-    states: tuple[State, ...]
-
-
-def odd_one(
-    hop: Visited, after: State, *, second: Recomputed, third: Recomputed, tolerance: float
-) -> str:
-    """The host that two others contradict, given that `second` differs from `after`.
-
-    `after` is the hop's own answer. Returns "" if all three differ. If the third agrees with the
-    hop, the first block after which `second` and `third` differ tells which host of `second` is
-    wrong.
-    """
-    same = partial(agrees, tolerance=tolerance)
-    if same(second.states[-1], third.states[-1]):
-        return hop.host
-    if not same(after, third.states[-1]):
-        return ""
-    steps = zip(second.hosts, second.states, third.states, strict=True)
-    return next(host for host, state, other in steps if not same(state, other))
+    start: State
+    output: State
+    expires: float
 
 
 class HealthMonitor:
     """Asks canaries and audits the hosts of `router`; what it learns goes into `router.swarm`.
 
-    `seed` fixes which hops are audited, by their number. `audited` counts the hops that were
-    computed again, `disagreed` those that came out differently. `doubts` counts how often these
-    hosts differed without anybody being able to tell which of them was wrong. Use it from the
-    router's event loop only.
+    `seed` decides which hops are audited and what canaries ask (default: a secret number, because
+    a host that could foresee an audit would lie in between). `audited` counts the hops that were
+    computed again, `disagreed` those that came out differently. Use it from the router's event loop
+    only.
     """
 
-    def __init__(self, router: Router, *, seed: int = 0) -> None:
-        self.router, self.seed = router, seed
+    def __init__(self, router: Router, *, seed: int | None = None) -> None:
+        self.router = router
         self.audited, self.disagreed = 0, 0
-        self._expected: dict[str, dict[int, KnownAnswer]] = {}
+        self._chance = np.random.default_rng(secrets.randbits(64) if seed is None else seed)
+        self._expected: dict[str, dict[int, Reference]] = {}
         self._since: dict[str, float] = {}
-        self.doubts: Counter[tuple[str, ...]] = Counter()
+        self._passed: Counter[str] = Counter()
+        self._questions: dict[tuple[int, str], Question] = {}
         self._asked: dict[str, tuple[float, int]] = {}
         self._next: dict[str, float] = {}
         self._alarms: list[tuple[float, str]] = []  # a heap; stale where `_next` says otherwise
         self._busy: set[str] = set()
         self._audits: set[asyncio.Task[None]] = set()
-        self._hops = 0
         router.observers.append(self._observe)
 
     @property
@@ -219,27 +188,25 @@ class HealthMonitor:
             *self._since,
             *self._asked,
             *self._next,
-            *(name for names in self.doubts for name in names),
+            *self._passed,
         }
 
-    def expect(self, host: str, answers: Mapping[int, KnownAnswer]) -> None:
-        """From now on `host` must give these answers, beside those of its other blocks."""
-        self._expected[host] = {**self._expected.get(host, {}), **answers}
+    def expect(self, host: str, blocks: Mapping[int, Reference]) -> None:
+        """From now on `host` must compute what these blocks do, beside its other ones."""
+        self._expected[host] = {**self._expected.get(host, {}), **blocks}
         self._since[host] = self.router.clock()
         if host not in self._next:
             self._set_alarm(host, self.router.clock())
 
-    def forget(self, host: str, blocks: Iterable[int]) -> dict[int, KnownAnswer]:
-        """Stop asking `host` about `blocks`; returns the answers that it had to give."""
-        answers = self._expected.get(host, {})
-        return {block: answers.pop(block) for block in blocks if block in answers}
+    def forget(self, host: str, blocks: Iterable[int]) -> dict[int, Reference]:
+        """Stop asking `host` about `blocks`; returns what it was compared with."""
+        expected = self._expected.get(host, {})
+        return {block: expected.pop(block) for block in blocks if block in expected}
 
     def drop(self, host: str) -> None:
         """Forget everything about `host`, because it has left or begins anew."""
-        for record in (self._expected, self._since, self._asked, self._next):
+        for record in (self._expected, self._since, self._asked, self._next, self._passed):
             record.pop(host, None)
-        for names in [names for names in self.doubts if host in names]:
-            del self.doubts[names]
 
     async def run(self) -> None:
         """Ask the hosts that are due for a canary, until cancelled."""
@@ -313,20 +280,37 @@ class HealthMonitor:
                 self._set_alarm(check.host, now + self.router.limits.canary_every_ms / _MILLI)
 
     async def _canary(self, check: Check) -> str:
-        answer_key = self._expected.get(check.host, {}).get(check.block)
-        if answer_key is None:
+        reference = self._expected.get(check.host, {}).get(check.block)
+        if reference is None:
             return ""
-        hop, answer = await self._ask(check, answer_key.start)
-        if self._expected.get(check.host, {}).get(check.block) is not answer_key:
+        question = await self._question(check.block, reference)
+        hop, answer = await self._ask(check, question.start)
+        if self._expected.get(check.host, {}).get(check.block) is not reference:
             return ""  # its weights were swapped meanwhile, so the answer says nothing
         tolerance = self.router.limits.tolerance
-        if answer is not None and not agrees(answer, answer_key.output, tolerance=tolerance):
+        if answer is not None and not agrees(answer, question.output, tolerance=tolerance):
             hop = _wrong(hop, f"it failed its canary on block {check.block}")
         if hop.outcome != "answered":
             self.router.report(hop)
             return hop.why
         self.router.update(check.host, partial(state.probed, hop=hop, limits=self.router.limits))
         return ""
+
+    async def _question(self, block: int, reference: Reference) -> Question:
+        """A question about the block that no host was asked before.
+
+        All hosts of the block share it until the next one is due, so that many of them cost this
+        process no more than one. Every host is asked less often than that.
+        """
+        now, key = self.router.clock(), (block, reference.digest)
+        question = self._questions.get(key)
+        if question is None or now >= question.expires:
+            start = question_like(reference.sample, self._chance)
+            expires = now + self.router.limits.canary_every_ms / _MILLI
+            question = Question(start, await reference.compute(start), expires)
+            live = {key: other for key, other in self._questions.items() if now < other.expires}
+            self._questions = {**live, key: question}
+        return question
 
     async def _ask(self, check: Check, start: State) -> tuple[Visited, State | None]:
         """One visit outside of all requests, and its answer if that can be compared."""
@@ -357,15 +341,19 @@ class HealthMonitor:
     def _observe(self, hop: Visited, before: State, after: State | None) -> None:
         if hop.outcome != "answered" or after is None:
             return
-        self._hops += 1
-        chance = Stream(self.seed, self._hops).chance(self.router.limits.audit_share)
+        share = self.router.limits.audit_share
+        # A new process is trusted the more, the more of its visits were found right.
+        chance = share and max(share, 1 / (1 + self._passed[hop.host]))
+        chosen = self._chance.random() < chance
         begun = self.router.clock() - hop.ms / _MILLI
         swapped = begun < self._since.get(hop.host, np.inf)  # it may have run on other weights
-        if not chance or swapped or len(self._audits) >= _AUDITS:
+        if not chosen or swapped or len(self._audits) >= _AUDITS:
             return
-        chosen = replicas(hop, self.router.swarm, expectations=self._expected)
-        if chosen is not None:
-            task = asyncio.ensure_future(self._audit(hop, chosen, before[:1], after[:1]))
+        blocks = self._references_of(hop)
+        if blocks is not None:
+            row = int(self._chance.integers(len(after)))  # one image stands for all of them
+            images = slice(row, row + 1)
+            task = asyncio.ensure_future(self._audit(hop, blocks, before[images], after[images]))
             self._audits.add(task)
             task.add_done_callback(self._audited)
 
@@ -375,68 +363,31 @@ class HealthMonitor:
             _log.error("An audit broke", exc_info=error)
 
     async def _audit(
-        self, hop: Visited, chosen: tuple[str, ...], before: State, after: State
+        self, hop: Visited, blocks: Sequence[Reference], before: State, after: State
     ) -> None:
-        """Compute the hop's first image again, block by block on the replicas, and compare."""
+        """Compute the state after the hop again, here, and compare."""
         wire = self.router.wire
         # What the hop's host saw, rounded by the wire.
-        start = unpack(pack(before, wire))
-        mine = self._weights_of([hop.host] * len(hop.blocks), hop)
-        tolerance = self.router.limits.tolerance + _ROUNDING[wire]
-        second = await self._again(hop, chosen, start)
-        if second is None:
-            return
+        wanted = unpack(pack(before, wire))
+        for block in blocks:
+            wanted = await block.compute(wanted)
         self.audited += 1
-        if agrees(after, second.states[-1], tolerance=tolerance):
+        tolerance = self.router.limits.tolerance + _ROUNDING[wire]
+        if agrees(after, wanted, tolerance=tolerance):
+            self._passed[hop.host] += 1
             return
         self.disagreed += 1
-        names = sorted({hop.host, *chosen})
-        # First the canaries, because a failed one needs no third host to decide.
-        failed = any(await asyncio.gather(*map(self.check, names)))
-        if failed or self._weights_of([hop.host] * len(hop.blocks), hop) != mine:
-            return
-        others = replicas(hop, self.router.swarm, expectations=self._expected, apart=chosen)
-        third = None if others is None else await self._again(hop, others, start)
-        odd = ""
-        if third is not None:
-            odd = odd_one(hop, after, second=second, third=third, tolerance=tolerance)
-        if not odd:
-            self._doubt(names, hop)
-        elif self._weights_of([hop.host] * len(hop.blocks), hop) == mine:
-            blocks = ", ".join(map(str, hop.blocks))
-            why = f"it disagrees with two others over blocks {blocks}"
-            self.router.report(_wrong(replace(hop, host=odd), why))
+        # A process that began anew meanwhile, or got other weights, did not give this answer.
+        if self._references_of(hop) == blocks:
+            numbers = ", ".join(map(str, hop.blocks))
+            self.router.report(_wrong(hop, f"it answered wrongly over blocks {numbers}"))
 
-    async def _again(self, hop: Visited, hosts: tuple[str, ...], start: State) -> Recomputed | None:
-        """The hop's blocks on `hosts`; `None` if a host fails or its weights change meanwhile."""
-        weights, states = self._weights_of(hosts, hop), list[State]()
-        limit = self.router.limits.hop_cap_ms / _MILLI
-        for host, block in zip(hosts, hop.blocks, strict=True):
-            before = states[-1] if states else start
-            again, after = await self._ask(Check(host, block, limit), before)
-            if after is None:
-                self.router.report(again)
-                return None
-            states.append(after)
-        return Recomputed(hosts, tuple(states)) if self._weights_of(hosts, hop) == weights else None
-
-    def _weights_of(self, hosts: Sequence[str], hop: Visited) -> list[KnownAnswer | None]:
-        """The expected answers of each host and block of the hop, which every swap replaces."""
-        pairs = zip(hosts, hop.blocks, strict=True)
-        return [self._expected.get(host, {}).get(block) for host, block in pairs]
-
-    def _doubt(self, names: list[str], hop: Visited) -> None:
-        """Count that these hosts differ and nobody can tell which is wrong.
-
-        After `audit_strikes` such audits all of them become suspects.
-        """
-        blocks = ", ".join(map(str, hop.blocks))
-        _log.warning("Hosts %s differ over blocks %s, and all pass their canaries", names, blocks)
-        self.doubts[tuple(names)] += 1
-        if self.doubts[tuple(names)] >= self.router.limits.audit_strikes:
-            why = f"{' and '.join(names)} differ over blocks {blocks}, and no third host decides"
-            for name in names:
-                self.router.report(replace(hop, host=name, outcome="failed", why=why))
+    def _references_of(self, hop: Visited) -> list[Reference] | None:
+        """What the hop's host is compared with; `None` while the weights of a block change."""
+        expected = self._expected.get(hop.host, {})
+        if not expected.keys() >= set(hop.blocks):
+            return None
+        return [expected[block] for block in hop.blocks]
 
 
 def _wrong(hop: Visited, why: str) -> Visited:

@@ -56,12 +56,12 @@ class Limits(Settings):
     probe_ms: Milliseconds = 500.0
     """Longest answer time of a probe, by which a quarantined host comes back."""
     canary_every_ms: Milliseconds = 2000.0
-    """Every host answers a stored input with a known output this often."""
-    # A host that answers canaries rightly and requests wrongly is found by audits alone.
-    audit_share: Annotated[float, Field(ge=0, le=1)] = 0.01
-    """Share of visits that are repeated on a replica, off the request's path, and compared."""
-    audit_strikes: Positive = 3
-    """Hosts are suspects once they differed so often and no third replica could tell who errs."""
+    """Every host computes one block on a random state, whose result is known here, this often."""
+    # A host that answers canaries rightly and requests wrongly is found by audits alone. An audit
+    # costs the gateway one image through the blocks of the visit.
+    audit_share: Annotated[float, Field(ge=0, le=1)] = 0.02
+    """Share of visits that are computed again at the gateway, off the request's path, and compared;
+    more of a new host's first ones. 0: none."""
 
     watch_ms: Milliseconds = 500.0
     """Time between two looks at which machines are there."""

@@ -21,7 +21,7 @@ from layershuffle.models import load
 from layershuffle.models.files import weights_digest
 from layershuffle.models.spec import parse_spec
 from layershuffle.stack import blocks_of, depth_of
-from layershuffle.swarm.bundle import Bundle, Canary, check_sibling, make_bundle
+from layershuffle.swarm.bundle import Bundle, check_sibling, make_bundle
 from layershuffle.swarm.calibration import Calibration, calibration_path, read_calibration
 from layershuffle.swarm.chaos import ChaosBackend, FaultInjector
 from layershuffle.swarm.coordinator import Coordinator
@@ -96,11 +96,10 @@ def donor_bundle(donor: str, base: Bundle, *, blocks: Sequence[int]) -> Bundle:
         check_blocks(blocks, depth=base.depth, place=donor)
         modules = blocks_of(model)
         tensors = {block: pack_tensors(modules[block].state_dict()) for block in blocks}
-    start, program = base.canary.state, read_program(base.program)
-    state = torch.from_numpy(start.copy())
-    # The donor's blocks have right answers of their own, by which their hosts are checked.
-    outputs = {block: program.bind(content)(state).numpy() for block, content in tensors.items()}
-    return replace(base, tensors=tensors, canary=Canary(start, outputs))
+    program = read_program(base.program)
+    for content in tensors.values():
+        program.bind(content)  # it refuses weights that do not fit, before a host gets them
+    return replace(base, tensors=tensors)
 
 
 def _directory_of(model: str) -> Path | None:
@@ -142,7 +141,7 @@ def _block_ms(bundle: Bundle) -> float:
     The least of several times, because whatever else the machine does only adds to them.
     """
     block = read_program(bundle.program).bind(bundle.tensors[0])
-    start, times = torch.from_numpy(bundle.canary.state.copy()), []
+    start, times = torch.from_numpy(bundle.sample.copy()), []
     for _ in range(_TIMED):
         begun = time.perf_counter()
         block(start)

@@ -149,21 +149,15 @@ async def operator_door(service: Service, state: Path) -> AsyncIterator[None]:
 
     import uvicorn
 
-    from layershuffle.swarm.server.admin import SOCKET, listens, operator_app
+    from layershuffle.swarm.server.admin import free_socket, operator_app
 
     class Quiet(uvicorn.Server):
         def capture_signals(self) -> Any:  # the clients' server has them
             return nullcontext()
 
-    path = state / SOCKET
+    path = free_socket(state)
     listener = socket.socket(socket.AF_UNIX)
     with listener:
-        if listens(path):
-            raise UsageError(
-                "A swarm of this user runs already",
-                place=path,
-                hint="end it, or name another --state",
-            )
         path.unlink(missing_ok=True)
         listener.bind(str(path))
         # Before it listens, so that no other user can connect in between.
@@ -318,9 +312,12 @@ class UpCommand(_ServingCommand):
         import asyncio
 
         from layershuffle.swarm.ray_session import local_ray
+        from layershuffle.swarm.server.admin import free_socket, state_directory
         from layershuffle.swarm.service import load_cargo
 
         tls = context_of(self)
+        # Before the model is loaded and hosts are started, which takes half a minute.
+        free_socket(state_directory(self.state))
         plan = self._plan()
         cargo = load_cargo(plan)
         with ended_by_signals(), suppress(KeyboardInterrupt):
@@ -376,12 +373,14 @@ class DeployCommand(TlsOptions, _ServingCommand):
         from layershuffle.swarm.plan import read_plan
         from layershuffle.swarm.ray_config import default_token
         from layershuffle.swarm.ray_session import joined_ray
+        from layershuffle.swarm.server.admin import free_socket, state_directory
         from layershuffle.swarm.server.tls import check_address, in_clear
         from layershuffle.swarm.service import load_cargo
 
         plan = read_plan(self.plan)
         keys, tls = read_keys(self.keys), context_of(self)
         # Before the model is loaded, which takes seconds.
+        free_socket(state_directory(self.state))
         check_address(self.bind, keyed=bool(keys), public=self.public)
         if warning := in_clear(self.bind, keyed=bool(keys), encrypted=tls is not None):
             print(f"warning: {warning}", file=sys.stderr, flush=True)

@@ -220,6 +220,21 @@ def state_directory(given: str | None = None) -> Path:
     return directory
 
 
+def free_socket(state: Path) -> Path:
+    """Where the operator's socket of a new swarm is to stand, in the directory `state`.
+
+    Raises `UsageError` if a swarm is using it.
+    """
+    path = state / SOCKET
+    if listens(path):
+        raise UsageError(
+            "A swarm of this user runs already",
+            place=path,
+            hint="end it, or name another --state",
+        )
+    return path
+
+
 def scratch_directory(name: str) -> Path:
     """A directory with a short path for the logs and sockets of Ray; checked like the state."""
     return state_directory(f"{tempfile.gettempdir()}/ls-{os.getuid()}-{name}")

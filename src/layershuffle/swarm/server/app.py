@@ -18,7 +18,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from http import HTTPStatus
-from typing import Annotated, Any
+from typing import Any
 
 from fastapi import Depends, FastAPI
 from fastapi.responses import JSONResponse
@@ -34,7 +34,13 @@ from layershuffle.models import class_names_of, num_classes_of
 from layershuffle.swarm.calibration import Calibration
 from layershuffle.swarm.remote_model import RemoteModel
 from layershuffle.swarm.server import schemas
-from layershuffle.swarm.server.errors import HTTPError, busy, error_body, status_of
+from layershuffle.swarm.server.errors import (
+    HTTPError,
+    busy,
+    error_body,
+    status_of,
+    unprocessable,
+)
 from layershuffle.swarm.server.limits import GatewayLimits
 from layershuffle.swarm.server.metrics import CONTENT_TYPE, Metrics
 from layershuffle.swarm.server.requests import BODY_SCHEMA
@@ -51,7 +57,7 @@ _REFUSALS = {
     408: "The body took too long to come in.",
     413: "The body is too large.",
     415: "The body is not a form.",
-    422: "A field or an image is wrong.",
+    422: "A field or an image is wrong, or the address has parameters.",
     429: "Too many requests; see Retry-After.",
     503: "The deadline passed before there was an answer, too few blocks could be run, or the "
     "pipeline broke; see Retry-After.",
@@ -59,7 +65,7 @@ _REFUSALS = {
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorAnswer, "description": text} for status, text in _REFUSALS.items()
 }
-_GUARDED: dict[int | str, dict[str, Any]] = {status: _ERRORS[status] for status in (401, 429)}
+_GUARDED: dict[int | str, dict[str, Any]] = {status: _ERRORS[status] for status in (401, 422, 429)}
 
 
 def create_app(
@@ -119,12 +125,20 @@ def create_app(
 
 
 def _add_routes(app: FastAPI, gateway: _Gateway) -> None:
-    guarded = [Depends(gateway.admit)]
+    guarded, errors, refusals = [Depends(gateway.admit)], dict(_ERRORS), dict(_GUARDED)
+    if gateway.keys:
+        # For the OpenAPI page: `admit` reads the headers as they came.
+        guarded += [
+            Depends(HTTPBearer(auto_error=False)),
+            Depends(APIKeyHeader(name="X-API-Key", auto_error=False)),
+        ]
+    else:
+        del errors[401], refusals[401]
 
     @app.post(
         _CLASSIFY,
         dependencies=guarded,
-        responses=_ERRORS,
+        responses=errors,
         openapi_extra={"requestBody": BODY_SCHEMA},
         summary="Classify one image or several",
     )
@@ -134,7 +148,7 @@ def _add_routes(app: FastAPI, gateway: _Gateway) -> None:
         return answer
 
     @app.get(
-        "/v1/swarm", dependencies=guarded, responses=_GUARDED, summary="The hosts, as they are now"
+        "/v1/swarm", dependencies=guarded, responses=refusals, summary="The hosts, as they are now"
     )
     async def swarm() -> SwarmAnswer:
         return gateway.swarm()
@@ -154,16 +168,12 @@ def _add_routes(app: FastAPI, gateway: _Gateway) -> None:
     @app.get(
         "/metrics",
         dependencies=guarded,
-        responses=_GUARDED,
+        responses=refusals,
         response_class=Response,
         summary="Counters for Prometheus",
     )
     async def metrics() -> Response:
         return Response(gateway.metrics.text(), media_type=CONTENT_TYPE)
-
-
-_Bearer = Annotated[Any, Depends(HTTPBearer(auto_error=False))]
-_Header = Annotated[str | None, Depends(APIKeyHeader(name="X-API-Key", auto_error=False))]
 
 
 class _Gateway:
@@ -175,9 +185,8 @@ class _Gateway:
         self.scheduler, self.keys, self.model, self.metrics = scheduler, keys, model, metrics
         self.router = scheduler.remote_model.router
 
-    async def admit(self, request: Request, bearer: _Bearer, header: _Header) -> None:
-        """Let a request through. Raises `HTTPError`: 429 before anything else, or 401."""
-        del bearer, header  # declared for the OpenAPI page, read below as they came
+    async def admit(self, request: Request) -> None:
+        """Let a request through. Raises `HTTPError`: 429 before anything else, 401, or 422."""
         address = request.client.host if request.client else ""
         # Rates are checked before keys, so that guessing keys is slow too.
         wait = self.scheduler.clients.at(address).wait(self.router.clock())
@@ -189,6 +198,12 @@ class _Gateway:
                 HTTPStatus.UNAUTHORIZED,
                 "The API key is missing or wrong",
                 hint="send it as Authorization: Bearer KEY, or as X-API-Key: KEY",
+            )
+        if request.query_params:
+            names = ", ".join(key[:40] for key in request.query_params)
+            raise unprocessable(
+                f"The address has parameters: {names}",
+                hint="send options as fields of the form; other paths have none",
             )
 
     def swarm(self) -> SwarmAnswer:

@@ -89,7 +89,7 @@ class Metrics(Collector):
             if value is not None:
                 yield GaugeMetricFamily(f"layershuffle_{name}", text, value=value)
         if audits is not None:
-            repeated = "Visits repeated on replicas and compared."
+            repeated = "Visits computed again at the gateway and compared."
             differed = "Those whose answers differed."
             yield CounterMetricFamily("layershuffle_audits", repeated, value=audits.audited)
             yield CounterMetricFamily(

@@ -107,7 +107,7 @@ class Host(BaseModel):
 
 
 class Audits(BaseModel):
-    """Visits that were repeated on replicas and compared."""
+    """Visits that were computed again at the gateway and compared."""
 
     audited: int
     disagreed: int = Field(description="Those whose answers differed.")
