@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import timm
@@ -55,17 +54,13 @@ from layershuffle.models.origin import (
     warn_new_head,
     weights_missing,
 )
+from layershuffle.models.timm_checkpoint import load_checkpoint
 from layershuffle.models.timm_view import config_of_view, image_size, set_view, view_of_config
 from layershuffle.text import one_line
 
 NAME = "timm"
 _LOCAL = "local-dir:"
 _VIEW_SETTINGS = frozenset({"mean", "std", "interpolation", "crop_pct", "crop_mode"})
-# What torch raises for damaged checkpoints, and timm (RuntimeError) for those that it refuses.
-_UNREADABLE = (
-    OSError, RuntimeError, ValueError, EOFError, LookupError, TypeError, AttributeError,
-    UnpicklingError,
-)  # fmt: skip
 # Arguments of timm.create_model that read files or change what is built; never from a spec or file.
 _RESERVED = frozenset(
     {
@@ -259,32 +254,6 @@ def _defaults(config: Mapping[str, Any], cfg: Mapping[str, Any]) -> dict[str, An
         if cfg.get("fixed_input_size"):
             args["img_size"] = size[1:]
     return {key: value for key, value in args.items() if value is not None}
-
-
-def load_checkpoint(host: Host, path: Path) -> None:
-    """Put the weights of a checkpoint of timm's training script into `host`, in their dtype.
-
-    The average of the weights where the run kept one, as timm does. Read by torch's restricted
-    unpickler, which makes tensors and refuses whatever could run. Raises `ModelFileError`.
-    """
-    hint = "name a .pth.tar file of timm's train.py, or a .safetensors file"
-    try:
-        tensors = timm.models.load_state_dict(str(path), use_ema=True, weights_only=True)
-    except _UNREADABLE as error:
-        raise ModelFileError(
-            f"The checkpoint cannot be read ({type(error).__name__}: {one_line(error)})",
-            place=path,
-            hint=hint,
-        ) from error
-    if not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
-        raise ModelFileError("The checkpoint holds no weights", place=path, hint=hint)
-    try:
-        check_tensors(shapes_of(tensors), shapes_of(host.state_dict()), place=path)
-    except ModelFileError as error:
-        hint = "say what the model was trained with, as in ?checkpoint=FILE&num_classes=10"
-        raise ModelFileError(error.cause, place=path, hint=hint) from error
-    match_dtype(host, tensors)
-    host.load_state_dict(tensors, strict=True)
 
 
 def _check_name(name: str) -> None:
