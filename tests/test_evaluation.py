@@ -4,6 +4,7 @@ import dataclasses
 import math
 import sys
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -11,9 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import layershuffle as ls
 from common import CLASSES, FAMILIES, images, logits_of
 from layershuffle.errors import DataError, UsageError
-from layershuffle.evaluation import Tally, evaluate, score_rows
+from layershuffle.evaluation import Tally, evaluate, evaluate_spec, score_rows
 from layershuffle.modes import parse_modes
+from layershuffle.settings import EvalSettings
 from layershuffle.stack import running
+from layershuffle.stats import ImageGroups
 
 VIT = FAMILIES["timm-vit"]
 BATCHES = [(images(3, seed=s), torch.tensor([0, 1, 2]) + s % 3) for s in range(3)] + [
@@ -221,3 +224,35 @@ def test_scores_that_are_not_finite_become_no_rows(loss):
     broken = dataclasses.replace(score, cross_entropy=loss)
     with pytest.raises(DataError, match=rf"{loss} under the order 0,1,2,3.*lower lr"):
         score_rows([score, broken], method="layershuffle", seed=0, draw="pass")
+
+
+def test_groups_of_images_give_the_effective_number_of_images():
+    """Against what is right of every image, run alone; batches are cut into smaller ones."""
+    model, groups = VIT.wrapped(), torch.tensor([[0, 1], [1, 2], [0, 3], [2, 3], [4, 4]] * 2)
+    orders = ["0,1,2,3", "3,1"]
+    scores = evaluate(model, BATCHES, orders=orders, modes="arbitrary", num_orders=2, groups=groups)
+    clusters = ImageGroups(groups.numpy())
+    for score in scores:
+        ranks = []
+        for pixels, labels in BATCHES:
+            with torch.inference_mode(), running(model, score.order):
+                logits = model(pixels)
+            ranks += (logits > logits.gather(1, labels[:, None])).sum(dim=1).tolist()
+        for rank, effective in ((1, score.top1_n), (5, score.top5_n)):
+            right = np.array([value < rank for value in ranks])
+            assert effective == round(clusters.effective(right), 1)
+    assert {score.top1_n for score in evaluate(model, BATCHES, orders=orders)} == {None}
+    with pytest.raises(DataError, match="10 images, and groups of 9"):
+        evaluate(model, BATCHES, orders=orders, groups=groups[1:])
+
+
+def test_digit_pairs_are_scored_with_their_groups():
+    """A one-order score of digit pairs names fewer images than were scored."""
+    settings = EvalSettings(modes="sequential", max_images=40)
+    evaluation = evaluate_spec("bundled:digits", "digit-pairs?test=60", settings=settings)
+    (score,), data = evaluation.scores, evaluation.data
+    clusters = ImageGroups(data.splits["test"].groups.numpy())
+    assert clusters.images == 40 == score.images
+    (row,) = score_rows([score], method="baseline", seed=0, draw="pass")
+    assert (row.top1_n, row.top5_n) == (score.top1_n, score.top5_n)
+    assert 1 <= score.top1_n <= 40

@@ -50,6 +50,18 @@ def test_rows_are_written_and_read_back(tmp_path):
     assert (second.order, second.draw) == ("", "batch")
 
 
+def test_effective_numbers_of_images_have_columns_where_some_row_has_them(tmp_path):
+    path = tmp_path / "results.csv"
+    rows = (row(top1_n=123.4, top5_n=200.0, seconds="2"), row(order_seed=1, seconds="3"))
+    write_rows(path, rows, padded=False)
+    assert path.read_text().splitlines()[0] == ",".join([*COLUMNS, "top1_n", "top5_n", "seconds"])
+    assert read_rows(path) == rows
+    assert path.read_text().endswith(",pass,,,3\n")
+    path.write_text(path.read_text().replace("123.4", "0.5"))
+    with pytest.raises(DataError, match=r"top1_n '0.5'"):
+        read_rows(path)
+
+
 @pytest.mark.parametrize(
     ("column", "value", "message"),
     [

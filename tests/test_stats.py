@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 import random
 import statistics
+from itertools import product
 
+import numpy as np
 import pytest
 from scipy import stats
 
 from layershuffle.stats import (
+    ImageGroups,
     Values,
     compare,
     deviation,
@@ -66,7 +69,7 @@ def test_t_interval_of_one_value_is_refused():
 )
 def test_wilson_interval_equals_scipys(correct: int, images: int):
     slow = stats.binomtest(correct, images).proportion_ci(0.95, method="wilson")
-    fast = wilson_interval(correct, images)
+    fast = wilson_interval(100 * correct / images, images)
     assert fast == pytest.approx((100 * slow.low, 100 * slow.high), abs=1e-10)
 
 
@@ -75,9 +78,10 @@ def test_wilson_interval_at_no_right_answer_in_closed_form():
     assert wilson_interval(0, 100) == pytest.approx((0.0, 100 * z2 / (100 + z2)), abs=1e-10)
 
 
-def test_wilson_interval_of_an_impossible_count_is_refused():
-    with pytest.raises(ValueError, match="impossible"):
-        wilson_interval(5, 4)
+def test_wilson_interval_of_the_impossible_is_refused():
+    for top1, images in ((100.5, 4), (-1.0, 4), (50.0, 0.5), (math.nan, 4)):
+        with pytest.raises(ValueError, match="impossible"):
+            wilson_interval(top1, images)
 
 
 def test_one_model_with_several_orders_gets_a_t_interval_over_orders():
@@ -107,7 +111,7 @@ def test_models_weigh_the_same_however_many_orders_they_have():
 
 def test_one_score_gets_a_wilson_interval_over_images():
     one = estimate({0: [87.5]}, images=400)
-    assert (one.low, one.high) == wilson_interval(350, 400)
+    assert (one.low, one.high) == wilson_interval(87.5, 400)
     assert (one.kind, one.sd_orders, one.sd_models) == ("images", None, None)
 
 
@@ -175,6 +179,88 @@ def test_means_and_spreads_of_seeds_are_those_of_their_values():
     by_seed = {3: 1.0, 90: 2.0, 17: 6.0}
     assert mean(by_seed) == 3.0
     assert deviation(by_seed) == deviation([1.0, 2.0, 6.0])
+
+
+def slow_effective(right: np.ndarray, groups: np.ndarray) -> float:
+    """Every pair of images by itself."""
+    errors = right - right.mean()
+    sets = [set(row) for row in groups.tolist()]
+    together = sum(
+        errors[i] * errors[j] for i, j in product(range(len(right)), repeat=2) if sets[i] & sets[j]
+    )
+    count = len(np.unique(groups))
+    images = len(right)
+    few = stats.t.ppf(0.975, images - 1) / stats.t.ppf(0.975, count - 1)
+    freedom = (count / (count - 1)) / (images / (images - 1))
+    return max(1.0, images / max(1.0, freedom * together / (errors**2).sum()) * few**2)
+
+
+@pytest.mark.parametrize("width", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(4))
+def test_effective_images_equal_a_sum_over_all_pairs(width: int, seed: int):
+    """Few groups: pairs that share two groups, in any columns, and pairs of one group twice."""
+    draw = np.random.default_rng((width, seed))
+    groups = draw.integers(7, size=(60, width))
+    ease = draw.normal(0, 1.5, 7)[groups].sum(axis=1)
+    right = ease + draw.normal(0, 1, 60) > 0
+    fast, slow = ImageGroups(groups).effective(right), slow_effective(right, groups)
+    assert fast == pytest.approx(slow, rel=1e-9), abs(fast - slow)
+    assert fast < 60
+
+
+def test_effective_images_in_closed_form():
+    """Two equal images count as one, but for the 29 degrees of freedom of their 30 groups."""
+    right = np.arange(60) // 2 % 3 > 0
+    freedom = (60 / 59) / (30 / 29) * (stats.t.ppf(0.975, 59) / stats.t.ppf(0.975, 29)) ** 2
+    pairs = ImageGroups((np.arange(60) // 2)[:, None])
+    assert pairs.effective(right) == pytest.approx(30 * freedom, rel=1e-12)
+    alone = ImageGroups(np.arange(60)[:, None])
+    assert alone.effective(right) == pytest.approx(60, rel=1e-12)
+
+
+def test_images_that_are_all_right_count_as_those_that_share_no_group():
+    groups = np.stack([np.arange(60) % 11, np.arange(60) % 7 + 20], axis=1)
+    assert ImageGroups(groups).effective(np.ones(60, dtype=bool)) == (11 + 7) / 2
+    assert ImageGroups(np.zeros((60, 1), dtype=np.int64)).effective(np.arange(60) > 3) == 1
+
+
+def test_the_variance_of_pairs_is_that_of_digits_drawn_anew():
+    """Pairs of digits of which some are hard, against the closed form over 600 sets of digits.
+
+    Let digits have hardness h_u of variance s2, and pair (a, b) the error h_a + h_b + noise of
+    variance v. The mean of n pairs, each of two of N digits, then has the variance
+    s2 (4 / N + 2 (1 - 1 / N) / n) + v / n. Clusters by left and by right digit would miss that a
+    digit on the left is as hard on the right: they give half of the first term.
+    """
+    draw = np.random.default_rng(5)
+    digits, pairs, hard, noise = 60, 400, 0.04, 0.15
+    truth = hard * (4 / digits + 2 * (1 - 1 / digits) / pairs) + noise / pairs
+    means, guesses = [], []
+    for _ in range(600):
+        groups = draw.integers(digits, size=(pairs, 2))
+        errors = draw.normal(0, hard**0.5, digits)[groups].sum(axis=1)
+        errors += draw.normal(0, noise**0.5, pairs)
+        means.append(errors.mean())
+        guesses.append(errors.var() / ImageGroups(groups).effective(errors))
+    assert np.var(means) == pytest.approx(truth, rel=0.15)  # 2.6 standard errors
+    assert np.mean(guesses) == pytest.approx(truth, rel=0.08)
+
+
+def test_the_interval_over_grouped_images_covers():
+    """Digits that are easy or hard: Wilson over all pairs covers 8 times of 10, ours 19 of 20."""
+    draw = np.random.default_rng(8)
+    hits = {"alone": 0, "grouped": 0}
+    for _ in range(600):
+        groups = draw.integers(90, size=(500, 2))
+        ease = draw.normal(0, 0.5, 90)[groups].sum(axis=1)
+        right = 1.2 + ease + draw.normal(0, 1, 500) > 0
+        truth = 100 * stats.norm.cdf(1.2 / math.sqrt(1 + 2 * 0.5**2))
+        effective = ImageGroups(groups).effective(right)
+        for name, images in (("alone", 500), ("grouped", effective)):
+            low, high = wilson_interval(100 * right.mean(), images)
+            hits[name] += low <= truth <= high
+    assert hits["alone"] < 0.85 * 600, hits
+    assert 0.92 * 600 < hits["grouped"] < 0.98 * 600, hits
 
 
 def test_spreads_that_cannot_be_told_apart():

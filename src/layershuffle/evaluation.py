@@ -30,6 +30,7 @@ from layershuffle.orders import ExecutionOrder, order_of
 from layershuffle.results import ScoreRow
 from layershuffle.settings import EvalSettings, FitSettings, Precision
 from layershuffle.stack import blocks_of, depth_of
+from layershuffle.stats import ImageGroups
 from layershuffle.trie import build_trie, forward_trie, images_at_once
 
 Draw = Literal["pass", "batch"]
@@ -41,7 +42,8 @@ _TOP = 5
 class Score:
     """One model under one order; where orders are drawn per batch, one pass over the data.
 
-    `top1` and `top5` in percent, `cross_entropy` in nats, over `images` images. `mode` is the mode
+    `top1` and `top5` in percent, `cross_entropy` in nats, over `images` images; `top1_n`, `top5_n`:
+    how many of them count as independent, `None` without groups of images. `mode` is the mode
     that the order was drawn for and `index` numbers its draws; an order that was given has no mode.
     `order` is `None` when drawn per batch; `batch_orders` then holds the order of every batch.
     """
@@ -54,6 +56,8 @@ class Score:
     top5: float
     cross_entropy: float
     batch_orders: tuple[ExecutionOrder, ...] = ()
+    top1_n: float | None = None
+    top5_n: float | None = None
 
     @property
     def label(self) -> str:
@@ -71,8 +75,12 @@ class Tally:
     """Right answers and losses added up, the losses in float64.
 
     The sums stay where the logits are until they are read: adding makes no host wait for a GPU.
+    Where images have `groups`, `right` keeps of every batch which are right, bool `[n, 2]`, for
+    top-1 and for top-5.
     """
 
+    groups: ImageGroups | None = None
+    right: list[Tensor] = field(default_factory=list)
     images: int = 0
     top1_hits: int | Tensor = 0
     top5_hits: int | Tensor = 0
@@ -86,6 +94,8 @@ class Tally:
         self.images += len(labels)
         self.top1_hits = self.top1_hits + hits[:, 0].sum()
         self.top5_hits = self.top5_hits + hits.sum()
+        if self.groups is not None:
+            self.right.append(torch.stack((hits[:, 0], hits.any(dim=1)), dim=1))
         losses = F.cross_entropy(logits, labels, reduction="sum")
         # In float64, because thousands of batches are added up.
         self.loss = self.loss + losses.double()
@@ -104,6 +114,22 @@ class Tally:
     def cross_entropy(self) -> float:
         """Mean cross-entropy per image, in nats."""
         return float(self.loss) / self.images
+
+    @property
+    def top1_n(self) -> float | None:
+        """How many independent images top-1 counts, to a tenth; `None` without groups."""
+        return self._effective(0)
+
+    @property
+    def top5_n(self) -> float | None:
+        """How many independent images top-5 counts, to a tenth; `None` without groups."""
+        return self._effective(1)
+
+    def _effective(self, metric: int) -> float | None:
+        if self.groups is None:
+            return None
+        right = torch.cat(self.right)[:, metric].cpu().numpy()
+        return round(self.groups.effective(right), 1)
 
 
 @dataclass
@@ -126,6 +152,7 @@ def evaluate(
     num_orders: int = 20,
     seed: int = 0,
     draw: Draw = "pass",
+    groups: Tensor | None = None,
 ) -> list[Score]:
     """The scores of all `orders`, then of every mode and draw, from one pass over `batches`.
 
@@ -133,8 +160,9 @@ def evaluate(
     dtype of the model's blocks, logits are compared in fp32. `modes` as in
     "sequential,arbitrary,kept:9" (`layershuffle.modes`). A mode with a single order gets one score,
     the others `num_orders`. Orders with common beginnings share their work (`layershuffle.trie`).
+    `groups` int64 `[images, k]` as in `layershuffle.data.Split`: which images are wrong together.
     The model comes back in the train or eval mode it was in. Raises `UsageError` for a mode or an
-    order that does not fit the depth, `DataError` if there is no image.
+    order that does not fit the depth, `DataError` if there is no image or not as many `groups`.
     """
     depth = depth_of(model)
     columns = [
@@ -146,6 +174,10 @@ def evaluate(
             order = mode.policy().draw(depth, seed=seed, step=index)
             per_batch = draw == "batch" and mode.is_drawn(depth)
             columns.append(_PendingScore(mode, index, None if per_batch else order))
+    if groups is not None:
+        image_groups = ImageGroups(groups.numpy())
+        for column in columns:
+            column.tally.groups = image_groups
     # Training calls this between two steps, and dropout must be off here and on again after it.
     was_training = model.training
     model.eval()
@@ -163,6 +195,11 @@ def evaluate(
         model.train(was_training)
     if not columns or not columns[0].tally.images:
         raise DataError("There is nothing to evaluate: no image or no mode was given")
+    if groups is not None and len(groups) != columns[0].tally.images:
+        raise DataError(
+            f"There are {columns[0].tally.images} images, and groups of {len(groups)}",
+            hint="give `groups` a row for every image of the batches",
+        )
     return [
         Score(
             mode=column.mode,
@@ -173,6 +210,8 @@ def evaluate(
             top5=column.tally.top5,
             cross_entropy=column.tally.cross_entropy,
             batch_orders=tuple(column.batch_orders),
+            top1_n=column.tally.top1_n,
+            top5_n=column.tally.top5_n,
         )
         for column in columns
     ]
@@ -264,6 +303,7 @@ def evaluate_spec(
             num_orders=settings.num_orders,
             seed=settings.seed,
             draw=settings.draw,
+            groups=data.splits["test"].groups,
         )
     )
     report = compiler.report()
@@ -320,6 +360,8 @@ def score_rows(scores: Iterable[Score], *, method: str, seed: int, draw: Draw) -
             top5=score.top5,
             cross_entropy=score.cross_entropy,
             draw=draw,
+            top1_n=score.top1_n,
+            top5_n=score.top5_n,
         )
         for score in scores
         if score.mode is not None

@@ -13,6 +13,7 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     TypeAdapter,
@@ -31,13 +32,19 @@ Row = TypeVar("Row")
 Percent = Annotated[float, Field(ge=0, le=100)]  # NaN fails both comparisons
 Count = Annotated[int, Field(ge=1)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+# Files from before these columns, and data without groups of images, say nothing.
+Effective = Annotated[
+    Annotated[float, Field(ge=1, allow_inf_nan=False)] | None,
+    BeforeValidator(lambda value: None if value == "" else value),
+]
 
 
 class ScoreRow(BaseModel):
     """One score: a method (an arm of a study) with a seed, run along one order.
 
     `top1` and `top5` in percent over `n` images, `cross_entropy` in nats. `choose`: how the kept
-    blocks were chosen, empty where all run. `order_seed` numbers the draws of a mode. `order` holds
+    blocks were chosen, empty where all run. `top1_n`, `top5_n`: how many independent images the `n`
+    images count as (`stats.ImageGroups`). `order_seed` numbers the draws of a mode. `order` holds
     block ids, "3,0,2"; it is empty where `draw` is "batch": every batch had another order. Columns
     that this version does not know are kept as text.
     """
@@ -56,6 +63,8 @@ class ScoreRow(BaseModel):
     top5: Percent
     cross_entropy: Finite
     draw: Literal["pass", "batch"]
+    top1_n: Effective = None
+    top5_n: Effective = None
 
     @model_validator(mode="after")
     def _check(self) -> ScoreRow:
@@ -69,19 +78,28 @@ class ScoreRow(BaseModel):
         return self
 
 
-COLUMNS = tuple(ScoreRow.model_fields)
+EFFECTIVE = ("top1_n", "top5_n")
+"""Columns of a results file that are there where the images have groups."""
+COLUMNS = tuple(name for name in ScoreRow.model_fields if name not in EFFECTIVE)
 _DECIMALS = {"top1": ".4f", "top5": ".4f", "cross_entropy": ".6f"}
 
 
 def write_rows(path: Path, rows: Iterable[ScoreRow], *, padded: bool = True) -> None:
-    """Write the rows under `COLUMNS`, then their further columns by name, whole or not at all.
+    """Write the rows under `COLUMNS`, then their further columns, whole or not at all.
 
     `padded` gives every accuracy four decimals and every cross-entropy six; without it a number
     has as few digits as it takes to read the same number back.
     """
     rows = list(rows)
-    names = [*COLUMNS, *sorted({name for row in rows for name in row.model_extra or ()})]
+    names = [*with_effective(COLUMNS, rows)]
+    names += sorted({name for row in rows for name in row.model_extra or ()})
     write_text(path, format_rows(rows, names, decimals=_DECIMALS if padded else {}))
+
+
+def with_effective(columns: Sequence[str], rows: Iterable[object]) -> tuple[str, ...]:
+    """The columns, with those of `EFFECTIVE` behind them if any of the rows has a value there."""
+    grouped = any(getattr(row, name) is not None for row in rows for name in EFFECTIVE)
+    return (*columns, *EFFECTIVE) if grouped else tuple(columns)
 
 
 def format_rows(
@@ -90,7 +108,7 @@ def format_rows(
     """Rows of any type as CSV: the attributes `names` in this order, under a header.
 
     `decimals` gives formats by name; other numbers have as few digits as it takes to read the same
-    number back.
+    number back, and `None` is an empty field.
     """
     formats = decimals or {}
     text = io.StringIO(newline="")
@@ -100,7 +118,8 @@ def format_rows(
     for row in rows:
         values = (getattr(row, name, "") for name in names)
         writer.writerow(
-            format(value, formats.get(name, "")) for name, value in zip(names, values, strict=True)
+            "" if value is None else format(value, formats.get(name, ""))
+            for name, value in zip(names, values, strict=True)
         )
     return text.getvalue()
 

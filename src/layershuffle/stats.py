@@ -5,7 +5,8 @@ it was measured on. The three are kept apart (research practice the paper leaves
 one +-). The interval covers the widest source there is data for: models, else orders, else images.
 
 t-interval: mean +- t(0.975, n-1) s / sqrt(n), Student 1908. Wilson interval: Wilson 1927,
-doi 10.1080/01621459.1927.10502953, which unlike the textbook form is sound near 0 and 100 %.
+doi 10.1080/01621459.1927.10502953, which unlike the textbook form is sound near 0 and 100 %. Images
+whose errors come together count as fewer (`ImageGroups`, decision 021).
 """
 
 from __future__ import annotations
@@ -14,7 +15,12 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from itertools import combinations
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 Kind = Literal["models", "orders", "images", "none"]
 Values = Sequence[float] | Mapping[int, float]
@@ -31,7 +37,9 @@ class Estimate:
     orders within a model, pooled over models. `sd_models`: standard deviation of the models'
     means. `None` where there are fewer than two values to spread. `low`, `high`: 95 % interval
     of `mean` over what `kind` names. `orders`, `images`: per model (the fewest, if they differ).
-    `least`, `most`: the lowest and highest single value.
+    `effective`: how many independent images an interval over images counts; `None` where they
+    were taken as independent, because nobody named groups of them. `least`, `most`: the lowest and
+    highest single value.
     """
 
     mean: float
@@ -43,6 +51,7 @@ class Estimate:
     models: int
     orders: int
     images: int
+    effective: float | None
     least: float
     most: float
 
@@ -62,13 +71,18 @@ class Difference:
 
 
 def estimate(
-    scores: Mapping[int, Sequence[float]], *, images: int, percent: bool = True
+    scores: Mapping[int, Sequence[float]],
+    *,
+    images: int,
+    effective: float | None = None,
+    percent: bool = True,
 ) -> Estimate:
     """The estimate from `scores[seed]`, one value per order, each measured on `images` images.
 
     Several seeds: t-interval over the models' means. One seed, several orders: t-interval over
-    orders. One value: Wilson interval over images if it is a `percent`, else none. Percentages
-    are clipped to [0, 100]. Raises `ValueError` for no scores or a seed without any.
+    orders. One value: Wilson interval over images if it is a `percent`, else none; `effective` of
+    them are independent (`ImageGroups`), all by default. Percentages are clipped to [0, 100].
+    Raises `ValueError` for no scores or a seed without any.
     """
     if not scores or not all(scores.values()):
         raise ValueError("an estimate needs at least one score of every seed")
@@ -76,7 +90,7 @@ def estimate(
     groups = [scores[seed] for seed in sorted(scores)]
     means = [mean(group) for group in groups]
     values = [value for group in groups for value in group]
-    low, high, kind = _interval(means, values, images, percent)
+    low, high, kind = _interval(means, values, images if effective is None else effective, percent)
     return Estimate(
         mean=mean(means),
         sd_orders=pooled_deviation(groups),
@@ -87,6 +101,7 @@ def estimate(
         models=len(groups),
         orders=min(map(len, groups)),
         images=images,
+        effective=effective if kind == "images" else None,
         least=min(values),
         most=max(values),
     )
@@ -190,18 +205,86 @@ def equal_spreads(samples: Sequence[Sequence[float]]) -> float:
     return float(stats.levene(*samples, center="median").pvalue)
 
 
-def wilson_interval(correct: int, images: int) -> tuple[float, float]:
-    """The 95 % Wilson interval, in percent, of `correct` right answers on `images` images."""
-    if not 0 <= correct <= images or images < 1:
-        raise ValueError(f"{correct} right answers on {images} images are impossible")
+def wilson_interval(top1: float, images: float) -> tuple[float, float]:
+    """The 95 % Wilson interval, in percent, of `top1` percent right on `images` images.
+
+    `images` may be effective ones, which are no whole number. Raises `ValueError` for a percentage
+    or a number of images that is impossible.
+    """
+    if not 0 <= top1 <= 100 or images < 1:
+        raise ValueError(f"{top1} % right on {images} images are impossible")
     from scipy import stats
 
-    interval = stats.binomtest(correct, images).proportion_ci(_CONFIDENCE, method="wilson")
-    return 100.0 * float(interval.low), 100.0 * float(interval.high)
+    # In closed form, because scipy's takes whole numbers of right answers and images.
+    share, z = top1 / 100, float(stats.norm.ppf((1 + _CONFIDENCE) / 2))
+    centre = share + z**2 / (2 * images)
+    half = z * math.sqrt(share * (1 - share) / images + z**2 / (4 * images**2))
+    low, high = ((centre + side) / (1 + z**2 / images) for side in (-half, half))
+    # Rounding must not move an end past the percentage itself, where that is 0 or 100.
+    return 100 * max(0.0, min(low, share)), 100 * min(1.0, max(high, share))
+
+
+class ImageGroups:
+    """Groups of test images whose errors come together, as pairs with a digit in common.
+
+    `groups` int64 [n, k]: images that share a number, in whatever columns, may err together; all
+    others are independent. The variance of the share of right answers is then the sum of e_i e_j
+    over all pairs of images that share a group, e the deviations from the mean: the
+    cluster-robust variance for k = 1, the dyadic-robust one for k = 2 (Aronow, Samii and Assenova
+    2015, doi 10.1093/pan/mpv018; decision 021 has the checks).
+    """
+
+    def __init__(self, groups: NDArray[np.int64]) -> None:
+        import numpy as np
+
+        rows = np.sort(groups, axis=1)
+        self.images, self._width = map(int, rows.shape)
+        self.count = len(np.unique(rows))
+        # A pair of one digit with itself belongs to that digit's group once.
+        fresh = np.ones(rows.shape, dtype=bool)
+        fresh[:, 1:] = rows[:, 1:] != rows[:, :-1]
+        # Two images that share two groups are met in the sums over both. Sums over pairs of groups
+        # take them out again, and so on: inclusion and exclusion, in n k steps and not n * n.
+        self._sums: list[tuple[int, NDArray[Any], NDArray[Any]]] = []
+        for size in range(1, self._width + 1):
+            members, names = [], []
+            for columns in map(list, combinations(range(self._width), size)):
+                member = np.flatnonzero(fresh[:, columns].all(axis=1))
+                members.append(member)
+                names.append(rows[member][:, columns])
+            _, group = np.unique(np.concatenate(names), axis=0, return_inverse=True)
+            self._sums.append(((-1) ** (size + 1), np.concatenate(members), group.ravel()))
+
+    def effective(self, right: NDArray[np.bool_]) -> float:
+        """How many independent images would show the share of `right` [n] as exactly as these do.
+
+        Between 1 and n (Kish's effective sample size); fewer where the variance of few groups is
+        itself uncertain, by the t-quantiles of groups and images (Korn and Graubard 1998). Where
+        all images are right, or none, nothing shows how errors come together; then it is as many
+        as can share no group. Raises `ValueError` for another number of images.
+        """
+        import numpy as np
+        from scipy import stats
+
+        if len(right) != self.images:
+            raise ValueError(f"{len(right)} images, and groups of {self.images}")
+        deviations = right - right.mean()
+        alone = float((deviations**2).sum())
+        if self.count < 2 or alone == 0:
+            return max(1.0, min(float(self.images), self.count / self._width))
+        together = sum(
+            sign * float((np.bincount(group, deviations[members]) ** 2).sum())
+            for sign, members, group in self._sums
+        )
+        # The degrees of freedom are those of the groups, not of the images.
+        groups, images = self.count - 1, self.images - 1
+        effect = together / alone * (self.count / groups) / (self.images / images)
+        wide, narrow = map(float, stats.t.ppf((1 + _CONFIDENCE) / 2, (groups, images)))
+        return max(1.0, self.images / max(1.0, effect) * (narrow / wide) ** 2)
 
 
 def _interval(
-    means: Sequence[float], values: Sequence[float], images: int, percent: bool
+    means: Sequence[float], values: Sequence[float], images: float, percent: bool
 ) -> tuple[float | None, float | None, Kind]:
     kind: Kind
     if len(values) > 1:
@@ -210,5 +293,5 @@ def _interval(
         low, high = t_interval(means if kind == "models" else values)
         return (max(0.0, low), min(100.0, high), kind) if percent else (low, high, kind)
     if percent:
-        return *wilson_interval(round(values[0] * images / 100.0), images), "images"
+        return *wilson_interval(values[0], images), "images"
     return None, None, "none"

@@ -66,3 +66,18 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, width: int = 
     with console.capture() as capture:
         console.print(grid, markup=False)
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def counted_as(effective: Iterable[float | None]) -> str:
+    """What follows "over 1,000 images": as how many independent ones Wilson intervals count them.
+
+    `effective` as in `stats.Estimate`, of one or more scores.
+    """
+    given = list(effective)
+    counts = sorted(round(count) for count in given if count is not None)
+    if not counts:
+        return "taken as independent"
+    span = f"{counts[0]:,}" if counts[0] == counts[-1] else f"{counts[0]:,} to {counts[-1]:,}"
+    # Scores from before effective numbers may stand beside newer ones.
+    rest = ", or were taken as independent" if len(counts) < len(given) else ""
+    return f"which count as {span} independent ones{rest}"

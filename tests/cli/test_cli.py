@@ -9,6 +9,7 @@ import pytest
 
 from layershuffle.cli import main
 from layershuffle.errors import SettingsError
+from layershuffle.stats import wilson_interval
 
 MODEL = (
     "timm:vit_tiny_patch16_224?pretrained=false&num_classes=100&in_chans=1&img_size=12,20"
@@ -56,6 +57,13 @@ def test_eval_table_and_json_agree_and_replay(capsys, fitted):
     tops = [score["top1"] for score in arbitrary["scores"]]
     assert arbitrary["top1"]["mean"] == pytest.approx(sum(tops) / 3)
     assert f" {arbitrary['top1']['mean']:.2f} " in table
+    sequential = report["modes"][0]["top1"]
+    assert [sequential["low"], sequential["high"]] == pytest.approx(
+        wilson_interval(sequential["mean"], sequential["effective"])
+    )
+    counted = f"which count as {round(sequential['effective'])} independent ones"
+    assert f"of a single order Wilson over the images, {counted}" in " ".join(table.split())
+    assert arbitrary["top1"]["effective"] is None
     drawn = arbitrary["scores"][2]
     _, text, _ = run(
         capsys, "eval", str(fitted), "--data", DATA, "--order", drawn["order"], "--json"
@@ -68,6 +76,7 @@ def test_eval_per_batch_says_so(capsys, fitted):
     words = ["eval", str(fitted), "--data", DATA, "--modes", "arbitrary", "--draw", "batch"]
     _, table, _ = run(capsys, *words, "--num-orders", "2", "--batch-size", "8")
     assert "one order per batch" in table
+    assert "Wilson" not in table
 
 
 @pytest.mark.parametrize(

@@ -201,3 +201,16 @@ def test_bad_digit_specs(spec: str, words: str) -> None:
 def test_augmentation_of_digits_is_refused() -> None:
     with pytest.raises(UsageError, match="lose their label"):
         small(augment=True)
+
+
+def test_pairs_name_the_digits_that_they_are_made_of() -> None:
+    """The groups of the first 7 pairs of the fixed shuffle are their own digits."""
+    options = DataOptions(train=False, max_test=7)
+    split = open_data("digit-pairs?test=40", DIGIT_VIEW, options=options).splits["test"]
+    values = digit_images()[1]
+    assert split.groups is not None
+    assert split.groups.shape == (7, 2)
+    tens, ones = values[split.groups].unbind(1)
+    assert (10 * tens + ones).tolist() == [label for _, label in split.dataset]  # type: ignore[attr-defined]
+    whole = open_data("digit-pairs?test=40", DIGIT_VIEW, options=DataOptions(train=False))
+    assert torch.equal(whole.splits["test"].groups, draw_pairs("test", 40).digits)

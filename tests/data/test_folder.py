@@ -225,3 +225,37 @@ def test_files_of_other_kinds_are_counted_in_the_notes(root: Path) -> None:
     (note,) = [n for n in opened(root, VIEW).notes if "left out" in n and "known" in n]
     assert note.startswith("train: 2 files are no images of a known kind and were left out")
     assert f"{first.name}/a.gif" in note
+
+
+def test_groups_of_test_images_come_from_a_file(root: Path) -> None:
+    """Also with a limit and with images that are skipped: each keeps its own group."""
+    (root / "val" / "bee" / "02.png").write_bytes(b"no image")
+    lines = [f"val/{name}/{k:02d}.png,{'ab'[k % 2]}{k // 4}" for name in CLASSES for k in range(5)]
+    (root / "groups.csv").write_text("\n".join(["file,group", *lines[::-1], "train/x.png,z"]))
+    for options in ({}, {"max_test": 7}, {"skip_corrupt": True}, {"train": False}):
+        data = opened(root, **options)
+        groups = data.splits["test"].groups
+        dataset = data.splits["test"].dataset
+        rows = dataset.indices if "max_test" in options else range(len(dataset))
+        inner = dataset.dataset if "max_test" in options else dataset
+        files = [Path(inner.table.name(inner.indices[row])) for row in rows]
+        named = {line.split(",")[0]: line.split(",")[1] for line in lines}
+        texts = [named[file.relative_to(root).as_posix()] for file in files]
+        same = [[one == other for one in texts] for other in texts]
+        assert (groups == groups.T).tolist() == same
+        assert "val: 15 images in 3 groups" in data.notes
+    assert data.splits["test"].size == 15
+    assert opened(root, skip_corrupt=True).splits["test"].size == 14
+
+
+def test_groups_that_leave_images_out_are_refused(root: Path) -> None:
+    path = root / "groups.csv"
+    path.write_text("file,group\nval/ant/00.png,a\nval/ant/01.png,\n")
+    with pytest.raises(DataError, match=r"14 images have no group: val/ant/01\.png") as caught:
+        opened(root)
+    assert caught.value.place == path
+    path.write_text("image,group\nval/ant/00.png,a\n")
+    with pytest.raises(DataError, match=r"cannot be read \(KeyError: 'file'"):
+        opened(root)
+    path.unlink()
+    assert opened(root).splits["test"].groups is None

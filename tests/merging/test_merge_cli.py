@@ -27,6 +27,8 @@ from layershuffle.merging.scoring import score_ensemble, score_merging
 from layershuffle.merging.settings import EnsembleSettings, MergingSettings
 from layershuffle.models import image_view
 from layershuffle.policies import Shuffled, policy_to_json
+from layershuffle.results import EFFECTIVE
+from layershuffle.stats import wilson_interval
 
 DATA = "digit-pairs?train=40&validation=30&test=50"
 SPEC = (
@@ -268,7 +270,7 @@ def test_random_merges_table_csv_and_json_agree(capsys, work):
         "ensemble probabilities-independent",
     ]  # fmt: skip
     rows = list(csv.DictReader(io.StringIO((work / "scores.csv").read_text())))
-    assert tuple(rows[0]) == COLUMNS
+    assert tuple(rows[0]) == (*COLUMNS, *EFFECTIVE)
     tops = [float(row["top1"]) for row in rows if row["kind"] == "merge"]
     assert (len(tops), len({row["donors"] for row in rows if row["kind"] == "merge"})) == (5, 5)
     assert groups["merge average"]["top1"]["mean"] == pytest.approx(sum(tops) / 5)
@@ -288,7 +290,14 @@ def test_ensemble_command(capsys, work):
     assert report["top1"]["mean"] == pytest.approx(sum(s.top1 for s in scores) / 3)
     _, text, _ = run(capsys, *words, "--mode", "sequential")
     assert "sequential orders, 1 draw, 50 images" in text
-    assert "over images (Wilson)" in text
+    report = json.loads(run(capsys, *words, "--mode", "sequential", "--json")[1])["top1"]
+    assert (report["kind"], report["images"]) == ("images", 50)
+    assert 1 <= report["effective"] <= 50
+    count = round(report["effective"])
+    assert f"over images (Wilson), which count as {count} independent ones" in text
+    assert [report["low"], report["high"]] == pytest.approx(
+        wilson_interval(report["mean"], report["effective"])
+    )
 
 
 RANDOM = ["merge", "runs/a", "runs/b", "--random", "2", "--data", DATA]

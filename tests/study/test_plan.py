@@ -6,14 +6,17 @@ import pytest
 from fixture import TINY, run_rows, write_run
 
 import layershuffle as ls
+from layershuffle.cli import main
 from layershuffle.errors import UsageError
 from layershuffle.settings import EvalSettings
 from layershuffle.study.dry_run import (
     StudySubject,
     Work,
+    architecture,
     block_runs,
     forecast,
     forecast_text,
+    open_subject,
     open_subjects,
     orders_of,
     plan_text,
@@ -185,7 +188,7 @@ def test_another_spelling_of_the_same_modes_goes_on(study, tmp_path):
 
 def test_the_plan_in_words(study):
     tasks = tasks_of(study)
-    text = plan_text(study, tasks, dict.fromkeys([task.name for task in tasks], SUBJECT))
+    text = plan_text(study, tasks, subjects=dict.fromkeys([t.name for t in tasks], SUBJECT))
     assert "10 runs, 4 mergings and analyses" in text
     assert "baseline: baseline, seeds 0, 1, 2; 100 steps of 64" in text
     assert "merging-baseline: 7 merges of 3 models" in text
@@ -223,7 +226,7 @@ def test_time_comes_from_finished_runs(tmp_path):
 
     def predict():
         tasks = tasks_of(study)
-        return forecast(study, tasks, open_subjects(tasks), out=tmp_path, workers=2)
+        return forecast(study, tasks, subjects=open_subjects(tasks), out=tmp_path, workers=2)
 
     before = predict()
     assert (before.seconds, before.measured, before.work.steps) == (None, 0, 8)
@@ -241,6 +244,86 @@ def test_time_comes_from_finished_runs(tmp_path):
     )
     model = ls.load(TINY["model"])
     assert before.bytes_left == after.bytes_left == 2 * sum(p.nbytes for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "counted"),
+    [
+        # 47,500 images stay of 50,000: 372 batches of 128. Two models, five seeds; one arm of one
+        # epoch and four of 20.
+        ("cifar100-paper", 2 * 5 * 372 * (1 + 4 * 20), "CIFAR-100, 50,000 images and 10,000"),
+        # The paper's protocol holds nothing out: 2,002 batches of 640. 12 baselines for an epoch;
+        # 12 models, and six arms of five, for 20.
+        ("imagenet-paper", 2002 * (12 + (12 + 6 * 5) * 20), "ImageNet-1k, 1,281,167 images and"),
+    ],
+)
+def test_the_large_recipes_are_planned_with_nothing_at_hand(
+    repository, tmp_path, monkeypatch, capsys, name, steps, counted
+):
+    """No weights, no images, no network: what cannot be measured is estimated, and that is said."""
+
+    def refuse(*_):
+        raise AssertionError("a dry run asks no network")
+
+    monkeypatch.setattr("socket.socket.connect", refuse)
+    monkeypatch.setattr("socket.getaddrinfo", refuse)
+    monkeypatch.chdir(tmp_path)
+    recipe = repository / "recipes" / f"{name}.yaml"
+    assert main(["reproduce", str(recipe), "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    assert f"Work: {steps:,} training steps, and " in text
+    model = "Estimated: hf:google/vit-base-patch16-224 is not on this machine: depth and size are"
+    assert f"{model} those of timm's vit_base_patch16_224" in text
+    assert f": counted as {counted}" in text
+    # 20 or 5 orders of each drawn mode, and the sequential one.
+    assert f"seeds 0, 1, 2, 3, 4; 20 epochs of {128 if '100' in counted else 640} images" in text
+
+
+@pytest.mark.parametrize(
+    ("model", "plain"),
+    [
+        ("bundled:digits", "bundled:digits"),
+        ("timm:vit_tiny_patch16_224", "timm:vit_tiny_patch16_224?pretrained=false"),
+        (
+            "timm:vit_tiny_patch16_224?depth=4&pretrained=true&img_size=12,20",
+            "timm:vit_tiny_patch16_224?depth=4&img_size=12,20&pretrained=false",
+        ),
+        ("torchvision:vit_b_16?weights=DEFAULT", "torchvision:vit_b_16?pretrained=false"),
+        ("hf:/no/such/vit_base_patch16_224", "hf:/no/such/vit_base_patch16_224?pretrained=false"),
+        ("hf:somebody/of-no-known-name", "hf:somebody/of-no-known-name?pretrained=false"),
+    ],
+)
+def test_the_architecture_of_a_spec_without_its_weights(model, plain):
+    """What is named exactly is built exactly, so nothing is said of it."""
+    assert architecture(model) == (plain, ())
+
+
+def test_a_configuration_in_the_cache_of_the_hub_is_built(tmp_path, monkeypatch):
+    """As `hf download` leaves it; no weights are there."""
+    snapshot = tmp_path / "models--a--b" / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    refs = tmp_path / "models--a--b" / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("0" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert architecture("hf:a/b?revision=main") == (f"hf:{snapshot}?pretrained=false", ())
+
+
+def test_data_that_nobody_knows_leave_the_work_unknown(tmp_path):
+    """Sizes come from the model alone; a run of so many steps is counted where images are given."""
+    study = StudySettings(**{**TINY, "data": "folder:nowhere", "fit": {"epochs": 1}})
+    tasks = tasks_of(study)
+    expected = forecast(study, tasks, subjects=open_subjects(tasks), out=tmp_path, workers=1)
+    text = forecast_text(expected, tmp_path)
+    assert expected.work is None
+    assert "Work: not known, because the number of images is not" in text
+    assert "Estimated: folder:nowhere cannot be opened (the data folder does not exist)" in text
+    assert expected.bytes_left == 2 * sum(p.nbytes for p in ls.load(TINY["model"]).parameters())
+    counted = {**TINY, "data": "folder:nowhere", "evaluate": {"max_images": 9}}
+    assert all(
+        work_of(task, open_subject(task.settings)) for task in tasks_of(StudySettings(**counted))
+    )
 
 
 def test_finished_scores_of_another_precision_are_refused(study, tmp_path):

@@ -10,7 +10,7 @@ from fixture import merging_rows, write_merging, write_run, write_study
 from scipy.stats import ttest_rel
 
 from layershuffle.results import ScoreRow
-from layershuffle.stats import mean
+from layershuffle.stats import mean, wilson_interval
 from layershuffle.study.budget import budget_points, budget_section
 from layershuffle.study.claims import judge
 from layershuffle.study.merging_report import beeswarm_offsets, merging_section
@@ -20,7 +20,7 @@ from layershuffle.study.report import escape_markdown, write_report
 from layershuffle.study.settings import StudySettings
 from layershuffle.study.store import read_study
 from layershuffle.study.summary import Column, summarise
-from layershuffle.study.tables import choices_table, table_1
+from layershuffle.study.tables import choices_table, table_1, table_notes
 from layershuffle.study.verdicts import CLAIMS
 
 
@@ -383,6 +383,29 @@ def test_the_report_holds_all_of_it_and_says_what_is_missing(out):
     claims = (out / "claims.md").read_text()
     assert "**Holds.** ensemble 80.00, +8.00 points." in claims
     assert "umap-layershuffle-seed0" in page
+
+
+def test_grouped_images_widen_the_interval_and_the_notes_say_so(tmp_path):
+    """One model in one order: Wilson over 343.3 images in place of 1,000."""
+    out = write_study(tmp_path, arms={"baseline": "baseline"}, more_arms=[{"method": "layerdrop"}])
+    (task,) = [task for task in runs_of(read_plan(out)) if task.name == "layerdrop-seed0"]
+    row = ScoreRow(
+        method="layerdrop", seed=0, mode="sequential", kept=12, choose="", order_seed=0, order=FULL,
+        n=1000, top1=80.0, top5=95.0, cross_entropy=1.0, draw="pass", top1_n=343.3, top5_n=400.0,
+    )  # fmt: skip
+    task.directory(out).mkdir(parents=True)
+    write_run(out, task, [row])
+    summary = summarise(read_study(out))
+    cell = summary.cell("layerdrop", Column("sequential", 12))
+    assert (cell.top1.low, cell.top1.high) == wilson_interval(80.0, 343.3)
+    assert (cell.top5.low, cell.top5.high) == wilson_interval(95.0, 400.0)
+    (note,) = [note for note in table_notes(summary) if "Wilson" in note]
+    # The baseline of this study has no groups: it is older, or its data name none.
+    words = "(one model, one order), which count as 343 independent ones, or were taken as"
+    assert words in note
+    plain = write_study(tmp_path / "plain", arms={"baseline": "baseline"})
+    (note,) = [note for note in table_notes(summarise(read_study(plain))) if "Wilson" in note]
+    assert "Wilson over 5,000 images (one model, one order), taken as independent" in note
 
 
 @pytest.mark.parametrize(

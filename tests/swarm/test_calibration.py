@@ -21,7 +21,7 @@ from layershuffle.orders import ExecutionOrder
 from layershuffle.position import add_position
 from layershuffle.position_forms import EncodingForm
 from layershuffle.stack import running
-from layershuffle.stats import t_interval, wilson_interval
+from layershuffle.stats import ImageGroups, t_interval, wilson_interval
 from layershuffle.swarm.calibration import (
     Calibration,
     Row,
@@ -76,6 +76,14 @@ def test_equal_to_a_slow_count():
     assert (found.split, found.orders, found.images, found.seed) == ("test", 3, 25, 5)
     assert found.classes[:2] == ("00", "01")
     assert found.weights == weights_digest(model)
+    clusters = ImageGroups(data.splits["test"].groups.numpy())
+    counts = []
+    for index in range(3):
+        blocks = ls.Shuffled().draw(3, seed=5, step=index).blocks[:2]
+        with torch.inference_mode(), running(model, blocks):
+            right = [int(model(x).argmax()) == label for x, label in items]
+        counts.append(round(clusters.effective(np.array(right)), 1))
+    assert found.rows[1].effective == pytest.approx(3 / sum(1 / count for count in counts))
     assert found == calibrate(model, DATA, orders=3, images=25, seed=5, batch_size=25)
 
 
@@ -87,15 +95,30 @@ def test_all_numbers_of_blocks_cost_little_more_than_one():
     assert block_executions(build_trie(orders)) == block_executions(build_trie(whole)) <= 20 * 12
 
 
-def scored(values, *, images):
+def scored(values, *, images, effective=None):
     """Scores of one block in as many orders, with these accuracies."""
     return [
         Score(
             mode=Mode(order="arbitrary", kept=1), index=index, images=images,
-            order=ExecutionOrder((0,), 1), top1=value, top5=0.0, cross_entropy=0.0,
+            order=ExecutionOrder((0,), 1), top1=value, top5=0.0, cross_entropy=0.0, top1_n=count,
         )
-        for index, value in enumerate(values)
+        for index, (value, count) in enumerate(
+            zip(values, effective or [None] * len(values), strict=True)
+        )
     ]  # fmt: skip
+
+
+def test_images_that_are_wrong_together_count_as_fewer():
+    """Wilson's half-widths with the harmonic mean of the orders' effective numbers of images."""
+    values = [60.0, 64.0, 62.0, 70.0]
+    (row,) = rows_of(scored(values, images=50, effective=[10.0, 20.0, 20.0, 40.0]))
+    assert row.effective == pytest.approx(4 / (1 / 10 + 2 / 20 + 1 / 40))
+    (t_low, t_high), (w_low, w_high) = t_interval(values), wilson_interval(64.0, row.effective)
+    assert row.low == pytest.approx(64 - math.hypot(64 - t_low, 64 - w_low))
+    assert row.high == pytest.approx(64 + math.hypot(t_high - 64, w_high - 64))
+    (alone,) = rows_of(scored(values, images=50))
+    assert alone.effective is None
+    assert alone.low > row.low
 
 
 def test_intervals_hold_both_spreads():
@@ -103,14 +126,14 @@ def test_intervals_hold_both_spreads():
     values = [60.0, 64.0, 62.0, 70.0]
     (row,) = rows_of(scored(values, images=50))
     t_low, t_high = t_interval(values)
-    w_low, w_high = wilson_interval(32, 50)
+    w_low, w_high = wilson_interval(64.0, 50)
     assert row.top1 == 64
     assert row.low == pytest.approx(64 - math.hypot(64 - t_low, 64 - w_low))
     assert row.high == pytest.approx(64 + math.hypot(t_high - 64, w_high - 64))
     assert row.low < min(t_low, w_low)
     (sure,) = rows_of(scored([100.0] * 4, images=50))
     assert (sure.top1, sure.high) == (100, 100)
-    assert sure.low == pytest.approx(wilson_interval(50, 50)[0])
+    assert sure.low == pytest.approx(wilson_interval(100.0, 50)[0])
 
 
 @pytest.mark.parametrize("images", [40, 400])
@@ -146,6 +169,13 @@ def test_expected_over():
     assert low == pytest.approx(60 - math.hypot(5, chance))
     assert high == pytest.approx(60 + math.hypot(2, chance))
     assert expected_over(made_up(), [0, 4])[0] == 40
+    # 90 images that count as 30 have a design effect of 3; 45 answers would have one of 1.99.
+    rows = [row.model_copy(update={"effective": 30.0}) for row in made_up().rows]
+    grouped = made_up().model_copy(update={"rows": tuple(rows)})
+    effect = 1 + 2 * 44 / 89
+    chance = 1.96 * math.sqrt(80 * 20 / 45 * effect)
+    assert expected_over(grouped, [4] * 45)[1] == pytest.approx(80 - math.hypot(5, chance))
+    assert expected_over(grouped, [4])[1] == expected_over(made_up(), [4])[1]
     with pytest.raises(UsageError, match="No answers"):
         expected_over(made_up(), [])
 
@@ -208,7 +238,7 @@ def test_the_gateway_tells_it():
     full, part, swarm = asyncio.run(go())
     assert full["expected"] == {
         "top1": 80, "low": 75, "high": 82, "kept": 4, "orders": 7, "images": 90,
-        "data": "digit-pairs", "split": "test",
+        "data": "digit-pairs", "split": "test", "effective": None,
     }  # fmt: skip
     assert full["expected_why"] == ""
     assert part["expected"]["top1"] == 40

@@ -11,7 +11,7 @@ import tyro
 
 from layershuffle.cli.command import Command, Inline
 from layershuffle.settings import EvalSettings
-from layershuffle.text import table
+from layershuffle.text import counted_as, table
 
 if TYPE_CHECKING:
     from layershuffle.evaluation import Evaluation, Score
@@ -98,6 +98,7 @@ def estimates(scores: Sequence[Score | EnsembleScore]) -> dict[str, Any]:
                 # One model: its interval covers orders, or images where there is a single order.
                 {0: [getattr(score, metric) for score in scores]},
                 images=scores[0].images,
+                effective=getattr(scores[0], f"{metric}_n", None),
                 percent=metric != "cross_entropy",
             )
         )
@@ -123,6 +124,8 @@ def _text(report: dict[str, Any]) -> str:
                 f"{mode['cross_entropy']['mean']:.3f}",
             )
         )
+    over_images = [m["top1"]["effective"] for m in report["modes"] if m["top1"]["kind"] == "images"]
+    single = f"; of a single order Wilson over the images, {counted_as(over_images)}"
     header = ("mode", "kept", "orders", "top-1 %", "sd", "95 %", "top-5 %", "CE")
     return "\n".join(
         [
@@ -131,8 +134,7 @@ def _text(report: dict[str, Any]) -> str:
             + ("compiled blocks" if reason is None else f"eager mode: {reason}"),
             table(header, rows),
             f"{report['modes'][0]['images']} images each. sd: over orders. 95 %: t-interval over "
-            "orders, Wilson interval over images where there is one order. --json lists the "
-            "orders.",
+            f"orders{single if over_images else ''}. --json lists the orders.",
             *report["notes"],
         ]
     )

@@ -16,7 +16,7 @@ from layershuffle.cli.eval import estimates
 from layershuffle.errors import UsageError
 from layershuffle.merging.rows import MergingRow, by_model, group_rows, rows_csv
 from layershuffle.merging.settings import EnsembleSettings, MergingSettings
-from layershuffle.text import table
+from layershuffle.text import counted_as, table
 
 _TABLE_WIDTH = 120  # ten columns
 
@@ -122,7 +122,9 @@ def _merging_group(rows: Sequence[MergingRow]) -> dict[str, Any]:
     from layershuffle.stats import estimate
 
     def over_models(metric: str, *, percent: bool) -> dict[str, Any]:
-        return asdict(estimate(by_model(rows, metric), images=rows[0].n, percent=percent))
+        images, effective = rows[0].n, getattr(rows[0], f"{metric}_n", None)
+        scores = by_model(rows, metric)
+        return asdict(estimate(scores, images=images, effective=effective, percent=percent))
 
     first = rows[0]
     # The name of a donor is its own, and a group of donors has many.
@@ -157,6 +159,9 @@ def _merging_text(report: dict[str, Any]) -> str:
                 f"{group['cross_entropy']['mean']:.3f}",
             )
         )
+    estimates = [group["top1"] for group in report["groups"]]
+    over_images = [top1["effective"] for top1 in estimates if top1["kind"] == "images"]
+    counted = f", {counted_as(over_images)}" if over_images else ""
     header = ("", "models", "orders", "top-1 %", "sd", "min", "max", "95 %", "top-5 %", "CE")
     return "\n".join(
         [
@@ -165,7 +170,7 @@ def _merging_text(report: dict[str, Any]) -> str:
             table(header, rows, width=_TABLE_WIDTH),
             f"{report['groups'][0]['top1']['images']} images each. *: what the settings name "
             "first. sd and 95 %: over models (t-interval), of a single model over its orders, of a "
-            "single order over images (Wilson). min, max: single scores.",
+            f"single order over images (Wilson{counted}). min, max: single scores.",
             *report["notes"],
         ]
     )
@@ -215,7 +220,9 @@ class EnsembleCommand(Command):
 
 def _ensemble_text(report: dict[str, Any]) -> str:
     settings, top1, count = report["settings"], report["top1"], len(report["scores"])
-    over = "orders (t-interval)" if top1["kind"] == "orders" else "images (Wilson)"
+    over = "orders (t-interval)"
+    if top1["kind"] == "images":
+        over = f"images (Wilson), {counted_as([top1['effective']])}"
     spread = "" if top1["sd_orders"] is None else f", sd {top1['sd_orders']:.2f}"
     # In sequential order there is only one order to draw.
     orders = "" if settings["mode"] == "sequential" else f" {settings['orders']}"

@@ -42,7 +42,7 @@ class ReproduceCommand(Command):
     disk that all its machines share."""
     dry_run: bool = False
     """Print the tasks with the work and disk that they will take, and the time once a run is
-    finished."""
+    finished. Needs no weights and no network; what is not there is estimated."""
 
     def run(self) -> int:
         """Run the study; raises `LayerShuffleError` if a run failed (the others are reported)."""
@@ -57,8 +57,8 @@ class ReproduceCommand(Command):
         tasks = tasks_for(study, self.only)
         if self.dry_run:
             subjects = open_subjects(tasks)
-            print(plan_text(study, tasks, subjects))
-            expected = forecast(study, tasks, subjects, out=out, workers=self.workers)
+            print(plan_text(study, tasks, subjects=subjects))
+            expected = forecast(study, tasks, subjects=subjects, out=out, workers=self.workers)
             print(forecast_text(expected, out))
             return 0
 

@@ -63,10 +63,15 @@ class DataOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """One part of the data. `size` is None for a stream, whose length is not known beforehand."""
+    """One part of the data. `size` is None for a stream, whose length is not known beforehand.
+
+    `groups` int64 [size, k]: images with a number in common may be wrong together (pairs of one
+    handwritten digit, frames of one video); None where images are taken as independent.
+    """
 
     dataset: Dataset[Item]
     size: int | None
+    groups: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,12 +157,16 @@ def stratified_holdout(
     return sorted(training), sorted(held_out)
 
 
-def limited_test(dataset: Dataset[Item], size: int, *, limit: int | None) -> Split:
+def limited_test(
+    dataset: Dataset[Item], size: int, *, limit: int | None, groups: Tensor | None = None
+) -> Split:
     """The test split, or the first `limit` images of one fixed shuffle of it."""
     if limit is None or limit >= size:
-        return Split(dataset=dataset, size=size)
+        return Split(dataset=dataset, size=size, groups=groups)
     shuffle = torch.randperm(size, generator=generator_for("max_test", TEST_SHUFFLE_SEED))
-    return Split(dataset=Subset(dataset, sorted(shuffle[:limit].tolist())), size=limit)
+    rows = sorted(shuffle[:limit].tolist())
+    taken = None if groups is None else groups[rows]
+    return Split(dataset=Subset(dataset, rows), size=limit, groups=taken)
 
 
 def check_labels(labels: Sequence[int] | Tensor, classes: int, *, place: str | Path) -> None:

@@ -127,12 +127,15 @@ def compose(draws: PairDraws) -> tuple[Tensor, Tensor]:
 class DigitPairs(Dataset[Item]):
     """Digit pairs in one uint8 tensor of ink; a larger view is filled bilinearly by `finish`.
 
+    `digits` int64 [n, 2]: the handwritten digits of each pair, left and right.
     `__getitems__` fetches a whole batch by one index; torch's DataLoader and Subset call it by
     themselves.
     """
 
     def __init__(self, split: str, count: int) -> None:
-        self.canvases, self.labels = compose(draw_pairs(split, count))
+        draws = draw_pairs(split, count)
+        self.canvases, self.labels = compose(draws)
+        self.digits = draws.digits
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -179,7 +182,9 @@ def open_source(request: SourceRequest) -> ImageData:
         )
     counts = pair_counts(request.settings)
     test = DigitPairs("test", counts["test"])
-    splits = {"test": limited_test(test, len(test), limit=request.options.max_test)}
+    # A digit that is hard to read is so in all its pairs, on the left and on the right.
+    tested = limited_test(test, len(test), limit=request.options.max_test, groups=test.digits)
+    splits = {"test": tested}
     if request.options.train:
         for name, source in (("train", "train"), ("holdout", "validation")):
             pairs = DigitPairs(source, counts[source])

@@ -3,15 +3,21 @@
 The class index is the place of the folder's name in sorted order, as in torchvision's ImageFolder.
 `validation/` and `test/` are accepted for `val/`; with both a validation and a test folder the
 first picks the checkpoint and the second is reported.
+
+Images of the reported split that are wrong together (frames of one video, photographs of one
+patient) can be named in DIR/groups.csv; intervals over images then count the groups. It has the
+columns `file` ("val/cat/1.jpg") and `group` (any text).
 """
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from PIL import Image
 from torch import Tensor
 
@@ -20,11 +26,12 @@ from layershuffle.data.decode import read_pixels
 from layershuffle.data.images import mode_for, read_image
 from layershuffle.data.tables import Tables, assemble
 from layershuffle.errors import DataError
-from layershuffle.text import shortened
+from layershuffle.text import one_line, shortened
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".pgm", ".bmp", ".tif", ".tiff", ".webp")
 VALIDATION_NAMES = ("val", "validation")
 TEST_NAME = "test"
+GROUPS_FILE = "groups.csv"
 
 
 class FolderTable:
@@ -69,8 +76,8 @@ class FolderTable:
 def open_source(request: SourceRequest) -> ImageData:
     """Class folders as ImageData.
 
-    Raises DataError if DIR, its split folders or images are missing, a class folder is empty, or
-    the classes of two splits differ.
+    Raises DataError if DIR, its split folders or images are missing, a class folder is empty, the
+    classes of two splits differ, or groups.csv does not name every image of the reported split.
     """
     root = Path(request.place).expanduser()
     channels = request.view.channels
@@ -91,8 +98,18 @@ def open_source(request: SourceRequest) -> ImageData:
         for split, table in ((test, tested), (train, trained), (validation, validated))
         if split is not None and table is not None and table.others
     ]
+    groups = group_numbers(root, tested.files)
+    if groups is not None:
+        notes.append(
+            f"{test.name}: {len(groups)} images in {len(set(groups[:, 0].tolist()))} groups"
+        )
     tables = Tables(
-        classes=classes, test=tested, train=trained, validation=validated, notes=tuple(notes)
+        classes=classes,
+        test=tested,
+        train=trained,
+        validation=validated,
+        test_groups=groups,
+        notes=tuple(notes),
     )
     return assemble(request, tables)
 
@@ -166,6 +183,35 @@ def folder_table(split: Path, classes: Sequence[str], *, channels: int) -> Folde
         # Hidden files such as .DS_Store come by themselves: a note about them would only alarm.
         left_out += [f"{name}/{other}" for other in others if not other.startswith(".")]
     return FolderTable(files, labels, channels=channels, others=left_out)
+
+
+def group_numbers(root: Path, files: Sequence[str]) -> Tensor | None:
+    """The group of every file, int64 [n, 1], from DIR/groups.csv; None without that file.
+
+    Raises DataError if it cannot be read or leaves a file out.
+    """
+    path = root / GROUPS_FILE
+    if not path.is_file():
+        return None
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            named = {row["file"]: row["group"] for row in csv.DictReader(file, strict=True)}
+    except (OSError, UnicodeDecodeError, csv.Error, KeyError) as error:
+        raise DataError(
+            f"the groups of images cannot be read ({type(error).__name__}: {one_line(error)})",
+            place=path,
+            hint="its first line is file,group and another one is for example val/cat/1.jpg,anna",
+        ) from error
+    names = [Path(file).relative_to(root).as_posix() for file in files]
+    # A group for some images only would count the others as independent, or as one group.
+    if absent := [name for name in names if not named.get(name)]:
+        raise DataError(
+            f"{len(absent)} images have no group: {shortened(absent)}",
+            place=path,
+            hint="add a line for each; an image that is like no other is a group of its own",
+        )
+    numbers = {group: number for number, group in enumerate(sorted(set(named.values())))}
+    return torch.tensor([[numbers[named[name]]] for name in names])
 
 
 def _other_files(split: Path, table: FolderTable) -> str:

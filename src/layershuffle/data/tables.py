@@ -119,7 +119,8 @@ class AugmentedImages(Dataset[Item]):
 class Tables:
     """What a source found. `holdout` are rows of `train`; without it a stratified share is cut.
 
-    `validation` is a split of its own that picks the checkpoint instead of a cut.
+    `validation` is a split of its own that picks the checkpoint instead of a cut. `test_groups`
+    int64 [n, k] are the groups of the test images, as `Split.groups`.
     """
 
     classes: tuple[str, ...]
@@ -127,6 +128,7 @@ class Tables:
     train: ImageTable | None = None
     validation: ImageTable | None = None
     holdout: tuple[Sequence[int], Sequence[int]] | None = None
+    test_groups: Tensor | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -153,7 +155,8 @@ def assemble(request: SourceRequest, tables: Tables) -> ImageData:
     # Scores always come from Pillow's pixels, whatever makes training faster.
     plain = PlainTransform(request.view)
     test = TransformedImages(tables.test, rows["test"], plain)
-    splits = {"test": limited_test(test, len(test), limit=options.max_test)}
+    groups = None if tables.test_groups is None else tables.test_groups[rows["test"]]
+    splits = {"test": limited_test(test, len(test), limit=options.max_test, groups=groups)}
     if options.train and tables.train is not None:
         splits |= _training_splits(request, tables, rows, notes)
     return ImageData(

@@ -17,6 +17,7 @@ from layershuffle.models import logits_of
 from layershuffle.modes import Mode, parse_modes
 from layershuffle.orders import ExecutionOrder
 from layershuffle.stack import depth_of
+from layershuffle.stats import ImageGroups
 from layershuffle.trie import build_trie, forward_trie
 
 Variant = tuple[Combine, EnsembleOrders]
@@ -39,16 +40,17 @@ def evaluate_ensemble(
     orders: EnsembleOrders = "independent",
     combine: Combine = "logits",
     draw: Draw = "pass",
+    groups: Tensor | None = None,
 ) -> list[EnsembleScore]:
     """The scores of the ensemble of `donors`, one for each of `num_orders` draws.
 
     `orders`: all members run in one order, or each in its own. `combine`: the mean of logits, or of
-    probabilities. `mode` as in `evaluate`, a single one. Raises `UsageError` for modes that do not
-    fit, `DataError` if there is no image.
+    probabilities. `groups` as in `evaluate`, and `mode` too, but a single one. Raises `UsageError`
+    for modes that do not fit, `DataError` if there is no image.
     """
     return evaluate_ensembles(
         donors, batches, mode=mode, num_orders=num_orders, seed=seed, draw=draw,
-        variants=[(combine, orders)],
+        variants=[(combine, orders)], groups=groups,
     )[combine, orders]  # fmt: skip
 
 
@@ -61,6 +63,7 @@ def evaluate_ensembles(
     num_orders: int = 5,
     seed: int = 0,
     draw: Draw = "pass",
+    groups: Tensor | None = None,
 ) -> dict[Variant, list[EnsembleScore]]:
     """As `evaluate_ensemble`, several variants at once: those with the same orders share the work.
 
@@ -75,9 +78,10 @@ def evaluate_ensembles(
         for orders in dict.fromkeys(orders for _, orders in variants)
         for index in range(modes[0].draws(num_orders, depth=max(depths)))
     ]
+    image_groups = None if groups is None else ImageGroups(groups.numpy())
     # A sum per (combination, pass): both combinations read the same logits.
     tallies = {
-        (combine, run): Tally() for run in passes for combine, orders in variants
+        (combine, run): Tally(image_groups) for run in passes for combine, orders in variants
         if orders == run.orders
     }  # fmt: skip
     with _in_eval(donors), torch.inference_mode():
@@ -175,6 +179,8 @@ def _score(run: _Pass, tally: Tally) -> EnsembleScore:
         top5=tally.top5,
         cross_entropy=tally.cross_entropy,
         member_orders=() if run.per_batch else orders,
+        top1_n=tally.top1_n,
+        top5_n=tally.top5_n,
     )
 
 

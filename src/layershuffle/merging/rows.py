@@ -7,7 +7,16 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from layershuffle.errors import DataError
-from layershuffle.results import Count, Finite, Percent, format_rows, parse_rows
+from layershuffle.results import (
+    EFFECTIVE,
+    Count,
+    Effective,
+    Finite,
+    Percent,
+    format_rows,
+    parse_rows,
+    with_effective,
+)
 
 Kind = Literal["donor", "merge", "soup", "ensemble"]
 
@@ -22,6 +31,7 @@ class MergingRow:
     `donors`: of a merge the donor of each block (with random slots DONOR:BLOCK), else those that
     take part. `order`: empty when drawn per batch; of members with orders of their own, one after
     the other with ";" between. `main`: 1 for what the settings name first, 0 for the alternatives.
+    `top1_n`, `top5_n` as in `ScoreRow`.
     """
 
     kind: Kind
@@ -36,9 +46,11 @@ class MergingRow:
     top5: Percent
     cross_entropy: Finite
     main: int = 1
+    top1_n: Effective = None
+    top5_n: Effective = None
 
 
-COLUMNS = tuple(field.name for field in fields(MergingRow))
+COLUMNS = tuple(field.name for field in fields(MergingRow) if field.name not in EFFECTIVE)
 
 
 def group_rows(rows: Iterable[MergingRow]) -> dict[tuple[Kind, str, str], list[MergingRow]]:
@@ -61,7 +73,8 @@ def by_model(rows: Iterable[MergingRow], metric: str = "top1") -> dict[int, list
 
 def rows_csv(rows: Iterable[MergingRow]) -> str:
     """The rows under `COLUMNS`; `rows_from_csv` reads them back."""
-    return format_rows(rows, COLUMNS)
+    rows = list(rows)
+    return format_rows(rows, with_effective(COLUMNS, rows))
 
 
 def rows_from_csv(text: str) -> list[MergingRow]:

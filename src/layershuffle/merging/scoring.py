@@ -137,6 +137,7 @@ def score_ensemble(
         lambda: evaluate_ensembles(
             group.donors, batches, mode=Mode(order=settings.mode), num_orders=settings.num_orders,
             seed=settings.seed, draw=settings.draw, variants=[variant],
+            groups=batches.split.groups,
         )
     )  # fmt: skip
     return scores[variant], (*opened.notes, *_eager_notes(settings, compiler))
@@ -237,6 +238,7 @@ class MergeScorer:
                 donors, self.test, mode=self.mode, num_orders=self.draws,
                 seed=orders_seed(settings.seed, _ENSEMBLES, index=0),
                 draw="batch" if settings.draw == "batch" else "pass", variants=self.variants,
+                groups=self.test.split.groups,
             )
         )  # fmt: skip
         # In sequential order "independent" would name the same scores once more.
@@ -269,6 +271,7 @@ class MergeScorer:
                 scored, batches, modes=[self.mode], num_orders=number,
                 seed=orders_seed(self.settings.seed, kind, index=index),
                 draw="batch" if self.settings.draw == "batch" else "pass",
+                groups=batches.split.groups,
             )
         )  # fmt: skip
         self.tick(number)
@@ -288,6 +291,8 @@ class MergeScorer:
                     top1=score.top1,
                     top5=score.top5,
                     cross_entropy=score.cross_entropy,
+                    top1_n=score.top1_n,
+                    top5_n=score.top5_n,
                     **fields,
                 )
             )

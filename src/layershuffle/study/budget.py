@@ -48,6 +48,7 @@ def budget_points(study: Study) -> tuple[Point, ...]:
                 {seed: [row.top1 for row in rows] for seed, rows in by_seed.items()},
                 # The fewest images give the widest interval.
                 images=min(row.n for rows in by_seed.values() for row in rows),
+                effective=next(iter(by_seed.values()))[0].top1_n,
             ),
         )
         for (index, steps, mode), by_seed in groups.items()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,16 +22,26 @@ _START_SECONDS = 8.0  # a process imports torch and transformers and reads its d
 _ANALYSIS_PASSES = 250  # block runs per block and image that an analysis takes, in round numbers
 # Weights and Adam's two moments; a new checkpoint is whole before the old one goes.
 _CHECKPOINT_COPIES = 2 * 3
+# By kind of data or name of the directory: title, training images, test images, classes.
+_PUBLISHED = {
+    "cifar100": ("CIFAR-100", 50_000, 10_000, 100),
+    "imagenet": ("ImageNet-1k", 1_281_167, 50_000, 1_000),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class StudySubject:
-    """What the work depends on: model and data. `train_images` is `None` for a stream."""
+    """What the work depends on: model and data.
+
+    The numbers of images are `None` where nobody knows them, as of a stream. `notes` say what was
+    estimated, and from what.
+    """
 
     depth: int
     parameter_bytes: int
     train_images: int | None
-    test_images: int
+    test_images: int | None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,18 +62,20 @@ class Forecast:
     """What the tasks that are left will take.
 
     `seconds` of work in all, from the times of `measured` finished runs: `None` if there is none.
+    `work` is `None` where the number of images is not known. `notes`: what was estimated.
     """
 
-    work: Work
+    work: Work | None
     seconds: float | None
     measured: int
     workers: int
     bytes_left: int
     bytes_peak: int
+    notes: tuple[str, ...]
 
 
 def plan_text(
-    study: StudySettings, tasks: Sequence[Task], subjects: Mapping[str, StudySubject]
+    study: StudySettings, tasks: Sequence[Task], *, subjects: Mapping[str, StudySubject]
 ) -> str:
     """The tasks in words: a line per arm, merging and analysis. `subjects`: of every task."""
     runs = [task for task in tasks if isinstance(task, RunSpec)]
@@ -111,8 +124,8 @@ def open_subjects(tasks: Sequence[Task]) -> dict[str, StudySubject]:
 def forecast(
     study: StudySettings,
     tasks: Sequence[Task],
-    subjects: Mapping[str, StudySubject],
     *,
+    subjects: Mapping[str, StudySubject],
     out: Path,
     workers: int | None,
 ) -> Forecast:
@@ -124,7 +137,9 @@ def forecast(
     """
     runs = [task for task in tasks if isinstance(task, RunSpec)]
     left = [task for task in tasks if not is_finished(task, out)]
-    counted = [work_of(task, subjects[task.name]) for task in left]
+    works = [work_of(task, subjects[task.name]) for task in left]
+    counted = [work for work in works if work is not None]
+    whole = len(counted) == len(works)
     trained = executed = train_seconds = eval_seconds = 0.0
     results = [
         (run, result)
@@ -132,13 +147,13 @@ def forecast(
         if (result := read_outcome(run, RunResult, out=out).result) is not None
     ]
     for run, result in results:
-        done = work_of(run, subjects[run.name])
+        done = work_of(run, subjects[run.name]) or Work()
         trained, executed = trained + done.trained, executed + done.block_runs
         train_seconds += result.train_seconds
         eval_seconds += result.eval_seconds
     # Two rates, pooled over the runs: training by images and blocks, scoring by block runs.
     seconds = None
-    if trained and executed:
+    if whole and trained and executed:
         seconds = sum(
             _START_SECONDS
             + task.trained * train_seconds / trained
@@ -153,45 +168,120 @@ def forecast(
             steps=sum(task.steps for task in counted),
             trained=sum(task.trained for task in counted),
             block_runs=sum(task.block_runs for task in counted),
-        ),
+        )
+        if whole
+        else None,
         seconds=seconds,
         measured=len(results),
         workers=count,
         bytes_left=sum(sizes),
         # Every run keeps its best model, but only those that run side by side have checkpoints.
         bytes_peak=sum(sizes) + count * _CHECKPOINT_COPIES * max(sizes, default=0),
+        notes=tuple(dict.fromkeys(note for s in subjects.values() for note in s.notes)),
     )
 
 
 def open_subject(fitted: FitSettings) -> StudySubject:
-    """Load the model and open the data of a run for their sizes; errors of both pass through."""
+    """The sizes of a run's model and data, without weights and without the network.
+
+    What is not on this machine is estimated, and `notes` say so: a model of the hub by the
+    architecture of its name, published data by their published sizes. Raises the errors of a spec
+    that is wrong or names no known architecture.
+    """
     from layershuffle.data import DataOptions, open_data
-    from layershuffle.models import image_view, load, num_classes_of
+    from layershuffle.errors import DataError
+    from layershuffle.models import image_view, load, num_classes_of, replace_head
     from layershuffle.stack import depth_of
 
-    # Loaded and not looked up: only the host library knows the sizes of a spec with options.
-    model = load(fitted.model, seed=fitted.seed)
-    data = open_data(fitted.data, image_view(model), options=DataOptions())
-    if num_classes_of(model) != len(data.classes):  # as training gives it a new head
-        model = load(fitted.model, num_classes=len(data.classes), seed=fitted.seed)
+    # Built and not looked up: only the host library knows the sizes of a spec with options.
+    spec, notes = architecture(fitted.model)
+    model = load(spec, seed=fitted.seed)
+    holdout = None if fitted.paper_protocol else fitted.holdout
+    options = DataOptions(holdout=holdout, streaming=fitted.streaming)
+    train: int | None
+    test: int | None
+    classes: int | None
+    try:
+        data = open_data(fitted.data, image_view(model), options=options)
+        train, test = data.splits["train"].size, data.splits["test"].size
+        classes = len(data.classes)
+    except DataError as error:
+        train, test, classes, counted = published_sizes(fitted.data, holdout)
+        notes = (*notes, f"{fitted.data} cannot be opened ({error.cause}): {counted}")
+    if classes is not None and num_classes_of(model) != classes:  # as training gives it a new head
+        replace_head(model, classes, seed=fitted.seed)
     return StudySubject(
         depth=depth_of(model),
         parameter_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
-        train_images=data.splits["train"].size,
-        test_images=data.splits["test"].size or 0,
+        train_images=train,
+        test_images=test,
+        notes=notes,
     )
 
 
-def work_of(task: Task, subject: StudySubject) -> Work:
-    """The work of one task."""
+def architecture(model: str) -> tuple[str, tuple[str, ...]]:
+    """A spec of as large a model that needs no weights and no network, and what to say of it."""
+    from huggingface_hub import try_to_load_from_cache
+    from timm import is_model
+
+    from layershuffle.models.spec import parse_spec
+
+    spec = parse_spec(model)
+    if spec.scheme not in ("timm", "hf", "torchvision"):
+        return model, ()
+    place, _, query = model.partition("?")
+    pairs = [pair for pair in query.split("&") if pair.partition("=")[0] in spec.settings]
+    named = [pair for pair in pairs if pair.partition("=")[0] not in ("pretrained", "weights")]
+    plain = f"{place}?{'&'.join([*named, 'pretrained=false'])}"
+    # What is no name of the hub is a directory, there or not; opening it says which.
+    named_on_hub = re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", spec.place) is not None
+    if spec.scheme != "hf" or not named_on_hub or Path(spec.place).is_dir():
+        return plain, ()
+    config = try_to_load_from_cache(
+        spec.place, "config.json", revision=spec.settings.get("revision")
+    )
+    if isinstance(config, str):
+        return f"hf:{Path(config).parent}?pretrained=false", ()
+    # Most names of the hub are those of timm with other hyphens: deit-base-patch16-224.
+    name = spec.place.rpartition("/")[2].replace("-", "_")
+    if not is_model(name):
+        return plain, ()
+    return f"timm:{name}?pretrained=false", (
+        f"{model} is not on this machine: depth and size are those of timm's {name}",
+    )
+
+
+def published_sizes(
+    data: str, holdout: float | None
+) -> tuple[int | None, int | None, int | None, str]:
+    """(training images, test images, classes, what to say) of data that are not there."""
+    from layershuffle.data.loading import parse_spec
+
+    scheme, place, _ = parse_spec(data)
+    name = scheme if scheme in _PUBLISHED else Path(place).name
+    if name not in _PUBLISHED:
+        return None, None, None, "the work is not known"
+    title, train, test, classes = _PUBLISHED[name]
+    left = train - round((holdout or 0) * train)
+    return left, test, classes, f"counted as {title}, {train:,} images and {test:,} test images"
+
+
+def work_of(task: Task, subject: StudySubject) -> Work | None:
+    """The work of one task; `None` where it depends on a number of images that nobody knows."""
+
+    def scored(most: int | None) -> int | None:
+        return min((count for count in (subject.test_images, most) if count), default=None)
+
     if isinstance(task, RunSpec):
         fitted, depth = task.settings, task.settings.kept or subject.depth
+        images = scored(task.evaluate.max_images)
+        if images is None or (fitted.steps is None and subject.train_images is None):
+            return None
         steps = float(fitted.steps or 0)
         if fitted.steps is None and subject.train_images is not None:
             # The last batch of an epoch may be smaller; it is a step all the same.
             batches = math.ceil(subject.train_images / fitted.batch_size)
             steps = (fitted.epochs or DEFAULT_EPOCHS) * batches
-        images = min(subject.test_images, task.evaluate.max_images or subject.test_images)
         return Work(
             steps=steps,
             # A shortened model trains a part of the blocks; stem and head are small beside them.
@@ -200,7 +290,9 @@ def work_of(task: Task, subject: StudySubject) -> Work:
         )
     if isinstance(task, MergingSpec):
         options = task.options.options
-        images = min(subject.test_images, options.max_images or subject.test_images)
+        images = scored(options.max_images)
+        if images is None:
+            return None
         variants = len(options.ends) + len(options.slots) - 1
         passes = options.merges * variants + len(task.needs) * 4 * options.num_orders
         return Work(block_runs=passes * subject.depth * images)
@@ -238,10 +330,16 @@ def forecast_text(forecast: Forecast, out: Path) -> str:
             f"{forecast.workers} side by side ({duration(forecast.seconds)} of work), from "
             f"{forecast.measured} finished runs"
         )
+    work = "Work: not known, because the number of images is not"
+    if forecast.work is not None:
+        work = (
+            f"Work: {forecast.work.steps:,.0f} training steps, and "
+            f"{forecast.work.block_runs:.3g} runs of a block on an image in scoring"
+        )
     return "\n".join(
         [
-            f"Work: {forecast.work.steps:,.0f} training steps, and "
-            f"{forecast.work.block_runs:.3g} runs of a block on an image in scoring",
+            *(f"Estimated: {note}" for note in forecast.notes),
+            work,
             time,
             f"Disk: {_size(forecast.bytes_left)} of models at the end, "
             f"{_size(forecast.bytes_peak)} at most; {_size(free)} free",

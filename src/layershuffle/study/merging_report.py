@@ -67,7 +67,8 @@ def merging_section(study: Study) -> Section | None:
 
 def score_of(rows: Sequence[MergingRow], metric: str = "top1") -> Estimate:
     """Mean over models (donors, merges), each the mean over its orders, and its spreads."""
-    return estimate(by_model(rows, metric), images=rows[0].n)
+    effective = getattr(rows[0], f"{metric}_n")
+    return estimate(by_model(rows, metric), images=rows[0].n, effective=effective)
 
 
 def _row(group: Group) -> tuple[str, ...]:

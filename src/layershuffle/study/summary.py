@@ -231,7 +231,8 @@ def _cell(rows: Sequence[ScoreRow], *, arm: str) -> Cell:
 
     def of(name: str, *, percent: bool = True) -> Estimate:
         scores = {s: [float(getattr(r, name)) for r in rows if r.seed == s] for s in seeds}
-        return estimate(scores, images=images, percent=percent)
+        effective = getattr(first, f"{name}_n", None)
+        return estimate(scores, images=images, effective=effective, percent=percent)
 
     return Cell(
         arm=arm,

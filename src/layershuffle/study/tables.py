@@ -19,7 +19,7 @@ from layershuffle.study.figures import draw_figure
 from layershuffle.study.paper import REFERENCE, SETTING
 from layershuffle.study.summary import Cell, Column, Summary, label, printable, shown_arm
 from layershuffle.study.tasks import RunResult, Study
-from layershuffle.text import shortened, table
+from layershuffle.text import counted_as, shortened, table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -131,6 +131,11 @@ def table_notes(summary: Summary) -> list[str]:
         if counts:
             spans = f"{counts[0]:,}" if len(counts) == 1 else f"{counts[0]:,} to {counts[-1]:,}"
             intervals.append(text.format(spans))
+            if kind == "images":
+                # Those of the tables further down as well.
+                scores = (cell.top1 for cell in summary.cells)
+                independent = counted_as(s.effective for s in scores if s.kind == kind)
+                intervals[-1] += f", {independent}"
     per_batch = any(cell.draw == "batch" for cell in cells)
     drawn = "a new order for every batch" if per_batch else "one order per pass over the test data"
     notes = [f"Orders: {drawn}. 95 % intervals: {'; '.join(intervals)}."]

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from statistics import harmonic_mean
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -53,7 +54,8 @@ class Expected:
     """The accuracy of answers with this many blocks in arbitrary order, from the calibration.
 
     Percent of the first guesses that were right; `low` and `high` bound it at 95 %, over orders and
-    over images.
+    over images. `effective`: how many independent images the `images` count as; null where the data
+    named no groups of images that are wrong together.
     """
 
     top1: float
@@ -64,6 +66,7 @@ class Expected:
     images: int
     data: str
     split: str
+    effective: float | None = None
 
 
 class _CalibrationModel(BaseModel):
@@ -72,13 +75,18 @@ class _CalibrationModel(BaseModel):
 
 
 class Row(_CalibrationModel):
-    """Top-1 in percent with `kept` blocks; `sd_orders`: its spread over orders."""
+    """Top-1 in percent with `kept` blocks; `sd_orders`: its spread over orders.
+
+    `effective`: how many independent images it was measured on; `None` without groups of images,
+    and in files from before there were any.
+    """
 
     kept: Count
     top1: Percent
     low: Percent
     high: Percent
     sd_orders: float | None
+    effective: Annotated[float, Field(ge=1)] | None = None
 
 
 class Calibration(_CalibrationModel):
@@ -167,7 +175,8 @@ def _scores(
         processes=loader_processes(data.spec),
     )
     modes = [Mode(order="arbitrary", kept=kept) for kept in range(1, depth_of(host) + 1)]
-    return evaluate(host, batches, modes=modes, num_orders=orders, seed=seed)
+    groups = data.splits[SPLIT].groups
+    return evaluate(host, batches, modes=modes, num_orders=orders, seed=seed, groups=groups)
 
 
 def rows_of(scores: Iterable[Score]) -> tuple[Row, ...]:
@@ -175,33 +184,34 @@ def rows_of(scores: Iterable[Score]) -> tuple[Row, ...]:
     by_kept: dict[int, list[Score]] = {}
     for score in scores:
         by_kept.setdefault(score.kept, []).append(score)
-    return tuple(
-        _row(kept, [one.top1 for one in group], images=group[0].images)
-        for kept, group in sorted(by_kept.items())
-    )
+    return tuple(_row(kept, group) for kept, group in sorted(by_kept.items()))
 
 
-def _row(kept: int, top1: Sequence[float], *, images: int) -> Row:
+def _row(kept: int, scores: Sequence[Score]) -> Row:
     """The mean with a 95 % interval over orders and over images.
 
     Both spreads matter: the orders of a request are new, and so are its images. Their half-widths
     (t-interval over orders; Wilson's over images, which is wide enough for any correlation between
     orders) add as independent errors do: by their squares, each side for itself.
     """
+    top1 = [score.top1 for score in scores]
     centre = mean(top1)
     low_orders, high_orders = t_interval(top1)
+    counts = [score.top1_n for score in scores if score.top1_n is not None]
+    # The harmonic mean, so that p (1 - p) / n is the mean of the orders' variances: that of their
+    # mean is no larger.
+    effective = harmonic_mean(counts) if counts else None
     # Wilson's interval stays within 0 and 100 %, where accuracies near 100 % lie.
-    low_images, high_images = wilson_interval(round(centre * images / 100), images)
-    # Rounding to whole images can put the centre outside of their interval; no side may turn
-    # negative.
-    low = centre - math.hypot(centre - low_orders, centre - min(centre, low_images))
-    high = centre + math.hypot(high_orders - centre, max(centre, high_images) - centre)
+    low_images, high_images = wilson_interval(centre, effective or scores[0].images)
+    low = centre - math.hypot(centre - low_orders, centre - low_images)
+    high = centre + math.hypot(high_orders - centre, high_images - centre)
     return Row(
         kept=kept,
         top1=centre,
         low=max(0.0, low),
         high=min(100.0, high),
         sd_orders=deviation(top1),
+        effective=effective,
     )
 
 
@@ -218,6 +228,7 @@ def expected_at(calibration: Calibration, kept: int) -> Expected | None:
                 images=calibration.images,
                 data=calibration.data,
                 split=calibration.split,
+                effective=row.effective,
             )
     return None
 
@@ -226,8 +237,8 @@ def expected_over(calibration: Calibration, kept: Sequence[int]) -> tuple[float,
     """(top-1, low, high) to expect of answers with these numbers of blocks, one image each.
 
     Beside the calibration's own uncertainty the interval holds the chance of which images these
-    were: of few answers it is wide. An answer without blocks counts as wrong. Raises `UsageError`
-    for no answers.
+    were, and of which groups of images: of few answers it is wide. An answer without blocks counts
+    as wrong. Raises `UsageError` for no answers.
     """
     if not kept:
         raise UsageError("No answers, no accuracy to expect")
@@ -236,7 +247,15 @@ def expected_over(calibration: Calibration, kept: Sequence[int]) -> tuple[float,
     # The calibration's own error is the same for all answers: it does not shrink with their number.
     below = mean([0.0 if row is None else row.top1 - row.low for row in rows])
     above = mean([0.0 if row is None else row.high - row.top1 for row in rows])
-    chance = _SURE * math.sqrt(top1 * (100 - top1) / len(kept))
+    # The share of pairs of images that err together is the same for fewer images of such groups,
+    # so the design effect beyond 1 falls with their number.
+    shared = [
+        (row.images / row.effective - 1) / (row.images - 1)
+        for row in rows
+        if row is not None and row.effective is not None and row.images > 1
+    ]
+    effect = 1 + sum(shared) / len(kept) * (len(kept) - 1)
+    chance = _SURE * math.sqrt(top1 * (100 - top1) / len(kept) * effect)
     return (
         top1,
         max(0.0, top1 - math.hypot(below, chance)),

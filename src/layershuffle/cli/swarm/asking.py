@@ -13,7 +13,7 @@ import tyro
 from layershuffle.cli.command import Command
 from layershuffle.cli.swarm.serving import read_keys, require_extra
 from layershuffle.errors import UsageError
-from layershuffle.text import table
+from layershuffle.text import counted_as, table
 
 if TYPE_CHECKING:
     from layershuffle.swarm.server.schemas import Classification, SwarmAnswer
@@ -123,7 +123,7 @@ def describe_answer(answer: Classification, images: tuple[Path, ...]) -> str:
         lines.append(
             f"With {expected.kept} blocks in any order {expected.top1:.1f} % of answers are right "
             f"({expected.low:.1f} to {expected.high:.1f}; {expected.data}, {expected.images} "
-            "images)."
+            f"images, {counted_as([expected.effective])})."
         )
     return "\n".join(lines)
 

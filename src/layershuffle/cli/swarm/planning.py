@@ -12,7 +12,7 @@ from layershuffle.cli.command import Command
 from layershuffle.cli.swarm import DEFAULT_MODEL, ROUTINGS, Routing, Wire
 from layershuffle.cli.swarm.serving import require_extra
 from layershuffle.errors import UsageError
-from layershuffle.text import table
+from layershuffle.text import counted_as, table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,8 +196,9 @@ class CalibrateCommand(Command):
             for row in reversed(calibration.rows)
         ]
         print(table(("blocks", "top-1 %", "95 % interval"), rows))
+        counted = counted_as(row.effective for row in calibration.rows)
         print(
-            f"{calibration.images} images of {calibration.data} ({calibration.split}), "
+            f"{calibration.images} images of {calibration.data} ({calibration.split}), {counted}, "
             f"{calibration.orders} orders each. In {path}"
         )
         return 0
