@@ -233,6 +233,21 @@ def test_what_may_differ() -> None:
     assert ls.depth_of(ls.wrap(vit)) == 4
 
 
+def test_a_number_that_changes_nothing_is_allowed_by_name() -> None:
+    """Only who wrote the blocks knows whether their index decides what they compute."""
+    model = FAMILIES["timm-vit"].plain()
+    wanted = ls.wrap(FAMILIES["timm-vit"].plain())
+    for index, block in enumerate(model.get_submodule("blocks").children()):
+        block.index = index
+    with pytest.raises(StackError, match=r"index is 0 in one and 1 .*may_differ=\['index'\]"):
+        ls.wrap(model)
+    with pytest.raises(StackError, match="index is 0"):
+        ls.wrap(model, may_differ=["number"])
+    wrapped = ls.wrap(model, may_differ=["index"])
+    with torch.no_grad(), ls.running(wrapped, (2, 0, 3, 1)), ls.running(wanted, (2, 0, 3, 1)):
+        assert torch.equal(wrapped(images()), wanted(images()))
+
+
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=list(FAMILIES))
 def test_path_and_container(family: Any) -> None:
     model = family.plain()

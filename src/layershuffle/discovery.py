@@ -8,8 +8,8 @@ things may differ and travel with their block: drop-path rates and bookkeeping i
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from itertools import pairwise, starmap
+from collections.abc import Collection, Iterator
+from itertools import pairwise
 
 from torch import nn
 
@@ -27,10 +27,13 @@ _log = logging.getLogger("layershuffle")
 _DROP_PATH = frozenset({"drop_path", "drop_path1", "drop_path2", "drop_path3"})
 
 
-def find_blocks(model: nn.Module, path: str | None = None) -> tuple[str, nn.Module]:
+def find_blocks(
+    model: nn.Module, path: str | None = None, *, may_differ: Collection[str] = ()
+) -> tuple[str, nn.Module]:
     """Path and container of the model's transformer blocks, e.g. `("blocks", Sequential(...))`.
 
-    Without `path`: the longest `nn.Sequential` or `nn.ModuleList` of blocks of one class. Raises
+    Without `path`: the longest `nn.Sequential` or `nn.ModuleList` of blocks of one class.
+    `may_differ`: names of plain attributes that do not change what a block computes. Raises
     `StackError` with the reason when there is none, when the blocks are spread over several stages
     (Swin), or when they differ, so that one cannot take the place of another.
     """
@@ -40,13 +43,18 @@ def find_blocks(model: nn.Module, path: str | None = None) -> tuple[str, nn.Modu
         _say_others(model, path)
     else:
         container = _at(model, path)
-    check_interchangeable(container, path)
+    check_interchangeable(container, path, may_differ=may_differ)
     _refuse_inputs_by_position(model, path)
     return path, container
 
 
-def check_interchangeable(container: nn.Module, path: str) -> None:
-    """Raises `StackError` naming the first difference between two blocks of the container."""
+def check_interchangeable(
+    container: nn.Module, path: str, *, may_differ: Collection[str] = ()
+) -> None:
+    """Raises `StackError` naming the first difference between two blocks of the container.
+
+    `may_differ`: names of attributes that travel with their block.
+    """
     blocks = list(container.children())
     if not blocks:
         raise StackError(
@@ -55,13 +63,14 @@ def check_interchangeable(container: nn.Module, path: str) -> None:
             hint="call wrap(model) when the blocks are in their container",
         )
     for index, (first, second) in enumerate(_pairs(container)):
-        difference = _difference(first, second)
+        difference = _difference(first, second, may_differ)
         if difference:
             raise StackError(
                 f"The blocks {index} and {index + 1} of {type(container).__name__} {path!r} differ:"
                 f" {difference}. LayerShuffle needs blocks that can take each other's place",
                 place=path,
-                hint=_ISOTROPIC,
+                hint=f"{_ISOTROPIC}; allow an attribute on which nothing that a block computes "
+                "depends by wrap(model, may_differ=['index'])",
             )
 
 
@@ -130,7 +139,9 @@ def _refuse_stages(model: nn.Module, path: str, container: nn.Module) -> None:
     by_path = {p: m for p, m in _candidates(model) if type(next(m.children())) is kind}
     others = [p for p in by_path if p != path and not p.startswith(path + ".")]
     if others:
-        towers = (p for p, m in by_path.items() if not any(starmap(_difference, _pairs(m))))
+        towers = (
+            p for p, m in by_path.items() if not any(_difference(a, b, ()) for a, b in _pairs(m))
+        )
         tower = next(towers, None)
         raise StackError(
             f"The {kind.__name__} blocks of {type(model).__name__} stand in {len(by_path)} places "
@@ -170,7 +181,7 @@ def _refuse_inputs_by_position(model: nn.Module, path: str) -> None:
         )
 
 
-def _difference(first: nn.Module, second: nn.Module) -> str | None:
+def _difference(first: nn.Module, second: nn.Module, may_differ: Collection[str]) -> str | None:
     if type(first) is not type(second):
         return f"{type(first).__name__} and {type(second).__name__}"
     shapes = [{name: tuple(p.shape) for name, p in b.named_parameters()} for b in (first, second)]
@@ -178,11 +189,13 @@ def _difference(first: nn.Module, second: nn.Module) -> str | None:
         here, there = (shape.get(name) for shape in shapes)
         if here != there:
             return f"parameter {name} is {_shape(here)} in one and {_shape(there)} in the other"
-    return _setting_difference(first, second)
+    return _setting_difference(first, second, may_differ)
 
 
-def _setting_difference(first: nn.Module, second: nn.Module) -> str | None:
-    settings = [dict(_settings(block)) for block in (first, second)]
+def _setting_difference(
+    first: nn.Module, second: nn.Module, may_differ: Collection[str]
+) -> str | None:
+    settings = [dict(_settings(block, may_differ)) for block in (first, second)]
     for name in sorted(settings[0].keys() | settings[1].keys()):
         here, there = (values.get(name) for values in settings)
         if here != there:
@@ -190,14 +203,14 @@ def _setting_difference(first: nn.Module, second: nn.Module) -> str | None:
     return None
 
 
-def _settings(block: nn.Module) -> Iterator[tuple[str, object]]:
+def _settings(block: nn.Module, may_differ: Collection[str]) -> Iterator[tuple[str, object]]:
     """Plain settings of a block and its parts: numbers, words and tuples of them."""
     for path, module in block.named_modules():
         # timm's drop-path rates rise with depth; a rate belongs to its block and travels with it.
         if path.rpartition(".")[2] in _DROP_PATH:
             continue
         for name, value in vars(module).items():
-            if name.startswith("_") or name in _MAY_DIFFER:
+            if name.startswith("_") or name in _MAY_DIFFER or name in may_differ:
                 continue
             if isinstance(value, int | float | str | bool | tuple):
                 yield f"{path}.{name}".lstrip("."), value

@@ -18,12 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from layershuffle.compiling import BlockCompiler
-from layershuffle.data import DataOptions, ImageData, check_class_count, open_data
+from layershuffle.data import DataOptions, ImageData, match_classes, open_data
 from layershuffle.data.batches import DeviceBatches
 from layershuffle.data.loading import loader_processes
+from layershuffle.data.view import resized_as
 from layershuffle.errors import DataError
 from layershuffle.machine import warn_of_slow_bf16
-from layershuffle.models import image_view, load, logits_of, num_classes_of
+from layershuffle.models import class_names_of, image_view, load, logits_of, num_classes_of
 from layershuffle.modes import Mode, parse_modes
 from layershuffle.orders import ExecutionOrder, order_of
 from layershuffle.results import ScoreRow
@@ -294,13 +295,15 @@ def evaluate_spec(
     options = DataOptions(
         train=False,
         max_test=settings.max_images,
-        resize=settings.resize,
         skip_corrupt=settings.skip_corrupt,
         streaming=settings.streaming,
     )
-    data = open_data(data_spec, image_view(model), options=options)
-    # A head with more outputs than classes would score, and mean nothing.
-    check_class_count(data, num_classes_of(model), place=model_spec)
+    view = resized_as(image_view(model), settings.resize)
+    data = open_data(data_spec, view, options=options)
+    # Other classes, or the same in another order, would score and mean nothing.
+    data = match_classes(
+        data, class_names_of(model), outputs=num_classes_of(model), place=model_spec
+    )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     warn_of_slow_bf16(settings.precision, device)
     compiler = compiler_for(settings.compile)

@@ -108,8 +108,9 @@ class FitSettings(Settings):
 
     augment: bool = False
     """Augment training images as timm does; without it they are only resized and cropped."""
-    resize: Literal["crop", "squash"] = "crop"
-    """Scale the shorter side and crop the centre (crop), or scale both sides (squash)."""
+    resize: Literal["crop", "squash"] | None = None
+    """Scale the shorter side and crop the centre (crop), or scale both sides (squash). Default: as
+    the model's own configuration says."""
     holdout: Share = 0.05
     """Share of the training data that is held out to pick the checkpoint."""
     paper_protocol: bool = False
@@ -210,9 +211,9 @@ class EvalSettings(Settings):
     """Images per forward."""
     max_images: Positive | None = None
     """Score only the first images of a fixed shuffle (default: all images)."""
-    resize: Literal["crop", "squash"] = "crop"
-    """Scale the shorter side and crop the centre (crop), or scale both sides (squash); use what the
-    model was trained with."""
+    resize: Literal["crop", "squash"] | None = None
+    """Scale the shorter side and crop the centre (crop), or scale both sides (squash). Default: as
+    the model was trained."""
     skip_corrupt: bool = False
     """Leave unreadable images out, counted and named, instead of stopping at the first one."""
     streaming: bool = False

@@ -12,7 +12,7 @@ Drop-path rates belong to a block and travel with it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -223,11 +223,15 @@ def _remove_watches(stack: nn.Module) -> None:
             del hooks[key]
 
 
-def wrap(model: nn.Module, blocks: str | None = None) -> nn.Module:
+def wrap(
+    model: nn.Module, blocks: str | None = None, *, may_differ: Collection[str] = ()
+) -> nn.Module:
     """`model` itself, its blocks ready to run in any order. Already wrapped models pass through.
 
     `blocks`: path of the block container, found by itself for timm, transformers and torchvision
-    vision transformers. Raises `StackError` with the reason if the blocks are not interchangeable.
+    vision transformers. `may_differ`: attributes in which blocks may differ, because what a block
+    computes does not depend on them (`index`, say). Raises `StackError` with the reason if the
+    blocks are not interchangeable.
     """
     stacks = _stacks(model)
     if stacks:
@@ -237,7 +241,7 @@ def wrap(model: nn.Module, blocks: str | None = None) -> nn.Module:
                 hint="call layershuffle.unwrap(model) first",
             )
         return model
-    _, container = find_blocks(model, blocks)
+    _, container = find_blocks(model, blocks, may_differ=may_differ)
     host_class = type(container)
     # The class is swapped and the object stays, so that references to the container (in the host's
     # own attributes, hooks or an optimiser) refer to the wrapped one too.

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from layershuffle.data import SOURCES, DataOptions, ImageData, check_class_count, open_data
+from layershuffle.data import SOURCES, DataOptions, open_data
 from layershuffle.data.contract import check_labels, derived_seed, stratified_holdout
 from layershuffle.data.digits import DIGIT_VIEW
 from layershuffle.data.loading import parse_spec
-from layershuffle.data.view import PixelFinish
 from layershuffle.errors import DataError, UsageError
 
 
@@ -58,7 +57,7 @@ def test_streaming_is_refused_where_it_means_nothing(spec: str) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [({"holdout": 0.0}, "holdout is 0"), ({"holdout": 1.0}, "holdout is 1"),
-     ({"max_test": 0}, "max_test is 0"), ({"resize": "stretch"}, "crop or squash")],
+     ({"max_test": 0}, "max_test is 0")],
 )  # fmt: skip
 def test_options_out_of_range(change: dict, words: str) -> None:
     with pytest.raises(UsageError, match=words):
@@ -94,11 +93,3 @@ def test_labels_out_of_range(labels: list[int]) -> None:
         check_labels(labels, 3, place="here")
     with pytest.raises(DataError, match="no labelled images"):
         check_labels([], 3, place="here")
-
-
-def test_class_count_against_a_head() -> None:
-    data = ImageData(spec="folder:x", classes=("a", "b"), splits={}, finish=PixelFinish(DIGIT_VIEW))
-    check_class_count(data, 2, place="model dir:y")
-    with pytest.raises(DataError, match="has 1000 outputs, the data has 2 classes") as error:
-        check_class_count(data, 1000, place="model dir:y")
-    assert "layershuffle fit" in str(error.value)

@@ -25,7 +25,7 @@ from layershuffle.data.transforms import (
     resized_size,
     seeded_globals,
 )
-from layershuffle.data.view import PixelFinish
+from layershuffle.data.view import PixelFinish, Resize, resized_as
 from layershuffle.errors import UsageError
 
 VIEW = ImageView(
@@ -69,7 +69,7 @@ def test_crop_equals_torchvision(size: tuple[int, int], interpolation: str) -> N
     view = ImageView(**{**VIEW.__dict__, "interpolation": interpolation})
     reference = tv.Compose(
         [
-            tv.Resize(round(16 / 0.9), InterpolationMode(interpolation)),
+            tv.Resize(int(16 / 0.9), InterpolationMode(interpolation)),
             tv.CenterCrop(16),
             tv.ToTensor(),
             tv.Normalize(view.mean, view.std),
@@ -97,8 +97,8 @@ def test_squash_keeps_the_whole_image_and_crop_does_not() -> None:
     image = Image.new("RGB", (64, 16))
     image.paste((255, 255, 255), (0, 0, 8, 16))  # a white stripe at the far left
     view = ImageView(channels=3, height=16, width=16, mean=(0.0,) * 3, std=(1.0,) * 3)
-    assert PlainTransform(view, "crop")(image).max() == 0
-    squashed = PlainTransform(view, "squash")(image)
+    assert PlainTransform(view)(image).max() == 0
+    squashed = PlainTransform(resized_as(view, "squash"))(image)
     assert squashed[:, :, 0].min() > 230
     assert squashed[:, :, 8:].max() == 0
 
@@ -204,19 +204,19 @@ def smooth(width: int, height: int, *, seed: int, mode: str = "RGB") -> Image.Im
 @pytest.mark.parametrize("resize", ["crop", "squash"])
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 def test_pixels_by_torch_are_those_of_pillow_but_for_rounding(
-    interpolation: str, resize: str, mode: str
+    interpolation: str, resize: Resize, mode: str
 ) -> None:
     """The tolerance that PixelTransform promises: 1 of 255, and in few bytes."""
     channels = len(mode) if mode == "RGB" else 1
     view = ImageView(
         channels=channels, height=64, width=64, mean=(0.5,) * channels, std=(0.5,) * channels,
-        interpolation=interpolation, crop_pct=0.875,
+        interpolation=interpolation, crop_pct=0.875, resize=resize,
     )  # fmt: skip
     off = []
     for seed, size in enumerate([(250, 188), (188, 250), (140, 73), (73, 73), (64, 64)]):
         image = smooth(*size, seed=seed, mode=mode)
-        plain = PlainTransform(view, resize)(image)
-        fast = PixelTransform(view, resize)(pixel_tensor(image))
+        plain = PlainTransform(view)(image)
+        fast = PixelTransform(view)(pixel_tensor(image))
         assert fast.shape == plain.shape == (channels, 64, 64)
         assert fast.dtype == torch.uint8
         assert fast.is_contiguous()

@@ -22,6 +22,7 @@ GREY = {"channels": 1, "height": 4, "width": 6, "mean": (0.25,), "std": (0.5,)}
         ({"interpolation": "lanczos3"}, "bilinear, bicubic, nearest"),
         ({"crop_pct": 0.0}, "crop_pct is 0.0"),
         ({"crop_pct": 1.5}, "crop_pct is 1.5"),
+        ({"resize": "stretch"}, "crop or squash"),
     ],
 )
 def test_a_view_that_does_not_fit_together_is_refused(change: dict, words: str) -> None:

@@ -61,10 +61,6 @@ def test_a_missing_block_is_never_made_up(hf_directory: Path) -> None:
     assert "holds 3 blocks, 4 are expected" in refused(f"hf:{hf_directory}")
 
 
-def test_a_stock_directory_named_as_dir_is_pointed_at_hf(hf_directory: Path) -> None:
-    assert f"hf:{hf_directory}" in refused(hf_directory)
-
-
 def test_a_directory_without_weights_says_so(hf_directory: Path) -> None:
     (hf_directory / WEIGHTS).unlink()
     assert "no model.safetensors here" in refused(f"hf:{hf_directory}")

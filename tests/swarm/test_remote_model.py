@@ -10,18 +10,18 @@ from gateway_site import HOSTS, LIMITS, VIT, Blocks, site
 
 import layershuffle as ls
 from common import DEPTH, FAMILIES
+from layershuffle.data.transforms import uncropped_size
 from layershuffle.errors import StackError, UsageError
-from layershuffle.models.origin import Origin, remember
+from layershuffle.models import image_view
 from layershuffle.position import add_position
 from layershuffle.position_forms import EncodingForm, PredictionForm
 from layershuffle.stack import running
 from layershuffle.swarm.remote_model import (
     NotAnswered,
     RemoteModel,
-    class_names,
     drop_blocks,
-    resize_of,
     served_host,
+    served_view,
 )
 from layershuffle.swarm.router import Router
 from layershuffle.swarm.state import HostView, Swarm
@@ -184,15 +184,9 @@ def test_a_stem_that_waits_past_its_deadline_never_runs():
     assert forwards == [1, 1]  # stem and head of the first request
 
 
-def test_class_names_and_resize():
-    assert class_names(VIT.wrapped()) == tuple("01234")
-    hf = FAMILIES["hf-vit"].wrapped()
-    assert class_names(hf) == tuple("01234")  # LABEL_0 and so on say nothing
-    hf.config.id2label = dict(enumerate(["ant", "bee", "cat", "dog", "elk"]))
-    assert class_names(hf) == ("ant", "bee", "cat", "dog", "elk")
+def test_image_files_fill_the_view_of_a_model_of_digit_pairs():
+    """As its training images did; other models get the view that they were saved with."""
     digits = ls.load("bundled:digits")
-    assert class_names(digits)[:3] == ("00", "01", "02")
-    assert resize_of(digits) == "squash"
-    assert resize_of(VIT.wrapped()) == "crop"
-    squashed = remember(VIT.wrapped(), Origin(record={"settings": {"resize": "squash"}}))
-    assert resize_of(squashed) == "squash"
+    view = served_view(digits)
+    assert (view.resize, uncropped_size(view)) == ("squash", (20, 12))
+    assert served_view(VIT.wrapped()) == image_view(VIT.wrapped())

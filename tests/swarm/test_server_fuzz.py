@@ -27,7 +27,7 @@ LIMITS = GatewayLimits(
 SWARM = Limits(reserve_ms=5, deadline_ms=9000, hop_floor_ms=5000, hop_cap_ms=5000)  # never late
 GOOD = file_of(picture())
 MODEL = VIT.wrapped()
-BATCH = Decoder(image_view(MODEL), "crop", GatewayLimits()).batch([GOOD])
+BATCH = Decoder(image_view(MODEL), GatewayLimits()).batch([GOOD])
 KINDS = {kind: file_of(picture(), kind) for kind in ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")}
 WORDS = [
     "", " ", "0", "-1", "1e400", "NaN", "Infinity", "-inf", "0x10", "1_000", "9" * 5000, "null",

@@ -25,8 +25,9 @@ class AnalysisSettings(Settings):
     """umap: the block shown large (default: the middle one)."""
     neighbours: Annotated[int, Field(ge=2)] = 15
     """umap: neighbours of a point, for UMAP itself and for the share of neighbours by position."""
-    resize: Literal["crop", "squash"] = "crop"
-    """Shorter side to size and centre crop, or both sides to size; as the model was trained."""
+    resize: Literal["crop", "squash"] | None = None
+    """Scale the shorter side and crop the centre (crop), or scale both sides (squash). Default: as
+    the model was trained."""
     skip_corrupt: bool = False
     """Leave unreadable images out, counted and named, instead of stopping."""
     streaming: bool = False

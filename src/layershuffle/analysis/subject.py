@@ -11,13 +11,22 @@ from torch import Tensor, nn
 
 from layershuffle.analysis.latin_squares import balanced_orders
 from layershuffle.analysis.settings import AnalysisSettings
-from layershuffle.data import DataOptions, ImageData, Split, check_class_count, open_data
+from layershuffle.data import DataOptions, ImageData, Split, match_classes, open_data
 from layershuffle.data.batches import DeviceBatches
+from layershuffle.data.class_names import class_difference, in_order_of
 from layershuffle.data.contract import limited_test
 from layershuffle.data.loading import loader_processes
+from layershuffle.data.view import resized_as
 from layershuffle.errors import DataError, UsageError
 from layershuffle.hooks import BlockHook
-from layershuffle.models import host_of, image_view, load, logits_of, num_classes_of
+from layershuffle.models import (
+    class_names_of,
+    host_of,
+    image_view,
+    load,
+    logits_of,
+    num_classes_of,
+)
 from layershuffle.models.origin import trained_with
 from layershuffle.orders import ExecutionOrder
 from layershuffle.stack import depth_of, running, with_hooks
@@ -94,7 +103,8 @@ class Subject:
 
     def require_classes(self) -> None:
         """Raises `DataError` unless the data have the model's classes."""
-        check_class_count(self.data, num_classes_of(self.model), place=self.spec)
+        names, outputs = class_names_of(self.model), num_classes_of(self.model)
+        match_classes(self.data, names, outputs=outputs, place=self.spec)
 
     def _split(self, name: str) -> Split:
         if name == "test":
@@ -137,8 +147,11 @@ def _open(spec: str, model: nn.Module, settings: AnalysisSettings, *, train: boo
         train=train,
         holdout=trained_with(host_of(model)).get("holdout", DataOptions.holdout),
         max_test=settings.images,
-        resize=settings.resize,
         skip_corrupt=settings.skip_corrupt,
         streaming=settings.streaming,
     )
-    return open_data(spec, image_view(model), options=options)
+    view = resized_as(image_view(model), settings.resize)
+    data, names = open_data(spec, view, options=options), class_names_of(model)
+    # Most questions are not about classes; those that are refuse other ones (`require_classes`).
+    fits = class_difference(data.classes, names, outputs=num_classes_of(model)) is None
+    return in_order_of(data, names) if fits else data

@@ -3,8 +3,9 @@
 `open_data("digit-pairs", view)` is the whole entry; `SOURCES` lists what a spec may say.
 """
 
+from layershuffle.data.class_names import match_classes
 from layershuffle.data.contract import DataOptions, ImageData, Split
-from layershuffle.data.loading import SOURCES, Source, check_class_count, open_data, parse_spec
+from layershuffle.data.loading import SOURCES, Source, open_data, parse_spec
 from layershuffle.data.view import ImageView
 
 __all__ = [
@@ -14,7 +15,7 @@ __all__ = [
     "ImageView",
     "Source",
     "Split",
-    "check_class_count",
+    "match_classes",
     "open_data",
     "parse_spec",
 ]

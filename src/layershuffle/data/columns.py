@@ -15,6 +15,7 @@ import datasets
 from PIL import Image
 from torch import Tensor
 
+from layershuffle.data.class_names import numbered
 from layershuffle.data.decode import read_pixels
 from layershuffle.data.images import read_image
 from layershuffle.data.streams import RecordReader
@@ -73,11 +74,6 @@ def label_meaning(
         # A partial, not a closure: loader processes that are not forked must pickle it.
         return names, partial(_looked_up, table)
     return numbered(max(present, default=-1) + 1), as_index
-
-
-def numbered(count: int) -> tuple[str, ...]:
-    """ "0", "1", ...: classes without names."""
-    return tuple(str(index) for index in range(count))
 
 
 class HubTable:

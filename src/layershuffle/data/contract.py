@@ -14,7 +14,6 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -38,16 +37,14 @@ class DataOptions:
 
     seed: drives augmentation and the shuffling of streams (never the content of `digit-pairs`).
     holdout: share of the training images held out, the same ones for every seed, for sources
-    without a validation split beside a test split; None trains on all of them. resize: "crop" keeps
-    the aspect ratio and cuts the centre, "squash" keeps all of the image. max_test: first n of one
-    fixed shuffle. train=False opens only "test".
+    without a validation split beside a test split; None trains on all of them. max_test: first n of
+    one fixed shuffle. train=False opens only "test".
     Raises UsageError if a value is out of range.
     """
 
     seed: int = 0
     holdout: float | None = 0.05
     augment: bool = False
-    resize: Literal["crop", "squash"] = "crop"
     skip_corrupt: bool = False
     streaming: bool = False
     max_test: int | None = None
@@ -60,8 +57,6 @@ class DataOptions:
                 f"holdout is {self.holdout}, must be above 0 and below 1",
                 hint="0.05 holds out 5 percent of the training images",
             )
-        if self.resize not in ("crop", "squash"):
-            raise UsageError(f"resize is {self.resize!r}", hint="use crop or squash")
         if self.max_test is not None and self.max_test < 1:
             raise UsageError(f"max_test is {self.max_test}, must be at least 1")
 

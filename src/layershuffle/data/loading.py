@@ -21,7 +21,7 @@ from urllib.parse import parse_qsl
 
 from layershuffle.data.contract import DataOptions, ImageData, SourceRequest
 from layershuffle.data.view import ImageView
-from layershuffle.errors import DataError, UsageError
+from layershuffle.errors import UsageError
 from layershuffle.text import did_you_mean, nearest
 
 
@@ -113,17 +113,6 @@ def open_data(spec: str, view: ImageView, *, options: DataOptions | None = None)
         )
     request = SourceRequest(spec=spec, place=place, settings=settings, view=view, options=options)
     return source.open(request)
-
-
-def check_class_count(data: ImageData, outputs: int, *, place: str) -> None:
-    """Raises DataError if a head with `outputs` outputs cannot be scored on these classes."""
-    if len(data.classes) != outputs:
-        raise DataError(
-            f"the model has {outputs} outputs, the data has {len(data.classes)} classes",
-            place=f"{place} and {data.spec}",
-            hint="use data with the model's classes, or fine-tune first: "
-            f"layershuffle fit --model ... --data {data.spec} resizes the head",
-        )
 
 
 def loader_processes(spec: str = "") -> int:

@@ -201,7 +201,7 @@ def assemble_streams(request: SourceRequest, streams: Streams) -> ImageData:
             place=request.spec,
             hint="use --skip-corrupt without --streaming",
         )
-    plain, notes = PlainTransform(request.view, options.resize), list(streams.notes)
+    plain, notes = PlainTransform(request.view), list(streams.notes)
     test = streams.test
     if options.max_test is not None:
         # The first records of a stream may all be of one class, hence the shuffle.
@@ -230,9 +230,9 @@ def _train_part(request: SourceRequest, streams: Streams, notes: list[str]) -> S
         transform = augment_transform(view)
     # torch's nearest pixel is another one than Pillow's, which scores are compared with.
     elif view.interpolation == "nearest":
-        transform = PlainTransform(view, options.resize)
+        transform = PlainTransform(view)
     else:
-        transform = PixelTransform(view, options.resize)
+        transform = PixelTransform(view)
         notes += [NO_JPEG] * (not decodes_jpeg())
     return StreamedImages(
         streams.train.shuffle(seed=options.seed, buffer_size=SHUFFLE_BUFFER),
@@ -244,7 +244,7 @@ def _train_part(request: SourceRequest, streams: Streams, notes: list[str]) -> S
 
 
 def _holdout_part(request: SourceRequest, streams: Streams, notes: list[str]) -> StreamedImages:
-    options, plain = request.options, PlainTransform(request.view, request.options.resize)
+    options, plain = request.options, PlainTransform(request.view)
     if streams.validation is not None:
         return StreamedImages(streams.validation, streams.readers["validation"], plain)
     reader = streams.readers["train"]

@@ -153,7 +153,7 @@ def assemble(request: SourceRequest, tables: Tables) -> ImageData:
             notes.append(_skip_note(name, table, bad))
         rows[name] = good
     # Scores always come from Pillow's pixels, whatever makes training faster.
-    plain = PlainTransform(request.view, options.resize)
+    plain = PlainTransform(request.view)
     test = TransformedImages(tables.test, rows["test"], plain)
     groups = None if tables.test_groups is None else tables.test_groups[rows["test"]]
     splits = {"test": limited_test(test, len(test), limit=options.max_test, groups=groups)}
@@ -200,7 +200,7 @@ def _training_splits(
     request: SourceRequest, tables: Tables, rows: dict[str, list[int]], notes: list[str]
 ) -> dict[str, Split]:
     assert tables.train is not None
-    options, plain = request.options, PlainTransform(request.view, request.options.resize)
+    options, plain = request.options, PlainTransform(request.view)
     holdout_images: Dataset[Item]
     if tables.validation is not None:
         training = rows["train"]
@@ -226,10 +226,10 @@ def _fitted(
         return AugmentedImages(table, rows, augment_transform(view), seed=options.seed)
     # torch's nearest pixel is another one than Pillow's, which scores are compared with.
     if view.interpolation == "nearest":
-        return TransformedImages(table, rows, PlainTransform(view, options.resize))
+        return TransformedImages(table, rows, PlainTransform(view))
     if not decodes_jpeg():
         notes.append(NO_JPEG)
-    return TransformedImages(table, rows, PixelTransform(view, options.resize))
+    return TransformedImages(table, rows, PixelTransform(view))
 
 
 def _cut(

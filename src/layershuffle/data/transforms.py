@@ -1,17 +1,18 @@
 """Images to the pixels a view asks for: plain, plain but faster, and augmented.
 
-Plain is the paper's resize-and-crop (arXiv 2407.04513, section 4) by Pillow, for evaluation: scores
-do not depend on anything that made training faster. `PixelTransform` is the same by torch, for
-training. Augmented is timm's training transform with the view's settings.
+Plain is the resize-and-crop of the view by Pillow, for evaluation: bit-equal to timm's transform,
+and scores do not depend on anything that made training faster. `PixelTransform` is the same by
+torch, for training. Augmented is timm's training transform with the view's settings.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -24,7 +25,6 @@ from layershuffle.data.decode import pixel_tensor
 from layershuffle.data.view import ImageView
 from layershuffle.errors import UsageError
 
-Resize = Literal["crop", "squash"]
 Transform = Callable[[Image.Image], Tensor]
 _Size = tuple[int, int]
 
@@ -39,16 +39,14 @@ _RESAMPLING = {
 class PlainTransform:
     """Resize and centre crop by Pillow; the same pixels for the same image, always.
 
-    "crop" brings the shorter side to round(size / crop_pct) and cuts the centre; "squash"
-    resizes straight to the view and keeps all of the image. Small images are enlarged.
+    The view says which sides are resized; small images are enlarged.
     """
 
     view: ImageView
-    resize: Resize = "crop"
 
     def __call__(self, image: Image.Image) -> Tensor:
         """Pixels uint8 [C, H, W]."""
-        size, (left, top) = _size_and_corner(image.size, self.view, self.resize)
+        size, (left, top) = _size_and_corner(image.size, self.view)
         # Resizing only the part that stays (`box=`) is 1.4 times as fast, but its boxes are
         # 32-bit floats, and 1 byte in 30,000 comes out different. Scores are not to move.
         sized = image.resize(size, _RESAMPLING[self.view.interpolation])
@@ -65,7 +63,6 @@ class PixelTransform:
     """
 
     view: ImageView
-    resize: Resize = "crop"
 
     def __post_init__(self) -> None:
         if self.view.interpolation == "nearest":
@@ -74,7 +71,7 @@ class PixelTransform:
     def __call__(self, pixels: Tensor) -> Tensor:
         """Pixels uint8 [C, H, W] of the view's size, from such pixels of any size."""
         view, size = self.view, (pixels.shape[-1], pixels.shape[-2])
-        (width, height), (left, top) = _size_and_corner(size, view, self.resize)
+        (width, height), (left, top) = _size_and_corner(size, view)
         if size != (width, height):
             # torchvision.transforms.v2 gives the same bytes and takes 2 to 5 % longer per image.
             # antialias as Pillow's filters have it: without it, shrinking would skip pixels.
@@ -84,10 +81,8 @@ class PixelTransform:
         return pixels[:, top : top + view.height, left : left + view.width].contiguous()
 
 
-def _size_and_corner(size: _Size, view: ImageView, resize: Resize) -> tuple[_Size, _Size]:
+def _size_and_corner(size: _Size, view: ImageView) -> tuple[_Size, _Size]:
     """The (width, height) to resize to, and the (left, top) of the crop that follows."""
-    if resize == "squash":
-        return (view.width, view.height), (0, 0)
     width, height = resized_size(size, view)
     # Rounded as in torchvision's centre crop, with which this gave the same bytes.
     corner = round((width - view.width) / 2), round((height - view.height) / 2)
@@ -95,16 +90,26 @@ def _size_and_corner(size: _Size, view: ImageView, resize: Resize) -> tuple[_Siz
 
 
 def resized_size(size: tuple[int, int], view: ImageView) -> tuple[int, int]:
-    """(width, height) before the crop: as small as covers the view divided by crop_pct.
+    """(width, height) before the crop of an image of `size`, rounded as timm does.
 
-    The longer side is rounded down, as torchvision's Resize does.
+    "squash": the uncropped size; "crop": as small as covers it.
     """
     width, height = size
-    goal_width = round(view.width / view.crop_pct)
-    goal_height = round(view.height / view.crop_pct)
+    goal_width, goal_height = uncropped_size(view)
+    if view.resize == "squash":
+        return goal_width, goal_height
+    # timm leaves squares to torchvision's Resize, which rounds the longer side down.
+    whole = int if goal_width == goal_height else round
     if goal_width * height >= goal_height * width:  # the width is the tight side
-        return goal_width, max(goal_height, int(goal_width * height / width))
-    return max(goal_width, int(goal_height * width / height)), goal_height
+        return goal_width, max(goal_height, whole(goal_width * height / width))
+    return max(goal_width, whole(goal_height * width / height)), goal_height
+
+
+def uncropped_size(view: ImageView) -> tuple[int, int]:
+    """(width, height) of which the crop keeps the share `crop_pct`: the view's own size."""
+    # 43 / (43 / 50) is a little less than 50, and must not become 49.
+    across, down = (math.floor(side / view.crop_pct + 1e-9) for side in (view.width, view.height))
+    return across, down
 
 
 def augment_transform(view: ImageView) -> Transform:

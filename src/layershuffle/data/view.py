@@ -7,8 +7,9 @@ accuracy just drops), so the view is one validated value that travels from the m
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,7 @@ from torch import Tensor
 from layershuffle.errors import DataError, UsageError
 
 INTERPOLATIONS = ("bilinear", "bicubic", "nearest")
+Resize = Literal["crop", "squash"]
 
 # ITU-R 601 luma, the weights Pillow uses for RGB -> L: both routes to grey agree.
 _LUMA = (0.299, 0.587, 0.114)
@@ -26,8 +28,9 @@ _LUMA = (0.299, 0.587, 0.114)
 class ImageView:
     """The input a host model expects.
 
-    `mean` and `std` have one number per channel and apply to images in [0, 1]. `crop_pct` is the
-    share of the resized shorter side that the central crop keeps at evaluation.
+    `mean` and `std` have one number per channel and apply to images in [0, 1]. `resize` is "crop"
+    (the shorter side is brought to its size, the aspect ratio stays) or "squash" (both sides are);
+    `crop_pct` is the share of the resized sides that the central crop then keeps at evaluation.
     Raises UsageError if the numbers do not fit together.
     """
 
@@ -38,6 +41,7 @@ class ImageView:
     std: tuple[float, ...]
     interpolation: str = "bicubic"
     crop_pct: float = 1.0
+    resize: Resize = "crop"
 
     def __post_init__(self) -> None:
         sizes = {"channels": self.channels, "height": self.height, "width": self.width}
@@ -63,11 +67,23 @@ class ImageView:
             raise UsageError(
                 f"crop_pct is {self.crop_pct}, must be above 0 and at most 1", place="ImageView"
             )
+        if self.resize not in ("crop", "squash"):
+            raise UsageError(
+                f"resize is {self.resize!r}", place="ImageView", hint="use crop or squash"
+            )
 
     @property
     def size(self) -> tuple[int, int]:
         """(height, width) in pixels."""
         return self.height, self.width
+
+
+def resized_as(view: ImageView, resize: Resize | None) -> ImageView:
+    """`view` with images resized that way; `None` and the view's own way leave it as it is."""
+    if resize is None or resize == view.resize:
+        return view
+    # Who asks for squash wants the whole image; a share to keep was meant for the other way.
+    return replace(view, resize=resize, crop_pct=1.0 if resize == "squash" else view.crop_pct)
 
 
 def normalise(images: Tensor, view: ImageView) -> Tensor:

@@ -16,12 +16,12 @@ from typing import Any
 import datasets
 import torch
 
+from layershuffle.data.class_names import numbered
 from layershuffle.data.columns import (
     Columns,
     HubTable,
     as_index,
     image_column,
-    numbered,
     record_reader,
 )
 from layershuffle.data.contract import (

@@ -17,7 +17,7 @@ from layershuffle.models import host_of
 from layershuffle.models.files import shapes_of
 from layershuffle.models.origin import origin_of
 from layershuffle.models.position_files import position_to_json
-from layershuffle.models.store import image_view, library_of, num_classes_of
+from layershuffle.models.store import class_names_of, image_view, library_of, num_classes_of
 from layershuffle.position import width_of
 from layershuffle.stack import depth_of
 
@@ -27,7 +27,9 @@ _REASONS = {
     "kind of model": "a merge is made of models of one architecture",
     "number of blocks": "block i of a merge is block i of a donor",
     "width": "blocks of other widths cannot follow each other",
-    "number of classes": "the heads of a merge say the same classes",
+    **dict.fromkeys(
+        ("number of classes", "names of the classes"), "the heads of a merge say the same classes"
+    ),
     "image view": "a merge gets the same images as its donors",
     "position parts": "blocks learnt with other position parts do not understand each other",
     "base": "only models refined from one base can be merged (paper, section 4.4)",
@@ -36,6 +38,7 @@ _REASONS = {
         "the paper never mixes them; --mixed (mixed: true in a recipe) does it all the same",
     ),
 }
+_LONGEST = 300  # characters of a value in a message: there may be a thousand classes
 _SHAPE_REASON = "a merge is made of models of one shape and the same settings"
 
 
@@ -59,11 +62,13 @@ def check_compatible(
             other = describe(donor)
             for key in [*first, *(other.keys() - first.keys())]:
                 here, there = other.get(key), first.get(key)
-                if here != there:
+                # A head whose classes have no names is matched by index, as with data.
+                unnamed = key == "names of the classes" and None in (here, there)
+                if here != there and not unnamed:
                     raise UsageError(
                         f"{names[0]} and {name} do not fit together: {key} is "
-                        f"{'not recorded' if there is None else there} there and "
-                        f"{'not recorded' if here is None else here} here",
+                        f"{'not recorded' if there is None else str(there)[:_LONGEST]} there and "
+                        f"{'not recorded' if here is None else str(here)[:_LONGEST]} here",
                         hint=_REASONS.get(key, _SHAPE_REASON),
                     )
 
@@ -100,7 +105,11 @@ def _architecture(donor: nn.Module) -> dict[str, Any]:
     except UsageError:
         pass  # a model of the caller's own: its classes and its view are not known
     else:
-        facts |= {"number of classes": num_classes_of(host), "image view": image_view(host)}
+        facts |= {
+            "number of classes": num_classes_of(host),
+            "names of the classes": class_names_of(host),
+            "image view": image_view(host),
+        }
     return {**facts, "position parts": position_to_json(donor)}
 
 

@@ -18,9 +18,10 @@ import torch
 from torch import nn
 
 from layershuffle.compiling import BlockCompiler
-from layershuffle.data import DataOptions, ImageData, check_class_count, open_data
+from layershuffle.data import DataOptions, ImageData, match_classes, open_data
 from layershuffle.data.batches import DeviceBatches
 from layershuffle.data.loading import loader_processes
+from layershuffle.data.view import resized_as
 from layershuffle.errors import DataError, UsageError
 from layershuffle.evaluation import Score, compiler_for, evaluate, prepare
 from layershuffle.machine import warn_of_slow_bf16
@@ -38,7 +39,7 @@ from layershuffle.merging.settings import (
     Slots,
 )
 from layershuffle.merging.soups import greedy_soup, uniform_soup
-from layershuffle.models import host_of, image_view, load, num_classes_of
+from layershuffle.models import class_names_of, host_of, image_view, load, num_classes_of
 from layershuffle.models.origin import trained_with
 from layershuffle.modes import Mode
 from layershuffle.policies import OrderMode
@@ -347,11 +348,13 @@ def _open(
         train=holdout,
         holdout=trained.get("holdout", DataOptions.holdout),
         max_test=settings.max_images,
-        resize=settings.resize,
         skip_corrupt=settings.skip_corrupt,
     )
-    opened = open_data(data, image_view(first), options=options)
-    check_class_count(opened, num_classes_of(first), place=group.names[0])
+    view = resized_as(image_view(first), settings.resize)
+    opened = open_data(data, view, options=options)
+    opened = match_classes(
+        opened, class_names_of(first), outputs=num_classes_of(first), place=group.names[0]
+    )
     warn_of_slow_bf16(settings.precision, _device())
     group.to(_device())
     return opened

@@ -33,8 +33,9 @@ class _Scored(Settings):
     """Images per forward."""
     max_images: Positive | None = None
     """Score the first images only (of a fixed shuffle)."""
-    resize: Literal["crop", "squash"] = "crop"
-    """Shorter side to size and centre crop, or both sides to size; as the models were trained."""
+    resize: Literal["crop", "squash"] | None = None
+    """Scale the shorter side and crop the centre (crop), or scale both sides (squash). Default: as
+    the models were trained."""
     skip_corrupt: bool = False
     """Leave unreadable images out, counted and named, instead of stopping."""
     mixed: bool = False

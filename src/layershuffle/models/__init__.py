@@ -6,22 +6,30 @@
 
 from layershuffle.models.metadata import read_record
 from layershuffle.models.store import (
+    class_names_of,
     host_of,
     image_view,
     load,
     logits_of,
     num_classes_of,
+    replace_head,
     save,
+    set_class_names,
+    set_image_view,
     truncate,
 )
 
 __all__ = [
+    "class_names_of",
     "host_of",
     "image_view",
     "load",
     "logits_of",
     "num_classes_of",
     "read_record",
+    "replace_head",
     "save",
+    "set_class_names",
+    "set_image_view",
     "truncate",
 ]

@@ -27,7 +27,9 @@ WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 PROCESSOR = "preprocessor_config.json"
-PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"})
+# The second is what newer releases of transformers write for models of images and text.
+PROCESSORS = (PROCESSOR, "processor_config.json")
+PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".tar", ".ckpt", ".pkl", ".pickle"})
 
 MAX_JSON_BYTES = 1 << 20
 _MAX_NESTING = 64
@@ -143,7 +145,8 @@ def refuse_pickle(path: Path) -> None:
             f"The weights are in {name}, a pickle, and reading a pickle can run any program inside "
             "it, so it is refused",
             place=pickles[0],
-            hint='convert it once, where you trust it: python -c "import torch; '
+            hint="timm:ARCHITECTURE?checkpoint=FILE reads those of timm's train.py without running "
+            'anything; convert others once, where you trust it: python -c "import torch; '
             "from safetensors.torch import save_file; "
             f"save_file(torch.load('{name}', weights_only=True), '{WEIGHTS}')\"",
         )

@@ -7,7 +7,7 @@ both. Code from a repository is never run, and nothing but safetensors is read.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,11 @@ from transformers.utils import logging as hf_logging
 
 from layershuffle.data.view import ImageView
 from layershuffle.errors import ModelFileError, UsageError
+from layershuffle.models.authors_files import our_name, with_authors_parts
 from layershuffle.models.files import (
     CONFIG,
     PROCESSOR,
+    PROCESSORS,
     WEIGHTS,
     WEIGHTS_INDEX,
     check_depth,
@@ -42,25 +44,25 @@ from layershuffle.models.files import (
     tensor_shapes,
     weight_files,
 )
-from layershuffle.models.hf_view import view_of
+from layershuffle.models.hf_view import processor_of, stored_view, view_of
 from layershuffle.models.origin import (
     LOG,
     Host,
     Origin,
     hub_silence,
     new_linear,
-    origin_of,
     remember,
     seeded,
     warn_new_head,
     weights_missing,
 )
+from layershuffle.models.timm_view import config_of_view
 from layershuffle.text import one_line, shortened
 
 NAME = "transformers"
 # No pickles and no code: what would be refused later is not downloaded at all.
 _FILES = (
-    CONFIG, PROCESSOR, WEIGHTS, WEIGHTS_INDEX, "model-*-of-*.safetensors",
+    CONFIG, *PROCESSORS, WEIGHTS, WEIGHTS_INDEX, "model-*-of-*.safetensors",
 )  # fmt: skip
 # Attention written in transformers or torch; any other name is a repository with code to download.
 _ATTENTION = frozenset(
@@ -87,7 +89,8 @@ def build(name: str, settings: Mapping[str, Any], *, seed: int) -> nn.Module:
 
     `pretrained=False` takes the configuration alone, with random weights. Raises `UsageError` for
     other settings, `ModelFileError` if the files cannot be fetched or read. A missing head is
-    freshly initialised, with a warning.
+    freshly initialised, with a warning. A checkpoint of the paper's authors comes with the position
+    parts that it has.
     """
     unknown = sorted(settings.keys() - {"pretrained", "revision"})
     if unknown:
@@ -97,12 +100,13 @@ def build(name: str, settings: Mapping[str, Any], *, seed: int) -> nn.Module:
     local = Path(name).expanduser().is_dir()
     revision = settings.get("revision")
     directory = Path(name).expanduser() if local else _fetched(name, revision)
-    processor = _processor(directory)
     if settings.get("pretrained", True) is False:
         host = _random(directory, seed=seed)
-        return remember(host, Origin(processor=processor))
+        return remember(host, Origin(view=stored_view(host, directory)))
     host = _stored(directory, seed=seed, lenient=True)
-    return remember(host, Origin(processor=processor, base_model=None if local else name))
+    view, base = stored_view(host, directory), None if local else name
+    remember(host, Origin(view=view, base_model=base))
+    return with_authors_parts(host, directory)
 
 
 def num_classes(host: Host) -> int:
@@ -125,12 +129,28 @@ def resize_head(host: Host, classes: int, *, seed: int) -> None:
         # A seed for each: the two heads of a distilled model must not start equal.
         new = new_linear(head, classes, std=std, seed=seed + number)
         setattr(host.get_submodule(owner), attribute, new)
-    config.num_labels = classes  # sets id2label and label2id too
+    set_class_names(host, [f"LABEL_{index}" for index in range(classes)])  # transformers' filler
     host.num_labels = classes
     timm_model = getattr(host, "timm_model", None)
     if timm_model is not None:
         timm_model.num_classes = classes
     warn_new_head(old, classes, seed=seed)
+
+
+def class_names(host: Host) -> tuple[str, ...] | None:
+    """The names in id2label; transformers' filler (LABEL_0, ...) stands for none."""
+    names = host.config.id2label
+    listed = tuple(str(names.get(index, f"LABEL_{index}")) for index in range(num_classes(host)))
+    filler = all(name == f"LABEL_{index}" for index, name in enumerate(listed))
+    return None if filler else listed
+
+
+def set_class_names(host: Host, names: Sequence[str]) -> None:
+    """Name the classes, which also says how many there are."""
+    host.config.id2label = dict(enumerate(names))
+    host.config.label2id = {name: index for index, name in enumerate(names)}
+    if hasattr(host.config, "label_names"):  # the wrapper around timm writes these first
+        host.config.label_names = list(names)
 
 
 def set_depth(host: Host, depth: int) -> None:
@@ -168,16 +188,14 @@ def _note_depth(config: Any, depth: int) -> None:
 
 
 def image_view(host: Host) -> ImageView:
-    """The view of the image processor that came with the model, else of its kind of model."""
-    return view_of(host, origin_of(host).processor)
+    """The view of models of this kind; what came with a model stands in its origin."""
+    return view_of(host)
 
 
 def write(
     host: Host, directory: Path, *, view: ImageView, model_args: Mapping[str, Any] | None
 ) -> tuple[str, dict[str, Any]]:
-    """`save_pretrained` into `directory`, with the image processor that came; (class name, {})."""
-    # save_pretrained has no place for it: layershuffle.json holds the view.
-    del view
+    """`save_pretrained` into `directory`, with a processor for the view; (class name, {})."""
     if not isinstance(host, PreTrainedModel) or model_args:
         raise UsageError("A transformers model takes no model_args: its config has them all")
     if not type(host).__module__.startswith("transformers."):
@@ -186,15 +204,19 @@ def write(
             hint="save a model of transformers itself",
         )
     before = dict(vars(host.config))  # save_pretrained notes architecture and dtype in it
+    wrapped = hasattr(host, "timm_model")
     try:
+        if wrapped:  # its processor reads timm's settings
+            cfg = getattr(host.config, "pretrained_cfg", None) or {}
+            host.config.pretrained_cfg = {**cfg, **config_of_view(view)}
         with quiet():
             host.save_pretrained(directory)
     finally:
         vars(host.config).clear()
         vars(host.config).update(before)
-    processor = origin_of(host).processor
+    processor = None if wrapped else processor_of(view)
     if processor:
-        text = json.dumps(dict(processor), indent=2)
+        text = json.dumps(processor, indent=2)
         (directory / PROCESSOR).write_text(text + "\n", encoding="utf-8")
     return type(host).__name__, {}
 
@@ -202,7 +224,7 @@ def write(
 def read(directory: Path, *, seed: int) -> tuple[nn.Module, str]:
     """The model that `write` left in `directory`, and its class; every tensor must be there."""
     host = _stored(directory, seed=seed, lenient=False)
-    return remember(host, Origin(processor=_processor(directory))), type(host).__name__
+    return host, type(host).__name__
 
 
 def _fetched(name: str, revision: str | None) -> Path:
@@ -327,6 +349,7 @@ def _check_loaded(
                 num_classes(host),
             )
         # Heads of other tasks do no harm, but nothing is left out without a word.
+        unexpected = {name for name in unexpected if our_name(name) is None}
         if unexpected:
             LOG.warning(
                 "%s: tensors that are not used: %s.", directory, shortened(sorted(unexpected))
@@ -350,16 +373,6 @@ def _heads(host: Host) -> dict[str, nn.Linear]:
         inner = host.timm_model.get_classifier()
         heads = {n: m for n, m in host.named_modules() if m is inner and isinstance(m, nn.Linear)}
     return {name: head for name, head in heads.items() if head.out_features == classes}
-
-
-def _processor(directory: Path) -> dict[str, Any] | None:
-    path = directory / PROCESSOR
-    if not path.is_file():
-        return None
-    data = read_json(path)
-    check_numbers(data, path)
-    data.pop("auto_map", None)  # names code in the repository
-    return data
 
 
 @contextmanager

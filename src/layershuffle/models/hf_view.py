@@ -1,20 +1,27 @@
 """How a transformers model wants its images: its image processor's file, or the kind of model.
 
-Without a file the numbers are those of the published checkpoints of that kind; they are listed
-here because the defaults of the processor classes differ from them in places (DeiT, DINOv2).
+transformers itself resolves the file, since what a key means, and what stands for a missing one,
+depends on the class of the processor. Without a file the numbers are those of the published
+checkpoints of that kind; they are listed here because the defaults of the processor classes differ
+from them in places (DeiT, DINOv2).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from layershuffle.data.view import ImageView
+from timm.data import resolve_data_config
+from transformers import AutoImageProcessor
+
+from layershuffle.data.transforms import uncropped_size
+from layershuffle.data.view import ImageView, Resize
 from layershuffle.errors import ModelFileError
-from layershuffle.models.files import PROCESSOR
+from layershuffle.models.files import PROCESSORS, check_numbers, read_json
 from layershuffle.models.origin import Host, per_channel, size_pair
-from layershuffle.models.timm_host import image_view as timm_view
+from layershuffle.models.timm_view import view_of_config
 
 _HALF = (0.5, 0.5, 0.5)
 _IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -28,41 +35,33 @@ class _Habit:
     std: tuple[float, ...] = _HALF
     interpolation: str = "bicubic"
     crop_pct: float = 1.0
+    resize: Resize = "squash"
 
 
-_IMAGENET = _Habit(_IMAGENET_MEAN, _IMAGENET_STD, crop_pct=224 / 256)
+_DEIT = _Habit(_IMAGENET_MEAN, _IMAGENET_STD, crop_pct=224 / 256)
+_DINOV2 = _Habit(_IMAGENET_MEAN, _IMAGENET_STD, crop_pct=224 / 256, resize="crop")
 _HABITS = {
     "vit": _Habit(interpolation="bilinear"),
-    "deit": _IMAGENET,
-    "dinov2": _IMAGENET,
-    "dinov2_with_registers": _IMAGENET,
+    "deit": _DEIT,
+    "dinov2": _DINOV2,
+    "dinov2_with_registers": _DINOV2,
     "ijepa": _Habit(_IMAGENET_MEAN, _IMAGENET_STD),
+    "clip": _Habit(
+        (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711), resize="crop"
+    ),
 }
 
 
-def view_of(host: Host, processor: Mapping[str, Any] | None) -> ImageView:
-    """The view of `host`, from the processor's settings if there are any.
-
-    Raises `ModelFileError` for settings that cannot be used.
-    """
-    # timm's model inside of transformers' wrapper knows how its weights were trained.
+def view_of(host: Host) -> ImageView:
+    """The view of `host` without a processor: that of its kind of model."""
+    # timm's model inside of transformers' wrapper knows how its weights were trained, unless the
+    # configuration around it says otherwise.
     timm_model = getattr(host, "timm_model", None)
     if timm_model is not None:
-        return timm_view(timm_model)
-    config: Any = host.config
-    # CLIP and SigLIP keep the settings of their image tower apart.
-    vision = getattr(config, "vision_config", config)
-    size, channels = size_pair(vision.image_size), int(getattr(vision, "num_channels", 3))
-    habit = _HABITS.get(config.model_type, _Habit())
-    if processor is not None:
-        try:
-            return _from_processor(processor, size, channels=channels, habit=habit)
-        except (TypeError, ValueError) as error:  # a UsageError of ImageView is a ValueError
-            raise ModelFileError(
-                f"The image processor's settings are not usable ({error})",
-                place=PROCESSOR,
-                hint="correct the file beside the model",
-            ) from error
+        cfg = getattr(host.config, "pretrained_cfg", None) or timm_model.pretrained_cfg
+        return view_of_config(timm_model, resolve_data_config(pretrained_cfg=dict(cfg)))
+    size, channels = _input_of(host)
+    habit = _HABITS.get(host.config.model_type, _Habit())
     return ImageView(
         channels=channels,
         height=size[0],
@@ -71,50 +70,109 @@ def view_of(host: Host, processor: Mapping[str, Any] | None) -> ImageView:
         std=per_channel(habit.std, channels),
         interpolation=habit.interpolation,
         crop_pct=habit.crop_pct,
+        resize=habit.resize,
     )
 
 
-def _from_processor(
-    settings: Mapping[str, Any], default: tuple[int, int], *, channels: int, habit: _Habit
+def stored_view(host: Host, directory: Path) -> ImageView | None:
+    """The view of the image processor's file in `directory`, `None` without one.
+
+    Raises `ModelFileError` for a file that transformers cannot use, or that a view cannot express.
+    """
+    paths = [directory / name for name in PROCESSORS if (directory / name).is_file()]
+    if not paths or hasattr(host, "timm_model"):  # timm's settings stand in config.json
+        return None
+    given: dict[str, Any] = {}
+    for path in paths:
+        given |= read_json(path)
+        check_numbers(given, path)
+    size, channels = _input_of(host)
+    # A class has a size for files without one, but no model has to have that size.
+    missing = {"size": {"height": size[0], "width": size[1]}}
+    extra = {} if {"size", "image_processor"} & given.keys() else missing
+    try:
+        processor = AutoImageProcessor.from_pretrained(directory, trust_remote_code=False, **extra)
+        return _view_from(processor.to_dict(), size, channels=channels)
+    # A UsageError of ImageView is a ValueError.
+    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, OSError) as error:
+        raise ModelFileError(
+            f"The image processor's settings are not usable ({error})",
+            place=paths[-1],
+            hint="correct the file beside the model",
+        ) from error
+
+
+def _input_of(host: Host) -> tuple[tuple[int, int], int]:
+    """((height, width), channels) that the model was built for."""
+    # CLIP and SigLIP keep the settings of their image tower apart.
+    vision: Any = getattr(host.config, "vision_config", host.config)
+    return size_pair(vision.image_size), int(getattr(vision, "num_channels", 3))
+
+
+def _view_from(
+    settings: Mapping[str, Any], default: tuple[int, int], *, channels: int
 ) -> ImageView:
-    resized = _size(settings.get("size"), default) if settings.get("do_resize", True) else default
-    crop = settings.get("do_center_crop", False)
-    (height, width) = _size(settings.get("crop_size"), resized) if crop else resized
-    normalised = settings.get("do_normalize", True)
-    # Processors that do not rescale normalise images in [0, 255]; a view's are in [0, 1].
-    scale = 1.0 if settings.get("do_rescale", True) else 1 / 255
-    mean = settings.get("image_mean", habit.mean) if normalised else 0.0
-    std = settings.get("image_std", habit.std) if normalised else 1.0
-    return ImageView(
+    """The view in the settings of a processor; `default`: (height, width) without resizing."""
+    if settings.get("do_pad"):
+        raise ValueError("images would be padded")
+    resized, resize = _resized(settings["size"]) if settings["do_resize"] else (default, "crop")
+    (height, width) = resized
+    if settings.get("do_center_crop"):
+        crop = settings["crop_size"]
+        height, width = size_pair([crop["height"], crop["width"]])
+    # A view's images are in [0, 1]; without rescaling, processors normalise those in [0, 255].
+    factor = settings["rescale_factor"] if settings.get("do_rescale") else 1.0
+    normalised = settings.get("do_normalize")
+    mean = settings["image_mean"] if normalised else 0.0
+    std = settings["image_std"] if normalised else 1.0
+    resample = settings.get("resample")
+    if not isinstance(resample, int):
+        raise ValueError(f"resample is a number of Pillow's, not {resample!r}")
+    view = ImageView(
         channels=channels,
         height=height,
         width=width,
-        mean=tuple(scale * value for value in per_channel(mean, channels)),
-        std=tuple(scale * value for value in per_channel(std, channels)),
-        interpolation=_interpolation(settings.get("resample"), habit),
-        # A crop larger than the resized image would be padded, which a view cannot express.
-        crop_pct=min(1.0, min(height, width) / max(1, min(resized))),
+        mean=tuple(value / (255 * factor) for value in per_channel(mean, channels)),
+        std=tuple(value / (255 * factor) for value in per_channel(std, channels)),
+        interpolation=_RESAMPLE.get(resample, "bicubic"),
+        crop_pct=height / resized[0],
+        resize=resize,
     )
+    if uncropped_size(view) != (resized[1], resized[0]):
+        raise ValueError(f"the crop {height} x {width} has another shape than {resized}")
+    return view
 
 
-def _interpolation(resample: object, habit: _Habit) -> str:
-    if resample is None:
-        return habit.interpolation
-    if not isinstance(resample, int):
-        raise ModelFileError(f"resample is a number of Pillow's, not {resample!r}", place=PROCESSOR)
-    return _RESAMPLE.get(resample, "bicubic")
+def _resized(size: Mapping[str, int]) -> tuple[tuple[int, int], Resize]:
+    """((height, width), the way of resizing) of the forms that processors resolve sizes to."""
+    if size.keys() == {"height", "width"}:
+        return size_pair([size["height"], size["width"]]), "squash"
+    if size.keys() == {"shortest_edge"}:
+        return size_pair(size["shortest_edge"]), "crop"
+    raise ValueError(f"the size {dict(size)!r} is neither height and width nor shortest_edge")
 
 
-def _size(size: object, default: tuple[int, int]) -> tuple[int, int]:
-    """(height, width) of the forms processors store: a number, a pair, or one of three mappings."""
-    if size is None:
-        return default
-    if not isinstance(size, Mapping):
-        return size_pair(size)
-    if "height" in size and "width" in size:
-        return size_pair([size["height"], size["width"]])
-    if "shortest_edge" in size:
-        return size_pair(size["shortest_edge"])
-    raise ModelFileError(
-        f"The size {dict(size)!r} has neither height and width nor shortest_edge", place=PROCESSOR
-    )
+def processor_of(view: ImageView) -> dict[str, Any] | None:
+    """The file of an image processor that prepares images as `view` says.
+
+    `None` for views that no processor of transformers has: a crop that is not square.
+    """
+    width, height = uncropped_size(view)
+    if view.resize == "crop" and height != width:
+        return None
+    squashed = {"height": height, "width": width}
+    return {
+        # The plainest class: it does these steps and nothing else, for any kind of model.
+        "image_processor_type": "ViTImageProcessor",
+        **({"do_convert_rgb": True} if view.channels == 3 else {}),
+        "do_resize": True,
+        "size": squashed if view.resize == "squash" else {"shortest_edge": height},
+        "resample": {"nearest": 0, "bilinear": 2, "bicubic": 3}[view.interpolation],
+        "do_center_crop": view.resize == "crop" or (height, width) != view.size,
+        "crop_size": {"height": view.height, "width": view.width},
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": list(view.mean),
+        "image_std": list(view.std),
+    }

@@ -14,8 +14,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
 
+from layershuffle.data.view import ImageView, resized_as
 from layershuffle.errors import ModelFileError, UsageError
 from layershuffle.models.files import check_numbers, read_json
+from layershuffle.models.origin import view_from_json
 from layershuffle.policies import policy_from_json
 from layershuffle.position_forms import EncodingForm, PredictionForm, form_from_json
 from layershuffle.text import did_you_mean, one_line
@@ -87,6 +89,18 @@ def parse_metadata(data: Mapping[str, Any], path: Path) -> ModelMetadata:
         check_numbers(part, path)
     _check_policy(metadata, path)
     return metadata
+
+
+def view_of_record(metadata: ModelMetadata, path: Path) -> ImageView:
+    """How the saved model wants its images; raises `ModelFileError` if that does not hold together.
+
+    Older files name the way of resizing among the settings of the training alone.
+    """
+    view = view_from_json({"resize": "crop", **metadata.image_view}, path)
+    if "resize" in metadata.image_view or not metadata.settings:
+        return view
+    resize = metadata.settings.get("resize")
+    return resized_as(view, "squash") if resize == "squash" else view
 
 
 def form_of(

@@ -25,7 +25,7 @@ LOG = logging.getLogger("layershuffle")
 # An nn.Module. The host libraries give theirs attributes that nn.Module does not declare.
 Host = Any
 _ATTRIBUTE = "layershuffle_origin"
-_VIEW_KEYS = ("channels", "height", "width", "mean", "std", "interpolation", "crop_pct")
+_VIEW_KEYS = ("channels", "height", "width", "mean", "std", "interpolation", "crop_pct", "resize")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,13 +34,13 @@ class Origin:
 
     `model_args`: what its constructor got. `base_model`: its name on the hub, if it was trained
     there. `view`: how it wants its images, where that is known better than the model can tell.
-    `processor`: the image processor settings that came with it. `record`: see `layershuffle.save`.
+    `class_names`: of a model that has no place for them. `record`: see `layershuffle.save`.
     """
 
     model_args: Mapping[str, Any] = field(default_factory=dict)
     base_model: str | None = None
     view: ImageView | None = None
-    processor: Mapping[str, Any] | None = None
+    class_names: tuple[str, ...] | None = None
     record: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -124,6 +124,26 @@ def view_from_json(data: Mapping[str, Any], place: Path) -> ImageView:
             place=place,
             hint=f"its fields are {', '.join(_VIEW_KEYS)}",
         ) from error
+
+
+def listed_names(names: object, count: int, *, place: str | Path) -> tuple[str, ...] | None:
+    """The names of `count` classes, in a list as configurations hold them, or `None` for none.
+
+    Raises `ModelFileError` if they are not as many, or no texts.
+    """
+    if not names:
+        return None
+    if (
+        not isinstance(names, list | tuple)
+        or len(names) != count
+        or not all(isinstance(name, str) for name in names)
+    ):
+        raise ModelFileError(
+            f"The names of the classes are not a list of {count} texts",
+            place=place,
+            hint="correct the list, or take it out of the file",
+        )
+    return tuple(names)
 
 
 def per_channel(values: object, channels: int) -> tuple[float, ...]:

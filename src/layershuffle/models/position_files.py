@@ -50,7 +50,7 @@ def with_stored_parts(host: nn.Module, metadata: ModelMetadata, *, directory: Pa
     if prediction is not None:
         guess = cast(PredictionForm, form_of(PredictionForm, prediction, path=place))
         model.prediction = PositionPrediction(metadata.depth, width_of(host), form=guess, seed=0)
-    parts = _parts_of(model)
+    parts = parts_of(model)
     tensors = read_tensors(path, shapes_of(parts.state_dict()))
     # assign keeps the type in which the tensors were saved, such as half precision.
     parts.load_state_dict(tensors, strict=True, assign=True)
@@ -78,7 +78,8 @@ def _check_features(shapes: Mapping[str, Shape], form: EncodingForm, *, path: Pa
         check_tensors(shapes, {"encoding.table": ()}, place=path)
 
 
-def _parts_of(model: PositionedModel) -> nn.ModuleDict:
+def parts_of(model: PositionedModel) -> nn.ModuleDict:
+    """The position parts that the model has, under the names they have in the file."""
     parts = {"encoding": model.encoding, "prediction": model.prediction}
     return nn.ModuleDict({name: part for name, part in parts.items() if part is not None})
 
@@ -95,5 +96,5 @@ def position_to_json(model: nn.Module) -> dict[str, Any]:
 
 def write_parts(model: nn.Module, directory: Path) -> None:
     """Write the parameters of the model's position parts, if it has any."""
-    if isinstance(model, PositionedModel) and _parts_of(model):
-        write_tensors(_parts_of(model).state_dict(), directory / PARTS)
+    if isinstance(model, PositionedModel) and parts_of(model):
+        write_tensors(parts_of(model).state_dict(), directory / PARTS)

@@ -14,7 +14,7 @@ from layershuffle.models.origin import unknown_name
 # Scheme: the form shown to the user. A "?" in the form: settings may follow.
 FORMS = {
     "bundled": "bundled:digits",
-    "timm": "timm:NAME[?pretrained=false&...]",
+    "timm": "timm:NAME[?pretrained=false&...]",  # or local-dir:DIR in the place of NAME
     "hf": "hf:NAME_OR_DIR[?pretrained=false]",
     "torchvision": "torchvision:NAME[?weights=none]",
     "dir": "dir:PATH",

@@ -2,9 +2,12 @@
 
     bundled:digits                                  the base checkpoint in this package
     timm:NAME[?pretrained=false&img_size=12,20&...] timm, keywords of timm.create_model
+    timm:NAME?checkpoint=FILE[&num_classes=10&...]  a checkpoint of timm's training script
+    timm:local-dir:DIR                              a directory in timm's layout
     hf:NAME_OR_DIR[?pretrained=false&revision=...]  transformers, hub or directory
     torchvision:NAME[?weights=none&image_size=...]  torchvision
-    dir:PATH                                        what `save` or `layershuffle fit` wrote
+    dir:PATH                                        what `save`, `layershuffle fit`, timm or
+                                                    transformers wrote
 
 A saved directory belongs to the host library: its own layout, safetensors only. What it has no
 place for stands beside it (layershuffle.json, layershuffle.safetensors, README.md).
@@ -43,12 +46,12 @@ from layershuffle.models.metadata import (
     ModelMetadata,
     checked_record,
     parse_metadata,
+    view_of_record,
 )
 from layershuffle.models.origin import (
     origin_of,
     remember,
     unknown_name,
-    view_from_json,
     view_to_json,
 )
 from layershuffle.models.position_files import (
@@ -82,6 +85,12 @@ class HostLibrary(Protocol):
     def resize_head(self, host: nn.Module, classes: int, *, seed: int) -> None:
         """A fresh head."""
 
+    def class_names(self, host: nn.Module) -> tuple[str, ...] | None:
+        """Names of the classes."""
+
+    def set_class_names(self, host: nn.Module, names: Sequence[str]) -> None:
+        """Name the classes."""
+
     def set_depth(self, host: nn.Module, depth: int) -> None:
         """Note another number of blocks."""
 
@@ -114,12 +123,21 @@ def load(spec: str, *, num_classes: int | None = None, seed: int = 0) -> nn.Modu
     if num_classes is not None and num_classes < 1:
         raise UsageError(f"A head has at least one class, not {num_classes}")
     model = _opened(parse_spec(spec), seed)
-    host = host_of(model)
     if num_classes is not None and num_classes != num_classes_of(model):
-        library_of(host).resize_head(host, num_classes, seed=seed)
-        # Method and scores were those of a model with another head.
-        remember(host, replace(origin_of(host), record={}))
+        replace_head(model, num_classes, seed=seed)
     return model.eval()
+
+
+def replace_head(model: nn.Module, classes: int, *, seed: int) -> None:
+    """Give `model` a fresh head, a function of `seed`, for `classes` classes without names.
+
+    A warning says so.
+    """
+    host = host_of(model)
+    library_of(host).resize_head(host, classes, seed=seed)
+    # Method and scores were those of a model with another head.
+    remember(host, replace(origin_of(host), record={}))
+    model.eval()  # the libraries make new layers in training mode
 
 
 def save(
@@ -210,14 +228,34 @@ def host_of(model: nn.Module) -> nn.Module:
 def image_view(model: nn.Module) -> ImageView:
     """How the model wants its images."""
     host = host_of(model)
-    # What was saved with the model counts more than what its library would guess.
+    # What came with the model counts more than what its library would guess.
     return origin_of(host).view or library_of(host).image_view(host)
+
+
+def set_image_view(model: nn.Module, view: ImageView) -> None:
+    """Make `view` what the model wants, now and in what is saved of it."""
+    host = host_of(model)
+    remember(host, replace(origin_of(host), view=view))
 
 
 def num_classes_of(model: nn.Module) -> int:
     """Number of classes of the model's head."""
     host = host_of(model)
     return library_of(host).num_classes(host)
+
+
+def class_names_of(model: nn.Module) -> tuple[str, ...] | None:
+    """The names of the model's classes in the order of its logits, `None` if it has none."""
+    host = host_of(model)
+    return library_of(host).class_names(host)
+
+
+def set_class_names(model: nn.Module, names: Sequence[str]) -> None:
+    """Name the classes of `model`: one name for each logit, saved in the host library's layout."""
+    host = host_of(model)
+    if len(names) != num_classes_of(model):
+        raise UsageError(f"{len(names)} names do not name {num_classes_of(model)} classes")
+    library_of(host).set_class_names(host, names)
 
 
 def logits_of(output: Any) -> Tensor:
@@ -290,8 +328,10 @@ def _load_bundled(name: str, *, seed: int) -> nn.Module:
 def _load_directory(place: Path, *, seed: int) -> nn.Module:
     directory = _model_directory(place.expanduser())
     path = directory / METADATA_FILE
+    if not path.is_file():
+        return wrap(_built_by_its_library(directory, seed=seed))
     metadata = parse_metadata(read_json(path), path)
-    view = view_from_json(metadata.image_view, path)
+    view = view_of_record(metadata, path)
     library = _library(metadata.library)
     host, name = library.read(directory, seed=seed)
     record = metadata.model_dump(include=set(RECORD_KEYS), exclude_none=True)
@@ -300,6 +340,20 @@ def _load_directory(place: Path, *, seed: int) -> nn.Module:
     _check_agrees(metadata.name, name, key="name", path=path)
     _check_agrees(metadata.num_classes, library.num_classes(host), key="num_classes", path=path)
     return with_stored_parts(host, metadata, directory=directory)
+
+
+def _built_by_its_library(directory: Path, *, seed: int) -> nn.Module:
+    """The model in a directory that timm or transformers saved."""
+    # Without the file that describes them, the parts would be left out without a word.
+    if (directory / PARTS).exists():
+        raise ModelFileError(
+            f"{PARTS} is here without {METADATA_FILE}", place=directory, hint="save the model again"
+        )
+    config = read_json(directory / CONFIG)
+    # transformers' wrapper around timm names an architecture too.
+    if "architecture" in config and "model_type" not in config:
+        return _library("timm").build(f"local-dir:{directory}", {}, seed=seed)
+    return _library("transformers").build(str(directory), {}, seed=seed)
 
 
 def _wrap_as(host: nn.Module, metadata: ModelMetadata, path: Path) -> None:
@@ -321,21 +375,21 @@ def _check_agrees(stated: str | int, actual: str | int, *, key: str, path: Path)
 
 def _model_directory(place: Path) -> Path:
     """`place` itself, or PLACE/model where `place` is the output of a training run."""
-    for directory in (place, place / "model"):
-        if (directory / METADATA_FILE).is_file():
+    ours = ((place, METADATA_FILE), (place / "model", METADATA_FILE))
+    for directory, file in (*ours, (place, CONFIG)):
+        if (directory / file).is_file():
             return directory
     # The pickle is named first: it is the cause, and what else is missing only follows from it.
-    if place.suffix.lower() in PICKLE_SUFFIXES or (
-        place.is_dir() and not (place / CONFIG).exists()
-    ):
+    if place.suffix.lower() in PICKLE_SUFFIXES or place.is_dir():
         refuse_pickle(place)
     if not place.exists():
         raise ModelFileError("There is no such directory", place=place, hint="check the path")
-    hint = "name a directory that layershuffle.save or layershuffle fit wrote"
-    if (place / CONFIG).is_file():
-        refuse_pickle(place)
-        hint = f"a model that transformers saved is read with hf:{place}"
-    raise ModelFileError(f"There is no {METADATA_FILE} here", place=place, hint=hint)
+    raise ModelFileError(
+        f"There is no {METADATA_FILE} and no {CONFIG} here",
+        place=place,
+        hint="name a directory that layershuffle fit, layershuffle.save, timm or transformers "
+        "wrote; a checkpoint of timm's train.py is named by timm:ARCHITECTURE?checkpoint=FILE",
+    )
 
 
 def _stack_place(host: nn.Module) -> tuple[str, int]:

@@ -1,13 +1,14 @@
 """timm models: built by name, saved in timm's own directory layout.
 
 What `write` leaves is read back by `timm.create_model("local-dir:DIR", pretrained=True)`, without
-this package: config.json holds architecture, model_args and pretrained_cfg as timm writes them.
+this package: config.json holds architecture, model_args, label_names and pretrained_cfg as timm
+writes them. Directories and training checkpoints that timm itself wrote are read too.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -22,11 +23,11 @@ from huggingface_hub.errors import (
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
 )
-from timm.data import resolve_model_data_config
+from timm.data import resolve_data_config
 from timm.models import get_pretrained_cfg
 from torch import nn
 
-from layershuffle.data.view import INTERPOLATIONS, ImageView
+from layershuffle.data.view import ImageView
 from layershuffle.errors import ModelFileError, UsageError
 from layershuffle.models.files import (
     CONFIG,
@@ -44,20 +45,22 @@ from layershuffle.models.origin import (
     Host,
     Origin,
     hub_silence,
+    listed_names,
     match_dtype,
     origin_of,
-    per_channel,
     remember,
     seeded,
-    size_pair,
     unknown_name,
     warn_new_head,
     weights_missing,
 )
+from layershuffle.models.timm_checkpoint import load_checkpoint
+from layershuffle.models.timm_view import config_of_view, image_size, set_view, view_of_config
 from layershuffle.text import one_line
 
 NAME = "timm"
-_VIEW_SETTINGS = frozenset({"mean", "std", "interpolation", "crop_pct"})
+_LOCAL = "local-dir:"
+_VIEW_SETTINGS = frozenset({"mean", "std", "interpolation", "crop_pct", "crop_mode"})
 # Arguments of timm.create_model that read files or change what is built; never from a spec or file.
 _RESERVED = frozenset(
     {
@@ -83,11 +86,18 @@ def owns(model: nn.Module) -> bool:
 def build(name: str, settings: Mapping[str, Any], *, seed: int) -> nn.Module:
     """The model `name`; `settings` are timm.create_model's keywords, `pretrained` true by default.
 
-    `mean`, `std`, `interpolation` and `crop_pct` say how it wants its images. Raises `UsageError`
+    `checkpoint` is a file that timm's training script wrote, which has the weights then. `mean`,
+    `std`, `interpolation`, `crop_pct` and `crop_mode` say how the model wants its images. The name
+    local-dir:DIR, without settings, stands for a directory in timm's layout. Raises `UsageError`
     for unknown names and keywords, `ModelFileError` if the weights cannot be had.
     """
     args = dict(settings)
-    pretrained = args.pop("pretrained", True)
+    if name.startswith(_LOCAL):
+        if args:
+            raise UsageError("A directory has settings of its own", hint=f"write timm:{name}")
+        return read(Path(name.removeprefix(_LOCAL)).expanduser(), seed=seed)[0]
+    checkpoint = args.pop("checkpoint", None)
+    pretrained = args.pop("pretrained", checkpoint is None)
     if not isinstance(pretrained, bool):
         raise UsageError(f"pretrained is true or false, not {pretrained!r}")
     _check_name(name)
@@ -97,7 +107,9 @@ def build(name: str, settings: Mapping[str, Any], *, seed: int) -> nn.Module:
     classes = args.pop("num_classes", None) if pretrained else None
     base, overlay = _trained(name) if pretrained else (None, {})
     host = _create(name, args, seed=seed, pretrained=pretrained, overlay=overlay)
-    _set_view(host, view)
+    if checkpoint is not None:
+        load_checkpoint(host, Path(str(checkpoint)).expanduser())
+    set_view(host, view)
     if classes is not None and classes != num_classes(host):
         resize_head(host, classes, seed=seed)
     return remember(host, Origin(model_args=args, base_model=base))
@@ -114,8 +126,20 @@ def resize_head(host: Host, classes: int, *, seed: int) -> None:
     with seeded(seed):
         host.reset_classifier(classes)
     host.to(reference.device, reference.dtype)
-    host.pretrained_cfg = {**host.pretrained_cfg, "num_classes": classes}
+    cfg = {key: value for key, value in host.pretrained_cfg.items() if key != "label_names"}
+    host.pretrained_cfg = {**cfg, "num_classes": classes}
     warn_new_head(old, classes, seed=seed)
+
+
+def class_names(host: Host) -> tuple[str, ...] | None:
+    """The `label_names` of the configuration, if they are a list; published weights have none."""
+    names = (getattr(host, "pretrained_cfg", None) or {}).get("label_names")
+    return listed_names(names, num_classes(host), place="label_names")
+
+
+def set_class_names(host: Host, names: Sequence[str]) -> None:
+    """Name the classes."""
+    host.pretrained_cfg = {**host.pretrained_cfg, "label_names": list(names)}
 
 
 def set_depth(host: Host, depth: int) -> None:
@@ -129,21 +153,11 @@ def set_depth(host: Host, depth: int) -> None:
 
 
 def image_view(host: Host) -> ImageView:
-    """The view in the model's pretrained_cfg, at the size and channels the model has."""
-    config = resolve_model_data_config(host)
-    channels = int(getattr(host, "in_chans", None) or config["input_size"][0])
-    height, width = _image_size(host) or tuple(config["input_size"][1:])
-    # timm also names "random" and "lanczos", which a view does not have.
-    usable = config["interpolation"] in INTERPOLATIONS
-    return ImageView(
-        channels=channels,
-        height=height,
-        width=width,
-        mean=per_channel(config["mean"], channels),
-        std=per_channel(config["std"], channels),
-        interpolation=config["interpolation"] if usable else "bicubic",
-        crop_pct=min(1.0, float(config["crop_pct"])),
-    )
+    """The view in the model's pretrained_cfg, at the size and channels the model has.
+
+    Raises `UsageError` for settings that a view does not have (the crop mode border).
+    """
+    return view_of_config(host, resolve_data_config(model=host))
 
 
 def write(
@@ -165,6 +179,9 @@ def write(
         "model_args": args,
         "pretrained_cfg": _pretrained_cfg(host, view),
     }
+    names = class_names(host)
+    if names:  # timm reads them from here
+        config["label_names"] = list(names)
     (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     write_tensors(host.state_dict(), directory / WEIGHTS)
     return name, args
@@ -205,7 +222,10 @@ def read(directory: Path, *, seed: int) -> tuple[nn.Module, str]:
     match_dtype(host, tensors)
     host.load_state_dict(tensors, strict=True)
     # These keys alone: a whole pretrained_cfg could name files for timm to load.
-    host.pretrained_cfg = {**host.pretrained_cfg, **{k: cfg[k] for k in _CFG_KEYS if k in cfg}}
+    keys = (*_CFG_KEYS, "mean", "std", "label_names")
+    usable = {key: cfg[key] for key in keys if key in cfg}
+    host.pretrained_cfg = {**host.pretrained_cfg, **usable}
+    class_names(host)  # names of other classes are named here
     return remember(host, Origin(model_args=args)), name
 
 
@@ -221,7 +241,19 @@ def _config_parts(
             place=place,
             hint="save the model again",
         )
-    return name, args, cfg
+    names = {"label_names": config["label_names"]} if "label_names" in config else {}
+    return name, _defaults(config, cfg) | args, cfg | names
+
+
+def _defaults(config: Mapping[str, Any], cfg: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments that timm takes from pretrained_cfg where model_args do not say them."""
+    args = {"num_classes": config.get("num_classes", cfg.get("num_classes"))}
+    size = cfg.get("input_size")
+    if isinstance(size, list) and len(size) == 3:
+        args["in_chans"] = size[0]
+        if cfg.get("fixed_input_size"):
+            args["img_size"] = size[1:]
+    return {key: value for key, value in args.items() if value is not None}
 
 
 def _check_name(name: str) -> None:
@@ -327,7 +359,7 @@ def _known_args(host: Host) -> dict[str, Any]:
     """Arguments remembered by timm (from 1.0.31 on) or by `build`, else what the model shows."""
     args = {**getattr(host, "_model_args", {}), **origin_of(host).model_args}
     if not args:
-        args = {"in_chans": getattr(host, "in_chans", None), "img_size": _image_size(host)}
+        args = {"in_chans": getattr(host, "in_chans", None), "img_size": image_size(host)}
     return {k: v for k, v in args.items() if v is not None and k not in _RESERVED}
 
 
@@ -379,34 +411,7 @@ def _pretrained_cfg(host: Host, view: ImageView) -> dict[str, Any]:
     cfg = getattr(host, "pretrained_cfg", None) or {}
     settings = {key: cfg[key] for key in _CFG_KEYS if cfg.get(key) is not None}
     return _plain_json(settings) | {
-        "input_size": [view.channels, view.height, view.width],
-        "mean": list(view.mean),
-        "std": list(view.std),
-        "interpolation": view.interpolation,
-        "crop_pct": view.crop_pct,
+        **config_of_view(view),
         "num_classes": num_classes(host),
         "custom_load": False,
     }
-
-
-def _set_view(host: Host, view: Mapping[str, Any]) -> None:
-    changes = {k: _tuple(value) if k in ("mean", "std") else value for k, value in view.items()}
-    host.pretrained_cfg = {**host.pretrained_cfg, **changes}
-    try:
-        if view.get("interpolation", "bicubic") not in INTERPOLATIONS:
-            raise ValueError(f"interpolation is one of {', '.join(INTERPOLATIONS)}")
-        image_view(host)
-    except (TypeError, ValueError) as error:
-        raise UsageError(
-            f"The images cannot be fitted with {dict(view)} ({error})",
-            hint="give mean and std one number per channel, as in mean=0.5,0.5,0.5",
-        ) from error
-
-
-def _tuple(value: object) -> tuple[Any, ...]:
-    return tuple(value) if isinstance(value, list | tuple) else (value,)
-
-
-def _image_size(host: Host) -> tuple[int, int] | None:
-    size = getattr(getattr(host, "patch_embed", None), "img_size", None)
-    return size_pair(size) if size is not None else None

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
@@ -37,7 +38,9 @@ from layershuffle.models.files import (
 from layershuffle.models.origin import (
     Host,
     Origin,
+    listed_names,
     match_dtype,
+    origin_of,
     remember,
     seeded,
     unknown_name,
@@ -91,7 +94,18 @@ def resize_head(host: Host, classes: int, *, seed: int) -> None:
             parameter.zero_()
     host.get_submodule("heads").head = new.to(old.weight.dtype)
     host.num_classes = classes  # a plain attribute of torchvision's
+    remember(host, replace(origin_of(host), class_names=None))
     warn_new_head(old.out_features, classes, seed=seed)
+
+
+def class_names(host: Host) -> tuple[str, ...] | None:
+    """The categories of the weights, or those of the data that the model was refined on."""
+    return origin_of(host).class_names
+
+
+def set_class_names(host: Host, names: Sequence[str]) -> None:
+    """Name the classes; config.json then lists them as "categories", torchvision's own word."""
+    remember(host, replace(origin_of(host), class_names=tuple(names)))
 
 
 def set_depth(host: Host, depth: int) -> None:
@@ -128,8 +142,9 @@ def write(
         )
     kwargs = {**_constructor_args(host), **(model_args or {})}
     _check_rebuilt(host, kwargs)
-    config = json.dumps({"name": _CLASS, "kwargs": kwargs}, indent=2)
-    (directory / CONFIG).write_text(config + "\n", encoding="utf-8")
+    names = class_names(host)
+    config = {"name": _CLASS, "kwargs": kwargs} | ({"categories": list(names)} if names else {})
+    (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     write_tensors(host.state_dict(), directory / WEIGHTS)
     return _CLASS, kwargs
 
@@ -163,7 +178,8 @@ def read(directory: Path, *, seed: int) -> tuple[nn.Module, str]:
     tensors = read_tensors(weights, shapes_of(host.state_dict()))
     match_dtype(host, tensors)
     host.load_state_dict(tensors, strict=True)
-    return remember(host, Origin(model_args=kwargs)), _CLASS
+    names = listed_names(config.get("categories"), num_classes(host), place=place)
+    return remember(host, Origin(model_args=kwargs, class_names=names)), _CLASS
 
 
 def _create(name: str, args: Mapping[str, Any], *, seed: int) -> Host:
@@ -197,7 +213,10 @@ def _trained(name: str, args: dict[str, Any], *, tag: str, seed: int) -> Host:
     args = {**({k: v for k, v in of_weights.items() if v} if "vit" in name else {}), **args}
     host = _create(name, args, seed=seed)
     _load_trained(host, weights, name)
-    remember(host, Origin(model_args=args, view=_preset_view(weights, host)))
+    names = tuple(weights.meta["categories"])
+    remember(
+        host, Origin(model_args=args, view=_preset_view(weights, host), class_names=names or None)
+    )
     if classes is not None and classes != num_classes(host):
         resize_head(host, classes, seed=seed)
     return host

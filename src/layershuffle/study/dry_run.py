@@ -190,15 +190,14 @@ def open_subject(fitted: FitSettings) -> StudySubject:
     """
     from layershuffle.data import DataOptions, open_data
     from layershuffle.errors import DataError
-    from layershuffle.models import host_of, image_view, load, num_classes_of
-    from layershuffle.models.store import library_of
+    from layershuffle.models import image_view, load, num_classes_of, replace_head
     from layershuffle.stack import depth_of
 
     # Built and not looked up: only the host library knows the sizes of a spec with options.
     spec, notes = architecture(fitted.model)
     model = load(spec, seed=fitted.seed)
     holdout = None if fitted.paper_protocol else fitted.holdout
-    options = DataOptions(resize=fitted.resize, holdout=holdout, streaming=fitted.streaming)
+    options = DataOptions(holdout=holdout, streaming=fitted.streaming)
     train: int | None
     test: int | None
     classes: int | None
@@ -210,7 +209,7 @@ def open_subject(fitted: FitSettings) -> StudySubject:
         train, test, classes, counted = published_sizes(fitted.data, holdout)
         notes = (*notes, f"{fitted.data} cannot be opened ({error.cause}): {counted}")
     if classes is not None and num_classes_of(model) != classes:  # as training gives it a new head
-        library_of(host_of(model)).resize_head(host_of(model), classes, seed=fitted.seed)
+        replace_head(model, classes, seed=fitted.seed)
     return StudySubject(
         depth=depth_of(model),
         parameter_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),

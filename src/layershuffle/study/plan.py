@@ -12,11 +12,13 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from layershuffle._version import __version__
+from layershuffle.analysis.settings import AnalysisSettings
 from layershuffle.errors import UsageError
 from layershuffle.files import write_text
+from layershuffle.merging.settings import MergingSettings
 from layershuffle.modes import parse_modes
 from layershuffle.settings import EvalSettings, FitSettings
 from layershuffle.study.settings import AnalysisTask, Arm, Merging, StudySettings
@@ -30,6 +32,7 @@ KEPT_FILE = "runs.json"
 _SCHEMA = 1
 
 Part = Literal["main", "budget"]
+Scoring = TypeVar("Scoring", EvalSettings, MergingSettings, AnalysisSettings)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,13 +107,20 @@ def runs_of(study: StudySettings) -> tuple[RunSpec, ...]:
 
 
 def _run(study: StudySettings, arm: Arm, seed: int, *, part: Part) -> RunSpec:
+    settings = study.fit_settings(arm, seed)
     return RunSpec(
         name=run_name(arm.label, seed),
         arm=arm.label,
         part=part,
-        settings=study.fit_settings(arm, seed),
-        evaluate=study.evaluate_settings(arm),
+        settings=settings,
+        evaluate=_as_trained(study.evaluate_settings(arm), settings),
     )
+
+
+def _as_trained(scoring: Scoring, settings: FitSettings) -> Scoring:
+    """`scoring` with the data settings of the training: images are prepared for both alike."""
+    names = {"resize", "skip_corrupt", "streaming"} & type(scoring).model_fields.keys()
+    return scoring.model_copy(update={name: getattr(settings, name) for name in names})
 
 
 def run_name(label: str, seed: int) -> str:
@@ -134,11 +144,19 @@ def _mergings(study: StudySettings, runs: Sequence[RunSpec]) -> list[MergingSpec
             name=f"merging-{label}",
             arm=label,
             needs=tuple(run.name for run in runs if run.arm == label),
-            options=merging,
+            options=merging.model_copy(
+                update={"options": _as_trained(merging.options, _settings(study, label))}
+            ),
         )
         for merging in study.merging
         for label in merging.arms
     ]
+
+
+def _settings(study: StudySettings, label: str) -> FitSettings:
+    """The settings of an arm, which differ between its runs in the seed alone."""
+    arm = study.arm(label)
+    return study.fit_settings(arm, study.seeds_of(arm)[0])
 
 
 def _analyses(study: StudySettings) -> list[AnalysisSpec]:
@@ -148,7 +166,9 @@ def _analyses(study: StudySettings) -> list[AnalysisSpec]:
             arm=options.arm,
             seed=seed,
             needs=(run_name(options.arm, seed),),
-            options=options,
+            options=options.model_copy(
+                update={"options": _as_trained(options.options, _settings(study, options.arm))}
+            ),
         )
         for options in study.analyses
         for seed in options.seeds or study.seeds_of(study.arm(options.arm))[:1]

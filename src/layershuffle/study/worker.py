@@ -82,7 +82,7 @@ def _train_and_score(run: RunSpec, directory: Path) -> dict[str, Any]:
     started = time.monotonic()
     _write_progress(directory, {"phase": "scoring"})
     settings = run.evaluate.model_copy(
-        update={**_as_trained(run), "seed": scoring_seed(run.evaluate.seed, run.settings.seed)}
+        update={"seed": scoring_seed(run.evaluate.seed, run.settings.seed)}
     )
     evaluation = evaluate_spec(f"dir:{directory / 'fit'}", run.settings.data, settings=settings)
     rows = score_rows(
@@ -115,11 +115,6 @@ def scoring_seed(seed: int, model: int) -> int:
     return Stream(seed, model, rank=_SCORING).below(1 << 32)
 
 
-def _as_trained(run: RunSpec) -> dict[str, Any]:
-    """The settings of the data: images are prepared for scoring as they were for training."""
-    return {name: getattr(run.settings, name) for name in ("resize", "skip_corrupt", "streaming")}
-
-
 def _needed_runs(task: MergingSpec | AnalysisSpec, out: Path) -> list[RunSpec]:
     return [run for run in runs_of(read_plan(out)) if run.name in task.needs]
 
@@ -133,9 +128,7 @@ def _merge(task: MergingSpec, out: Path) -> dict[str, Any]:
     # The donors differ in their seed alone.
     first = donors[0]
     method = first.settings.find_method()
-    options = task.options.options.model_copy(
-        update={name: getattr(first.settings, name) for name in ("resize", "skip_corrupt")}
-    )
+    options = task.options.options
     notes: list[str] = []
     rows = score_merging(
         [f"dir:{run.directory(out) / 'fit'}" for run in donors],
@@ -165,7 +158,7 @@ def _analyse(task: AnalysisSpec, out: Path) -> dict[str, Any]:
     started, directory = time.monotonic(), task.directory(out)
     (run,) = _needed_runs(task, out)
     _write_progress(directory, {"phase": task.options.name, "done": 0, "total": 1})
-    options = task.options.options.model_copy(update=_as_trained(run))
+    options = task.options.options
     run_analysis(
         task.options.name,
         f"dir:{run.directory(out) / 'fit'}",

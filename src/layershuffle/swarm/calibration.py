@@ -124,18 +124,22 @@ def calibrate(
     On a GPU if there is one. Raises `StackError` for models that a swarm cannot serve, `DataError`
     for data with other classes, `UsageError` for fewer than two orders.
     """
-    from layershuffle.data import DataOptions, check_class_count, open_data
-    from layershuffle.models import image_view, num_classes_of
+    from layershuffle.data import DataOptions, match_classes, open_data
+    from layershuffle.models import class_names_of, num_classes_of
     from layershuffle.models.files import weights_digest
-    from layershuffle.swarm.remote_model import resize_of, served_host
+    from layershuffle.swarm.remote_model import served_host, served_view
 
     # One order has no spread, and so no interval.
     if orders < 2:
         raise UsageError("A calibration takes two orders or more", hint="20 is a good number")
     host = served_host(model)
-    options = DataOptions(train=False, max_test=images, resize=resize_of(host))
-    opened = open_data(data, image_view(host), options=options)
-    check_class_count(opened, num_classes_of(host), place="the model")
+    options = DataOptions(train=False, max_test=images)
+    opened = match_classes(
+        open_data(data, served_view(host), options=options),
+        class_names_of(host),
+        outputs=num_classes_of(host),
+        place="the model",
+    )
     weights = weights_digest(host)
     scores = _scores(host, opened, orders=orders, seed=seed, batch_size=batch_size)
     return Calibration(

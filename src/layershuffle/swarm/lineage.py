@@ -23,8 +23,13 @@ from layershuffle.models.files import (
     weight_files,
     weights_digest,
 )
-from layershuffle.models.metadata import METADATA_FILE, ModelMetadata, parse_metadata
-from layershuffle.models.origin import origin_of, seeded, view_from_json
+from layershuffle.models.metadata import (
+    METADATA_FILE,
+    ModelMetadata,
+    parse_metadata,
+    view_of_record,
+)
+from layershuffle.models.origin import origin_of, seeded
 from layershuffle.models.store import host_of, image_view
 from layershuffle.stack import blocks_of, stack_of
 from layershuffle.swarm.program import pack_tensors
@@ -73,7 +78,7 @@ def read_lineage(directory: str | Path) -> Lineage:
         base=_base(facts.provenance),
         depth=facts.depth,
         shapes={ours: shapes[name] for name, ours in _names(place, facts, block=0).items()},
-        view=view_from_json(facts.image_view, place / METADATA_FILE),
+        view=view_of_record(facts, place / METADATA_FILE),
     )
 
 

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 from PIL import Image
 from torch import Tensor, nn
 
-from layershuffle.data import DataOptions, open_data
-from layershuffle.models import image_view
+from layershuffle.data import DataOptions, match_classes, open_data
+from layershuffle.data.transforms import uncropped_size
+from layershuffle.models import class_names_of, num_classes_of
 from layershuffle.swarm.client import AsyncSwarmClient, SwarmError
 from layershuffle.swarm.drill import Ended, Reply
-from layershuffle.swarm.remote_model import resize_of
+from layershuffle.swarm.remote_model import served_view
 
 if TYPE_CHECKING:
     from layershuffle.swarm.service import Service
@@ -40,19 +41,23 @@ def labelled_images(model: nn.Module, data: str, *, count: int) -> tuple[Labelle
     They are brought to the size at which the model's own preparation starts, so that the server
     prepares them exactly as a calibration does.
     """
-    resize, view = resize_of(model), image_view(model)
-    margin = view.crop_pct if resize == "crop" else 1.0
+    view = served_view(model)
+    width, height = uncropped_size(view)
     # Without normalisation, because image files hold pixels.
     raw = replace(
         view,
-        height=round(view.height / margin),
-        width=round(view.width / margin),
+        height=height,
+        width=width,
         crop_pct=1.0,
         mean=(0.0,) * view.channels,
         std=(1.0,) * view.channels,
     )
-    options = DataOptions(train=False, max_test=count, resize=resize)
-    opened = open_data(data, raw, options=options)
+    opened = match_classes(
+        open_data(data, raw, options=DataOptions(train=False, max_test=count)),
+        class_names_of(model),
+        outputs=num_classes_of(model),
+        place="the model",
+    )
     items = map(opened.splits["test"].dataset.__getitem__, range(count))
     return tuple(
         Labelled(_png(opened.finish(pixels[None])[0]), int(label)) for pixels, label in items

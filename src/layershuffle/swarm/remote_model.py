@@ -11,15 +11,15 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from layershuffle.chain import IMAGES
+from layershuffle.data.view import ImageView, resized_as
 from layershuffle.errors import LayerShuffleError, StackError, UsageError
-from layershuffle.models import host_of, image_view, logits_of, num_classes_of
+from layershuffle.models import host_of, image_view, logits_of
 from layershuffle.models.origin import trained_with
 from layershuffle.position import PositionedModel
 from layershuffle.stack import blocks_of, depth_of, stack_of, wrap
@@ -223,26 +223,9 @@ def _tensors(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
 
 
-def resize_of(model: nn.Module) -> Literal["crop", "squash"]:
-    """How images are brought to the model's size, as in its training. Digit pairs fill theirs."""
-    settings = trained_with(host_of(model))
-    if str(settings.get("data", "")).startswith("digit-pairs"):
-        return "squash"
-    resize = settings.get("resize", "crop")
-    return cast(Literal["crop", "squash"], resize if resize in ("crop", "squash") else "crop")
-
-
-def class_names(model: nn.Module) -> tuple[str, ...]:
-    """The names of the model's classes as far as it knows them, else "0", "1", ..."""
-    from layershuffle.data.digits import CLASSES
-
-    host = host_of(model)
-    count = num_classes_of(host)
-    names = getattr(getattr(host, "config", None), "id2label", None)
-    if isinstance(names, dict) and set(names) == set(range(count)):
-        labels = tuple(str(names[index]) for index in range(count))
-        if labels != tuple(f"LABEL_{index}" for index in range(count)):  # transformers' filler
-            return labels
-    if str(trained_with(host).get("data", "")).startswith("digit-pairs") and count == len(CLASSES):
-        return CLASSES
-    return tuple(str(index) for index in range(count))
+def served_view(model: nn.Module) -> ImageView:
+    """How image files are prepared for the model, as in its training. Digit pairs fill theirs."""
+    view = image_view(model)
+    if str(trained_with(host_of(model)).get("data", "")).startswith("digit-pairs"):
+        return resized_as(view, "squash")
+    return view

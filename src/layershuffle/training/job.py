@@ -14,12 +14,24 @@ from torch.utils.data import Subset
 from layershuffle.compiling import BlockCompiler
 from layershuffle.data import DataOptions, ImageData, Split, open_data
 from layershuffle.data.batches import DeviceBatches
+from layershuffle.data.class_names import class_difference, have_names, in_order_of
 from layershuffle.data.loading import loader_processes
+from layershuffle.data.view import resized_as
 from layershuffle.errors import DataError, UsageError
 from layershuffle.machine import warn_of_slow_bf16
 from layershuffle.methods import Method
-from layershuffle.models import image_view, load, num_classes_of, truncate
+from layershuffle.models import (
+    class_names_of,
+    image_view,
+    load,
+    num_classes_of,
+    replace_head,
+    set_class_names,
+    set_image_view,
+    truncate,
+)
 from layershuffle.models.files import weights_digest
+from layershuffle.models.origin import LOG
 from layershuffle.orders import ExecutionOrder
 from layershuffle.position import PositionedModel, add_position
 from layershuffle.settings import DEFAULT_EPOCHS, FitSettings
@@ -133,7 +145,7 @@ class Job:
 
 
 def prepare(settings: FitSettings, out: Path, *, ranks: Ranks) -> Job:
-    """Load the model and open the data; the head is resized to the classes of the data.
+    """Load the model and open the data; other classes give the model a new head.
 
     Raises `UsageError` for settings that cannot be met here and whatever model and data raise.
     """
@@ -153,15 +165,13 @@ def prepare(settings: FitSettings, out: Path, *, ranks: Ranks) -> Job:
         # The paper picked on the split that it reports, and trained on all the rest.
         holdout=None if settings.paper_protocol else settings.holdout,
         augment=settings.augment,
-        resize=settings.resize,
         skip_corrupt=settings.skip_corrupt,
         streaming=settings.streaming,
         seed=settings.seed,
     )
-    data = open_data(settings.data, image_view(host), options=options)
-    if num_classes_of(host) != len(data.classes):
-        # Loaded anew, because the host library makes the new head itself.
-        host = load(settings.model, num_classes=len(data.classes), seed=settings.seed)
+    # What was asked for is saved with the model, so that every later score prepares images so.
+    set_image_view(host, resized_as(image_view(host), settings.resize))
+    data = _with_head(host, open_data(settings.data, image_view(host), options=options), settings)
     # Before `truncate` takes blocks out: merges compare the bases of their donors by this digest.
     base_sha256 = weights_digest(stack_of(host))
     origin = None
@@ -190,6 +200,23 @@ def prepare(settings: FitSettings, out: Path, *, ranks: Ranks) -> Job:
         base_sha256=base_sha256,
         origin=origin,
     )
+
+
+def _with_head(host: nn.Module, data: ImageData, settings: FitSettings) -> ImageData:
+    """`data` in the order of the model's classes; other classes give the model a new head.
+
+    The model has the names of the data afterwards, if the data has names.
+    """
+    names, outputs = class_names_of(host), num_classes_of(host)
+    difference = class_difference(data.classes, names, outputs=outputs)
+    if difference is None:
+        data = in_order_of(data, names)
+    else:
+        LOG.warning("%s: %s.", settings.model, difference)
+        replace_head(host, len(data.classes), seed=settings.seed)
+    if have_names(data.classes):
+        set_class_names(host, data.classes)
+    return data
 
 
 def _with_position(host: nn.Module, method: Method, settings: FitSettings) -> PositionedModel:

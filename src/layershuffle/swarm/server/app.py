@@ -28,10 +28,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from layershuffle._version import __version__
+from layershuffle.data.class_names import numbered
 from layershuffle.errors import LayerShuffleError, UsageError
-from layershuffle.models import num_classes_of
+from layershuffle.models import class_names_of, num_classes_of
 from layershuffle.swarm.calibration import Calibration
-from layershuffle.swarm.remote_model import RemoteModel, class_names
+from layershuffle.swarm.remote_model import RemoteModel
 from layershuffle.swarm.server import schemas
 from layershuffle.swarm.server.errors import (
     HTTPError,
@@ -81,7 +82,7 @@ def create_app(
 ) -> FastAPI:
     """The gateway to `remote_model`, which it closes when the server ends.
 
-    `labels` are the names of the classes (default: those that `calibration` or the model knows),
+    `labels` are the names of the classes (default: those that the model or `calibration` knows),
     `keys` the API keys, none for an open gateway, `model` what /v1/swarm calls the model.
     `foreign_blocks`: the blocks, with their hosts, of another model than the calibrated one;
     `watching`: whether somebody watches over the hosts; `audits`: visits that were repeated, and
@@ -303,7 +304,8 @@ def _labels(
             f"{remote_model.depth}"
         )
     if labels is None:
-        labels = class_names(remote_model.model) if calibration is None else calibration.classes
+        of_calibration = None if calibration is None else calibration.classes
+        labels = class_names_of(remote_model.model) or of_calibration or numbered(classes)
     if len(labels) != classes:
         raise UsageError(f"{len(labels)} labels do not name {classes} classes")
     return tuple(labels)

@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequenc
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 from PIL import Image
@@ -270,7 +270,6 @@ class Decoder:
     """Turns files into a batch for one model. Runs in a thread."""
 
     view: ImageView
-    resize: Literal["crop", "squash"]
     limits: GatewayLimits
 
     def batch(self, files: Sequence[bytes], *, check: Callable[[], None] = lambda: None) -> Tensor:
@@ -278,7 +277,7 @@ class Decoder:
 
         `check` is called before every step that takes long, and may raise to end the work.
         """
-        transform = PlainTransform(self.view, resize=self.resize)
+        transform = PlainTransform(self.view)
         waiting: deque[tuple[str, Image.Image]] = deque()
         total = 0
         for number, file in enumerate(files, start=1):
@@ -329,14 +328,11 @@ class Decoder:
         width, height = size
         if width * height > most:
             raise _too_large(f"{width}x{height} pixels", place, most)
-        resized = 0
         # A long thin image grows when its short side is brought to the model's size.
-        if self.resize == "crop":
-            across, down = resized_size(size, self.view)
-            resized = across * down
-            if resized > most:
-                raise _too_large(f"{across}x{down} pixels at the model's size", place, most)
-        return max(width * height, resized)
+        across, down = resized_size(size, self.view)
+        if across * down > most:
+            raise _too_large(f"{across}x{down} pixels at the model's size", place, most)
+        return max(width * height, across * down)
 
 
 def without_metadata(file: bytes) -> bytes:

@@ -1,0 +1,157 @@
+"""Classes of data and models are matched by their names, by index only where one has no names.
+
+The index of a class is the place of its folder's name, or whatever a data set says; a model has an
+order of its own. The same classes in another order would be scored as wrong, without any error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from timm.data import ImageNetInfo
+from torch.utils.data import Dataset, IterableDataset
+
+from layershuffle.data.contract import ImageData, Item, Split
+from layershuffle.errors import DataError
+from layershuffle.text import shortened
+
+Names = Sequence[str]
+_IMAGENET_CLASSES = 1000
+
+
+def numbered(count: int) -> tuple[str, ...]:
+    """ "0", "1", ...: classes without names."""
+    return tuple(str(index) for index in range(count))
+
+
+def have_names(classes: Names) -> bool:
+    """Whether the classes of data have names, which numbers in their order are not."""
+    return tuple(classes) != numbered(len(classes))
+
+
+def match_classes(data: ImageData, names: Names | None, *, outputs: int, place: str) -> ImageData:
+    """`data` with the classes and the class indices of a model.
+
+    `names`: of the model's classes, `None` if it has none; `outputs`: how many its head has.
+    Raises `DataError` that lists what differs.
+    """
+    difference = class_difference(data.classes, names, outputs=outputs)
+    if difference is not None:
+        raise DataError(
+            difference,
+            place=f"{place} and {data.spec}",
+            hint="use data with the model's classes, or fine-tune first: "
+            f"layershuffle fit --model ... --data {data.spec} makes a new head",
+        )
+    return in_order_of(data, names)
+
+
+def class_difference(classes: Names, names: Names | None, *, outputs: int) -> str | None:
+    """Why a head with `outputs` outputs does not stand for these classes; `None` if it does."""
+    if len(classes) != outputs:
+        return f"the model has {outputs} outputs, the data has {len(classes)} classes"
+    if names is None or not have_names(classes) or _indices(classes, names) is not None:
+        return None
+    theirs, ours = set(map(_plain, classes)), set(map(_plain, names))
+    lists = [
+        f"{len(missing)} in the {where} only ({shortened(missing)})"
+        for where, missing in (
+            ("model", [name for name in names if _plain(name) not in theirs]),
+            ("data", [name for name in classes if _plain(name) not in ours]),
+        )
+        if missing
+    ]
+    return "the classes of model and data have other names: " + (
+        ", ".join(lists) or "some stand for several classes"
+    )
+
+
+def in_order_of(data: ImageData, names: Names | None) -> ImageData:
+    """`data` with its classes numbered in the order of `names`, which are its own in any order.
+
+    Nothing changes without names; data without names take them over.
+    """
+    if names is None:
+        return data
+    indices = _indices(data.classes, names) if have_names(data.classes) else None
+    splits = data.splits
+    if indices is not None and indices != list(range(len(names))):
+        splits = {name: _renumbered(split, indices) for name, split in splits.items()}
+    return replace(data, classes=tuple(names), splits=splits)
+
+
+def _indices(classes: Names, names: Names) -> list[int] | None:
+    """The index in `names` of every class, `None` unless both name the same classes."""
+    # Before names are compared one by one: ImageNet's words have two cranes.
+    if tuple(classes) == tuple(names) or (_is_imagenet(classes) and _is_imagenet(names)):
+        return list(range(len(names)))
+    places = {_plain(name): index for index, name in enumerate(names)}
+    plain = [_plain(name) for name in classes]
+    if len(places) < len(names) or sorted(places) != sorted(plain):
+        return None
+    return [places[name] for name in plain]
+
+
+def _plain(name: str) -> str:
+    return name.strip().replace("_", " ").casefold()
+
+
+def _is_imagenet(names: Names) -> bool:
+    """Whether these are ImageNet's 1,000 classes in its order: as folders, or in words.
+
+    Models say "tench" or "tench, Tinca tinca" where folders say n01440764.
+    """
+    if len(names) != _IMAGENET_CLASSES:
+        return False
+    imagenet = ImageNetInfo("imagenet-1k")
+    return all(
+        name == folder or _words(name) & _words(description)
+        for name, folder, description in zip(
+            names, imagenet.label_names(), imagenet.label_descriptions(), strict=True
+        )
+    )
+
+
+def _words(text: str) -> set[str]:
+    return set(re.findall(r"[a-z]+", text.casefold()))
+
+
+def _renumbered(split: Split, indices: Sequence[int]) -> Split:
+    if isinstance(split.dataset, IterableDataset):
+        return replace(split, dataset=RenumberedStream(split.dataset, indices))
+    return replace(split, dataset=RenumberedImages(split.dataset, indices))
+
+
+class RenumberedImages(Dataset[Item]):
+    """A data set whose label i is `indices[i]` of the original's."""
+
+    def __init__(self, dataset: Dataset[Item], indices: Sequence[int]) -> None:
+        self.dataset, self.indices = dataset, indices
+
+    def set_epoch(self, epoch: int) -> None:
+        """Show the augmentation of `epoch`, if the data set has any."""
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]  # torch declares no length
+
+    def __getitem__(self, index: int) -> Item:
+        pixels, label = self.dataset[index]
+        return pixels, self.indices[label]
+
+
+class RenumberedStream(IterableDataset[Item]):
+    """A stream whose label i is `indices[i]` of the original's."""
+
+    def __init__(self, dataset: IterableDataset[Item], indices: Sequence[int]) -> None:
+        self.dataset, self.indices = dataset, indices
+
+    def set_epoch(self, epoch: int) -> None:
+        """Shuffle and augment anew."""
+        self.dataset.set_epoch(epoch)  # type: ignore[attr-defined]  # of StreamedImages
+
+    def __iter__(self) -> Iterator[Item]:
+        return ((pixels, self.indices[label]) for pixels, label in self.dataset)

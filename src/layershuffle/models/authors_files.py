@@ -1,0 +1,89 @@
+"""Checkpoints of the paper's authors (github.com/matfrei/layershuffle): their position parts.
+
+Their models keep the parts inside of the encoder of transformers' ViT or DeiT: one table of
+positions for all blocks (`encoder.embedding`), a LayerNorm and a Linear before each block
+(`encoder.layer.N.projection.net.0` and `.1`), or after it (`encoder.layer.N.position_mlp.net`).
+Here they become the same parts beside the host.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from layershuffle.errors import ModelFileError
+from layershuffle.models.files import check_tensors, shapes_of, weight_files
+from layershuffle.models.position_files import parts_of
+from layershuffle.position import PositionedModel, PositionEncoding, PositionPrediction, width_of
+from layershuffle.position_forms import AUTHORS_ENCODING, AUTHORS_PREDICTION
+from layershuffle.stack import depth_of
+
+_TABLE = re.compile(r"(?:\w+\.)?encoder\.embedding\.weight")
+# transformers calls the blocks `layers` where it reports names that it does not know.
+_LAYER = re.compile(
+    r"(?:\w+\.)?(?:encoder\.layer|layers)\.(\d+)\.(projection|position_mlp)\.net\.([01])\.(\w+)"
+)
+_OURS = {
+    ("projection", "0"): "encoding.norms",
+    ("projection", "1"): "encoding.projections",
+    ("position_mlp", "0"): "prediction.norms",
+    ("position_mlp", "1"): "prediction.classifiers",
+}
+
+
+def our_name(name: str) -> str | None:
+    """The name that a tensor of a position part has here, `None` for any other tensor."""
+    if _TABLE.fullmatch(name):
+        return "encoding.table"
+    match = _LAYER.fullmatch(name)
+    return f"{_OURS[match[2], match[3]]}.{match[1]}.{match[4]}" if match else None
+
+
+def with_authors_parts(host: nn.Module, directory: Path) -> nn.Module:
+    """`host`, or a `PositionedModel` with the parts that its checkpoint in `directory` holds.
+
+    Raises `ModelFileError` if they are not whole.
+    """
+    tensors = _stored(directory)
+    if not tensors:
+        return host
+    model = PositionedModel(host)
+    depth, width = depth_of(host), width_of(host)
+    # Any seed would do: all that is drawn here is replaced by the stored tensors.
+    if any(name.startswith("encoding.") for name in tensors):
+        features = _features(tensors, directory)
+        form = replace(AUTHORS_ENCODING, features=features)
+        model.encoding = PositionEncoding(depth, width, form=form, seed=0)
+    if any(name.startswith("prediction.") for name in tensors):
+        model.prediction = PositionPrediction(depth, width, form=AUTHORS_PREDICTION, seed=0)
+    parts = parts_of(model)
+    check_tensors(shapes_of(tensors), shapes_of(parts.state_dict()), place=directory)
+    parts.load_state_dict(tensors, strict=True, assign=True)
+    return model
+
+
+def _stored(directory: Path) -> dict[str, Tensor]:
+    """The tensors of position parts, by our names."""
+    tensors = {}
+    for path in weight_files(directory):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 -- not a mapping
+                ours = our_name(name)
+                if ours is not None:
+                    tensors[ours] = file.get_tensor(name)
+    return tensors
+
+
+def _features(tensors: dict[str, Tensor], directory: Path) -> int:
+    table = tensors.get("encoding.table")
+    if table is None or table.dim() != 2:
+        raise ModelFileError(
+            "The position encoding in this checkpoint has no table of positions",
+            place=directory,
+            hint="take the model from its source again",
+        )
+    return int(table.shape[1])

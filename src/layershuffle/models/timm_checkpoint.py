@@ -1,0 +1,46 @@
+"""The weights in a checkpoint that timm's training script wrote (.pth.tar)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from pickle import UnpicklingError
+
+import timm
+import torch
+
+from layershuffle.errors import ModelFileError
+from layershuffle.models.files import check_tensors, shapes_of
+from layershuffle.models.origin import Host, match_dtype
+from layershuffle.text import one_line
+
+# What torch raises for damaged checkpoints, and timm (RuntimeError) for those that it refuses.
+_UNREADABLE = (
+    OSError, RuntimeError, ValueError, EOFError, LookupError, TypeError, AttributeError,
+    UnpicklingError,
+)  # fmt: skip
+
+
+def load_checkpoint(host: Host, path: Path) -> None:
+    """Put the weights of a checkpoint of timm's training script into `host`, in their dtype.
+
+    The average of the weights where the run kept one, as timm does. Read by torch's restricted
+    unpickler, which makes tensors and refuses whatever could run. Raises `ModelFileError`.
+    """
+    hint = "name a .pth.tar file of timm's train.py, or a .safetensors file"
+    try:
+        tensors = timm.models.load_state_dict(str(path), use_ema=True, weights_only=True)
+    except _UNREADABLE as error:
+        raise ModelFileError(
+            f"The checkpoint cannot be read ({type(error).__name__}: {one_line(error)})",
+            place=path,
+            hint=hint,
+        ) from error
+    if not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
+        raise ModelFileError("The checkpoint holds no weights", place=path, hint=hint)
+    try:
+        check_tensors(shapes_of(tensors), shapes_of(host.state_dict()), place=path)
+    except ModelFileError as error:
+        hint = "say what the model was trained with, as in ?checkpoint=FILE&num_classes=10"
+        raise ModelFileError(error.cause, place=path, hint=hint) from error
+    match_dtype(host, tensors)
+    host.load_state_dict(tensors, strict=True)

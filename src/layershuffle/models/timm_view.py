@@ -1,0 +1,80 @@
+"""How a timm model wants its images, in timm's words (pretrained_cfg) and in ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+from timm.data import resolve_data_config
+
+from layershuffle.data.view import INTERPOLATIONS, ImageView, Resize
+from layershuffle.errors import UsageError
+from layershuffle.models.origin import Host, per_channel, size_pair
+
+_CROP_MODES = {"center": "crop", "squash": "squash"}  # timm's word: ours
+
+
+def view_of_config(host: Host, config: Mapping[str, Any]) -> ImageView:
+    """The view in what timm's `resolve_data_config` returned, at the size of timm's model `host`.
+
+    Raises as `image_view`.
+    """
+    channels = int(getattr(host, "in_chans", None) or config["input_size"][0])
+    height, width = image_size(host) or tuple(config["input_size"][1:])
+    if config["crop_mode"] not in _CROP_MODES:
+        raise UsageError(
+            f"Images cannot be cropped in the mode {config['crop_mode']!r}",
+            place=type(host).__name__,
+            hint="add crop_mode=center or crop_mode=squash to the spec of the model",
+        )
+    # timm also names "random" and "lanczos", which a view does not have.
+    usable = config["interpolation"] in INTERPOLATIONS
+    return ImageView(
+        channels=channels,
+        height=height,
+        width=width,
+        mean=per_channel(config["mean"], channels),
+        std=per_channel(config["std"], channels),
+        interpolation=config["interpolation"] if usable else "bicubic",
+        crop_pct=float(config["crop_pct"]),
+        resize=cast(Resize, _CROP_MODES[config["crop_mode"]]),
+    )
+
+
+def config_of_view(view: ImageView) -> dict[str, Any]:
+    """The settings of a pretrained_cfg that make timm prepare images as `view` says."""
+    return {
+        "input_size": [view.channels, view.height, view.width],
+        "mean": list(view.mean),
+        "std": list(view.std),
+        "interpolation": view.interpolation,
+        "crop_pct": view.crop_pct,
+        "crop_mode": next(name for name, ours in _CROP_MODES.items() if ours == view.resize),
+    }
+
+
+def set_view(host: Host, view: Mapping[str, Any]) -> None:
+    """Let `view`, settings of a spec, win over the host's own; raises `UsageError` for bad ones."""
+    if not view:
+        return
+    changes = {k: _tuple(value) if k in ("mean", "std") else value for k, value in view.items()}
+    host.pretrained_cfg = {**host.pretrained_cfg, **changes}
+    try:
+        if view.get("interpolation", "bicubic") not in INTERPOLATIONS:
+            raise ValueError(f"interpolation is one of {', '.join(INTERPOLATIONS)}")
+        view_of_config(host, resolve_data_config(model=host))
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"The images cannot be fitted with {dict(view)} ({error})",
+            hint="give mean and std one number per channel, as in mean=0.5,0.5,0.5",
+        ) from error
+
+
+def _tuple(value: object) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, list | tuple) else (value,)
+
+
+def image_size(host: Host) -> tuple[int, int] | None:
+    """(height, width) that the patches of `host` were made for, if it says so."""
+    size = getattr(getattr(host, "patch_embed", None), "img_size", None)
+    return size_pair(size) if size is not None else None

@@ -1,0 +1,88 @@
+"""The names of the classes travel with a model, in the place where its library keeps them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import transformers
+from saved_models import CONFIG, edit, refused
+from torch import nn
+
+import layershuffle as ls
+from common import FAMILIES
+from layershuffle.errors import UsageError
+from layershuffle.models import class_names_of, replace_head, set_class_names
+
+NAMES = ("ant", "bee", "cat", "dog", "elk")
+LIBRARIES = ("timm-vit", "timm-deit-distilled", "hf-vit", "hf-timm-wrapper", "torchvision-vit")
+
+
+def stock_names(place: Path, library: str) -> list[str]:
+    """The names that the library itself reads."""
+    if library == "timm":
+        return timm.create_model(f"local-dir:{place}", pretrained=True).pretrained_cfg[
+            "label_names"
+        ]
+    if library == "transformers":
+        config: Any = transformers.AutoConfig.from_pretrained(place)
+        assert config.label2id == {name: index for index, name in enumerate(NAMES)}
+        return list(config.id2label.values())
+    return json.loads((place / CONFIG).read_text())["categories"]
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_names_are_saved_where_the_library_reads_them(name: str, tmp_path: Path) -> None:
+    model = FAMILIES[name].wrapped()
+    assert class_names_of(model) is None
+    set_class_names(model, NAMES)
+    ls.save(model, tmp_path / "m")
+    assert stock_names(tmp_path / "m", FAMILIES[name].library) == list(NAMES)
+    again = ls.load(str(tmp_path / "m"))
+    assert class_names_of(again) == NAMES
+    ls.save(again, tmp_path / "again")
+    assert stock_names(tmp_path / "again", FAMILIES[name].library) == list(NAMES)
+    # As many classes, but other ones: nothing of the old names stays.
+    replace_head(again, 5, seed=0)
+    assert class_names_of(again) is None
+    ls.save(again, tmp_path / "new")
+    assert class_names_of(ls.load(str(tmp_path / "new"))) is None
+
+
+def test_as_many_names_as_classes() -> None:
+    with pytest.raises(UsageError, match="2 names do not name 5 classes"):
+        set_class_names(FAMILIES["timm-vit"].wrapped(), ("ant", "bee"))
+
+
+@pytest.mark.parametrize(
+    ("name", "key"), [("timm-vit", "label_names"), ("torchvision-vit", "categories")]
+)
+@pytest.mark.parametrize("names", [["ant", "bee"], "antbe", [1, 2, 3, 4, 5]])
+def test_names_of_other_classes_are_refused(
+    name: str, key: str, names: object, tmp_path: Path
+) -> None:
+    ls.save(FAMILIES[name].wrapped(), tmp_path / "m")
+    edit(CONFIG, key, value=names)(tmp_path / "m")
+    assert "not a list of 5 texts" in refused(tmp_path / "m")
+
+
+def test_the_bundled_models_know_their_classes() -> None:
+    for spec in ("bundled:digits", "bundled:digits-swarm"):
+        assert class_names_of(ls.load(spec)) == tuple(f"{pair:02d}" for pair in range(100))
+
+
+def named(order: tuple[str, ...]) -> nn.Module:
+    model = FAMILIES["timm-vit"].wrapped()
+    set_class_names(model, order)
+    return model
+
+
+def test_heads_that_say_other_classes_are_not_merged() -> None:
+    plan = ls.MergePlan(donors=(0, 1, 0, 1), stem=0, head=1)
+    with pytest.raises(UsageError, match="names of the classes is"):
+        ls.merge([named(NAMES), named(NAMES[::-1])], plan)
+    # A model from before has no names: it is matched by index, as data without names are.
+    assert ls.merge([named(NAMES), FAMILIES["timm-vit"].wrapped()], plan) is not None

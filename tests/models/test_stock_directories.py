@@ -1,0 +1,234 @@
+"""What timm, transformers and the paper's authors saved can be given as a model as it is."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from saved_models import Sentinel, assert_same_model, outputs
+from timm.models import save_for_hf
+from torch import Tensor, nn
+
+import layershuffle as ls
+from common import CLASSES, DEPTH, FAMILIES, WIDTH, assert_close, images, redraw
+from layershuffle.errors import ModelFileError, UsageError
+from layershuffle.models import class_names_of, image_view
+from layershuffle.position_forms import AUTHORS_PREDICTION
+
+NAMES = ["ant", "bee", "cat", "dog", "elk"]
+ARGS = "img_size=32&patch_size=8&embed_dim=32&depth=4&num_heads=2"
+SPEC = f"timm:vit_tiny_patch16_224?{ARGS}&num_classes=5"
+
+
+# --- directories ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def timm_directory(tmp_path: Path) -> Path:
+    """A directory as timm pushes it to the hub."""
+    model = FAMILIES["timm-vit"].plain()
+    view = {"crop_mode": "squash", "crop_pct": 0.8, "mean": (0.1, 0.2, 0.3), "std": (0.4, 0.5, 0.6)}
+    model.pretrained_cfg = {**model.pretrained_cfg, **view}
+    config = {"label_names": NAMES}
+    save_for_hf(model, tmp_path / "stock", config, safe_serialization=True)
+    return tmp_path / "stock"
+
+
+@pytest.mark.parametrize("form", ["timm:local-dir:{}", "dir:{}", "{}"])
+def test_a_directory_that_timm_saved(form: str, timm_directory: Path) -> None:
+    model = ls.load(form.format(timm_directory))
+    assert_same_model(model, FAMILIES["timm-vit"].wrapped())
+    view = image_view(model)
+    assert (view.resize, view.crop_pct, view.size) == ("squash", 0.8, (32, 32))
+    assert (view.mean, view.std) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
+    assert class_names_of(model) == tuple(NAMES)
+    ls.save(model, timm_directory.parent / "ours")
+    again = ls.load(str(timm_directory.parent / "ours"))
+    assert_same_model(model, again)
+    assert image_view(again) == view
+
+
+def test_a_directory_of_timm_without_arguments(timm_directory: Path) -> None:
+    """Older releases wrote no model_args: sizes stand in pretrained_cfg alone."""
+    model = redraw(timm.create_model("test_vit", img_size=64, num_classes=7, in_chans=1), seed=1)
+    save_for_hf(model, timm_directory, safe_serialization=True)
+    config = json.loads((timm_directory / "config.json").read_text())
+    config.pop("model_args", None)
+    config["pretrained_cfg"] |= {"input_size": [1, 64, 64], "fixed_input_size": True}
+    (timm_directory / "config.json").write_text(json.dumps(config))
+    again = ls.load(str(timm_directory))
+    assert_same_model(again, ls.wrap(model))
+    assert (image_view(again).channels, image_view(again).size) == (1, (64, 64))
+
+
+def test_a_local_directory_has_settings_of_its_own(timm_directory: Path) -> None:
+    with pytest.raises(UsageError, match="settings of its own"):
+        ls.load(f"timm:local-dir:{timm_directory}?num_classes=3")
+
+
+@pytest.mark.parametrize("name", ["hf-vit", "hf-timm-wrapper"])
+def test_a_directory_that_transformers_saved(name: str, tmp_path: Path) -> None:
+    FAMILIES[name].plain().save_pretrained(tmp_path)
+    # Its trainer leaves pickles beside the weights; they are not looked at.
+    (tmp_path / "training_args.bin").write_bytes(b"pickle")
+    assert_same_model(ls.load(str(tmp_path)), FAMILIES[name].wrapped())
+
+
+# --- timm's training checkpoints ------------------------------------------------------------------
+
+
+def checkpoint(path: Path, **content: Any) -> Path:
+    """What timm's CheckpointSaver writes, the arguments of the training included."""
+    args = argparse.Namespace(model="vit_tiny_patch16_224", lr=0.1)
+    torch.save({"epoch": 3, "arch": "vit_tiny_patch16_224", "args": args, **content}, path)
+    return path
+
+
+def test_a_training_checkpoint_of_timm(tmp_path: Path) -> None:
+    stock = FAMILIES["timm-vit"].plain()
+    path = checkpoint(tmp_path / "model_best.pth.tar", state_dict=stock.state_dict())
+    assert_same_model(ls.load(f"{SPEC}&checkpoint={path}"), ls.wrap(stock))
+    # As timm: the average of the weights, if the training kept one.
+    average = redraw(FAMILIES["timm-vit"].plain(), seed=9)
+    checkpoint(path, state_dict=stock.state_dict(), state_dict_ema=average.state_dict())
+    wanted = FAMILIES["timm-vit"].plain()
+    timm.models.load_checkpoint(wanted, str(path))
+    model = ls.load(f"{SPEC}&checkpoint={path}")
+    assert_same_model(model, ls.wrap(wanted))
+    ls.save(model, tmp_path / "m")
+    assert torch.equal(outputs(ls.load(str(tmp_path / "m"))), outputs(wanted))
+
+
+def test_a_checkpoint_can_run_nothing(tmp_path: Path) -> None:
+    trap = tmp_path / "trap"
+    path = checkpoint(tmp_path / "m.pth.tar", state_dict={"a": Sentinel(trap)})
+    with pytest.raises(ModelFileError, match="cannot be read"):
+        ls.load(f"{SPEC}&checkpoint={path}")
+    assert not trap.exists()
+
+
+def test_checkpoints_that_do_not_fit(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "m.pth.tar", state_dict=FAMILIES["timm-vit"].plain().state_dict())
+    with pytest.raises(ModelFileError, match="num_classes=10"):
+        ls.load(f"timm:vit_tiny_patch16_224?{ARGS}&checkpoint={path}")
+    with pytest.raises(ModelFileError, match="timm:ARCHITECTURE"):
+        ls.load(str(path))
+    for broken in (b"", b"text", path.read_bytes()[:3000]):
+        (tmp_path / "broken.pth.tar").write_bytes(broken)
+        with pytest.raises(ModelFileError, match="cannot be read"):
+            ls.load(f"{SPEC}&checkpoint={tmp_path / 'broken.pth.tar'}")
+    with pytest.raises(ModelFileError, match="cannot be read"):
+        ls.load(f"{SPEC}&checkpoint={tmp_path / 'absent.pth.tar'}")
+    checkpoint(tmp_path / "other.pth.tar", state_dict={"epoch": 3})
+    with pytest.raises(ModelFileError, match="no weights"):
+        ls.load(f"{SPEC}&checkpoint={tmp_path / 'other.pth.tar'}")
+
+
+# --- the authors' checkpoints ---------------------------------------------------------------------
+
+FEATURES = 6
+Tensors = dict[str, Tensor]
+
+
+def authors_directory(place: Path, kind: str, *, encoding: bool, prediction: bool) -> Tensors:
+    """A checkpoint with the names of the authors' code; its position parts, by those names."""
+    FAMILIES[f"hf-{kind}"].plain().save_pretrained(place)
+    draw = torch.Generator().manual_seed(3)
+    parts: Tensors = {}
+    sizes = {
+        "projection": (WIDTH + FEATURES, WIDTH) if encoding else None,
+        "position_mlp": (WIDTH, DEPTH) if prediction else None,
+    }
+    if encoding:
+        parts[f"{kind}.encoder.embedding.weight"] = torch.randn(DEPTH, FEATURES, generator=draw)
+    for block in range(DEPTH):
+        for part, size in sizes.items():
+            if size is not None:
+                name = f"{kind}.encoder.layer.{block}.{part}.net"
+                parts[f"{name}.0.weight"] = torch.rand(size[0], generator=draw)
+                parts[f"{name}.0.bias"] = torch.rand(size[0], generator=draw)
+                parts[f"{name}.1.weight"] = torch.randn(size[1], size[0], generator=draw) / 6
+                parts[f"{name}.1.bias"] = torch.rand(size[1], generator=draw)
+    file = place / "model.safetensors"
+    save_file(load_file(file) | parts, file, metadata={"format": "pt"})
+    return parts
+
+
+def in_their_words(
+    host: nn.Module, kind: str, parts: Tensors, order: Sequence[int]
+) -> tuple[Tensor, list[Tensor]]:
+    """Logits, and the guesses of every position, of the paper's formulas on stock modules."""
+    inner = host.get_submodule(kind)
+    blocks = FAMILIES[f"hf-{kind}"].container(host)
+    state = inner.get_submodule("embeddings")(images())
+    guesses = []
+    for position, block in enumerate(order):
+
+        def layered(part: str, x: Tensor, block: int = block) -> Tensor:
+            own = f"{kind}.encoder.layer.{block}.{part}.net"
+            weights = [parts[f"{own}.{k}.{name}"] for k in "01" for name in ("weight", "bias")]
+            return F.linear(F.layer_norm(x, x.shape[-1:], *weights[:2]), *weights[2:])
+
+        table = parts.get(f"{kind}.encoder.embedding.weight")
+        if table is not None:
+            place = table[position].expand(*state.shape[:-1], -1)
+            state = state + F.gelu(layered("projection", torch.cat([state, place], dim=-1)))
+        state = blocks[block](state)
+        if f"{kind}.encoder.layer.{block}.position_mlp.net.0.weight" in parts:
+            guesses.append(layered("position_mlp", state.mean(dim=1)))
+    pooled = inner.get_submodule("layernorm")(state)[:, 0]
+    return host.get_submodule("classifier")(pooled), guesses
+
+
+@pytest.mark.parametrize("kind", ["vit", "deit"])
+@pytest.mark.parametrize("parts", [(True, False), (False, True), (True, True)])
+def test_the_authors_position_parts_are_converted(
+    kind: str, parts: tuple[bool, bool], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stored = authors_directory(tmp_path / "a", kind, encoding=parts[0], prediction=parts[1])
+    model = ls.load(f"hf:{tmp_path / 'a'}")
+    assert isinstance(model, ls.PositionedModel)
+    assert caplog.text == ""
+    assert (model.encoding is not None, model.prediction is not None) == parts
+    plain = FAMILIES[f"hf-{kind}"].plain()
+    for order in ((0, 1, 2, 3), (2, 0, 3, 1)):
+        with torch.no_grad(), ls.running(model, order):
+            if model.prediction is None:
+                got, guesses = model(images()).logits, []
+            else:
+                with model.guessing() as asked:
+                    got = model(images()).logits
+                guesses = [guess.logits for guess in asked.items]
+            wanted, theirs = in_their_words(plain, kind, stored, order)
+        assert_close(got, wanted, tolerance=1e-5)
+        assert len(guesses) == len(theirs)
+        for ours, their in zip(guesses, theirs, strict=True):
+            assert_close(ours, their, tolerance=1e-5)
+    if model.prediction is not None:
+        assert model.prediction.form == AUTHORS_PREDICTION
+    ls.save(model, tmp_path / "ours")
+    assert_same_model(ls.load(str(tmp_path / "ours")), model)
+    assert len(NAMES) == CLASSES
+
+
+def test_parts_that_are_not_whole_are_refused(tmp_path: Path) -> None:
+    stored = authors_directory(tmp_path, "vit", encoding=True, prediction=False)
+    file = tmp_path / "model.safetensors"
+    whole = load_file(file)
+    for gone, words in (
+        ("vit.encoder.layer.2.projection.net.1.bias", "encoding.projections.2.bias"),
+        ("vit.encoder.embedding.weight", "no table of positions"),
+    ):
+        assert gone in stored
+        rest = {name: tensor for name, tensor in whole.items() if name != gone}
+        save_file(rest, file, metadata={"format": "pt"})
+        with pytest.raises(ModelFileError, match=words):
+            ls.load(f"hf:{tmp_path}")

@@ -1,0 +1,204 @@
+"""Images are prepared as timm's and transformers' own tools prepare them for the same model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+import transformers
+from PIL import Image
+from saved_models import TINY
+from timm.data import create_transform, resolve_data_config
+from torch import nn
+
+import layershuffle as ls
+from common import FAMILIES, SIZE, assert_close
+from layershuffle.data.transforms import PlainTransform, resized_size, uncropped_size
+from layershuffle.data.view import ImageView, PixelFinish, resized_as
+from layershuffle.errors import ModelFileError, UsageError
+from layershuffle.models import (
+    class_names_of,
+    image_view,
+    logits_of,
+    set_class_names,
+    set_image_view,
+)
+
+# Wide, tall, enlarged, and so that the crop does not lie on whole pixels.
+SIZES = ((60, 43), (41, 97), (20, 19), (32, 32), (37, 35))
+NAMES = ("ant", "bee", "cat", "dog", "elk")
+
+
+def picture(width: int, height: int) -> Image.Image:
+    """Noise that is smooth enough to survive another way of rounding."""
+    rng = np.random.default_rng(width * height)
+    coarse = Image.fromarray(rng.integers(0, 256, (5, 6, 3), dtype=np.uint8))
+    return coarse.resize((width, height), Image.Resampling.BICUBIC)
+
+
+def prepared(view: ImageView, image: Image.Image) -> torch.Tensor:
+    return PixelFinish(view)(PlainTransform(view)(image)[None])[0]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"crop_mode": "center", "crop_pct": 0.9},
+        {"crop_mode": "center", "crop_pct": 0.95, "interpolation": "bilinear"},
+        {"crop_mode": "squash", "crop_pct": 1.0},
+        {"crop_mode": "squash", "crop_pct": 0.9},
+        {"crop_mode": "center", "crop_pct": 0.9, "img_size": (24, 40)},
+        {"crop_mode": "squash", "crop_pct": 0.8, "img_size": (24, 40)},
+    ],
+    ids=str,
+)
+def test_timm_s_own_transform_gives_the_same_bits(settings: dict[str, Any]) -> None:
+    sizes: dict[str, Any] = {"img_size": SIZE, "patch_size": 8, "embed_dim": 32, "num_heads": 2}
+    sizes |= {"depth": 2, "img_size": settings.pop("img_size", SIZE)}
+    model = timm.create_model("vit_tiny_patch16_224", pretrained_cfg_overlay=settings, **sizes)
+    size = sizes["img_size"] if isinstance(sizes["img_size"], tuple) else (SIZE, SIZE)
+    config = resolve_data_config({"input_size": (3, *size)}, model=model)
+    stock = create_transform(**config)
+    view = image_view(ls.wrap(model))
+    for shape in SIZES:
+        image = picture(*shape)
+        assert_close(prepared(view, image), stock(image), tolerance=0.0)
+
+
+def test_a_spec_says_how_timm_crops() -> None:
+    view = image_view(ls.load(f"timm:vit_tiny_patch16_224?{TINY}&crop_mode=squash&crop_pct=0.8"))
+    assert (view.resize, view.crop_pct, uncropped_size(view)) == ("squash", 0.8, (40, 40))
+
+
+def test_a_crop_mode_that_no_view_has_is_refused() -> None:
+    model = timm.create_model("test_vit", pretrained_cfg_overlay={"crop_mode": "border"})
+    with pytest.raises(UsageError, match="crop_mode=center"):
+        image_view(ls.wrap(model))
+
+
+PROCESSORS = [
+    # What google/vit-base-patch16-224 and facebook/deit-base-patch16-224 have in their files.
+    ("hf-vit", {"size": 32, "resample": 2, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}),
+    ("hf-deit", {"size": 37, "crop_size": 32, "resample": 3, "do_center_crop": True}),
+    ("hf-deit", {"size": 36, "crop_size": 32, "feature_extractor_type": "DeiTFeatureExtractor"}),
+    ("hf-siglip", {"size": {"height": 32, "width": 32}}),
+    ("hf-beit", {"size": 32, "do_center_crop": False}),
+    ("hf-dinov2", {"size": {"shortest_edge": 36}, "crop_size": {"height": 32, "width": 32}}),
+    ("hf-vit", {"image_processor_type": "CLIPImageProcessor", "size": 36, "crop_size": 32}),
+    ("hf-vit", {"size": 32, "do_rescale": False, "image_mean": [51] * 3, "image_std": [255] * 3}),
+]
+
+
+@pytest.mark.parametrize(("name", "settings"), PROCESSORS, ids=str)
+def test_transformers_own_processor_gives_the_same_pixels(
+    name: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    FAMILIES[name].plain().save_pretrained(tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
+    stock = transformers.AutoImageProcessor.from_pretrained(tmp_path)
+    view = image_view(ls.load(f"hf:{tmp_path}"))
+    for shape in SIZES:
+        image = picture(*shape)
+        wanted = stock(image, return_tensors="pt")["pixel_values"][0]
+        # torch resizes bytes there and Pillow here, which round differently here and there.
+        assert_close(prepared(view, image), wanted, tolerance=2.5 / 255 / min(view.std))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"size": {"height": 40, "width": 60}, "do_center_crop": True, "crop_size": 32},
+        {"size": {"shortest_edge": 32, "longest_edge": 64}},
+        {"size": {"height": 30, "width": 30}, "do_center_crop": True, "crop_size": 32},
+        {"size": 32, "do_pad": True},
+    ],
+    ids=str,
+)
+def test_processors_that_no_view_can_express_are_refused(
+    settings: dict[str, Any], hf_directory: Path
+) -> None:
+    (hf_directory / "preprocessor_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ModelFileError, match="not usable"):
+        ls.load(f"hf:{hf_directory}")
+
+
+# --- what stock tools see of a model that was saved here ------------------------------------------
+
+
+def own_logits(model: nn.Module, images: list[Image.Image], view: ImageView) -> torch.Tensor:
+    with torch.no_grad():
+        return logits_of(model(torch.stack([prepared(view, image) for image in images])))
+
+
+def crops_alike(image: Image.Image, view: ImageView) -> bool:
+    """transformers rounds half a pixel of a crop's corner down; timm rounds it to even."""
+    sides = zip(resized_size(image.size, view), (view.width, view.height), strict=True)
+    return all((side - kept) % 4 != 3 for side, kept in sides)
+
+
+@pytest.mark.parametrize("resize", [None, "crop", "squash"])
+@pytest.mark.parametrize(
+    "name", ["hf-vit", "hf-deit", "hf-beit", "hf-dinov2-registers", "hf-siglip", "hf-timm-wrapper"]
+)
+def test_a_stock_pipeline_computes_what_we_do(name: str, resize: Any, tmp_path: Path) -> None:
+    """Of models without a processor, on images that are not square."""
+    model = FAMILIES[name].wrapped()
+    view = resized_as(image_view(model), resize)
+    set_image_view(model, view)
+    set_class_names(model, NAMES)
+    ls.save(model, tmp_path / "m")
+    images = [picture(50 + 3 * k, 110 + 5 * k) for k in range(12)]
+    images = [image for image in images if "timm" in name or crops_alike(image, view)][:4]
+    assert len(images) == 4
+    stock = transformers.pipeline("image-classification", model=str(tmp_path / "m"))
+    answers = stock(images, function_to_apply="none")
+    scores = [{label["label"]: label["score"] for label in answer} for answer in answers]
+    logits = torch.tensor([[score[label] for label in NAMES] for score in scores])
+    assert_close(logits, own_logits(model, images, view), tolerance=0.005)
+    other = resized_as(view, "squash" if view.resize == "crop" else "crop")
+    assert (logits - own_logits(model, images, other)).abs().mean() > 0.03
+    again = ls.load(str(tmp_path / "m"))
+    assert image_view(again) == view
+    assert class_names_of(again) == NAMES
+
+
+@pytest.mark.parametrize("resize", ["crop", "squash"])
+def test_timm_sees_our_view_of_a_saved_model(resize: Any, tmp_path: Path) -> None:
+    model = FAMILIES["timm-vit"].wrapped()
+    set_image_view(model, resized_as(image_view(model), resize))
+    set_class_names(model, NAMES)
+    ls.save(model, tmp_path / "m")
+    stock = timm.create_model(f"local-dir:{tmp_path / 'm'}", pretrained=True)
+    assert stock.pretrained_cfg["label_names"] == list(NAMES)
+    transform = create_transform(**resolve_data_config(model=stock))
+    for shape in SIZES:
+        image = picture(*shape)
+        assert_close(prepared(image_view(model), image), transform(image), tolerance=0.0)
+    assert image_view(ls.load(f"timm:local-dir:{tmp_path / 'm'}")) == image_view(model)
+
+
+def test_models_that_were_saved_before_are_resized_as_they_were_trained(tmp_path: Path) -> None:
+    """Their view had no way of resizing; the settings of the training did."""
+    model = FAMILIES["timm-vit"].wrapped()
+    for resize, crop_pct in (("crop", 0.9), ("squash", 1.0)):
+        place = tmp_path / resize
+        ls.save(model, place, record={"settings": {"resize": resize}})
+        facts = json.loads((place / "layershuffle.json").read_text())
+        del facts["image_view"]["resize"]
+        (place / "layershuffle.json").write_text(json.dumps(facts))
+        view = image_view(ls.load(str(place)))
+        assert (view.resize, view.crop_pct) == (resize, crop_pct)
+
+
+def test_a_crop_that_is_not_square_has_no_processor(tmp_path: Path) -> None:
+    """transformers knows none, and a wrong one would be worse than none."""
+    model = FAMILIES["hf-vit"].wrapped()
+    view = ImageView(channels=3, height=16, width=32, mean=(0.5,) * 3, std=(0.5,) * 3)
+    set_image_view(model, view)
+    ls.save(model, tmp_path / "m")
+    assert not (tmp_path / "m" / "preprocessor_config.json").exists()

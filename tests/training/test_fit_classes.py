@@ -1,0 +1,142 @@
+"""A run names the classes of its model after the data, and prepares images as it says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from PIL import Image
+
+import layershuffle as ls
+from common import FAMILIES, redraw
+from layershuffle.errors import DataError
+from layershuffle.evaluation import evaluate_spec
+from layershuffle.models import class_names_of, host_of, image_view, set_class_names
+from layershuffle.settings import EvalSettings, FitSettings
+from layershuffle.training import fit
+
+FOLDERS = ("disk", "grid", "stripe")  # in the order in which folders are numbered
+BASE = ("stripe", "disk", "grid")
+PER_CLASS = 8
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Smooth noise in three folders; the images are not square."""
+    root = tmp_path_factory.mktemp("data")
+    rng = np.random.default_rng(0)
+    for split in ("train", "val"):
+        for name in FOLDERS:
+            (root / split / name).mkdir(parents=True)
+            for number in range(PER_CLASS):
+                coarse = rng.integers(0, 256, (4, 6, 3), dtype=np.uint8)
+                image = Image.fromarray(coarse).resize((64, 44), Image.Resampling.BICUBIC)
+                image.save(root / split / name / f"{number}.png")
+    return root
+
+
+def base(place: Path, names: tuple[str, ...] | None, *, family: str = "hf-vit") -> str:
+    """A base with three classes of these names."""
+    ls.save(FAMILIES[family].wrapped(), place)
+    model = ls.load(str(place), num_classes=3)
+    redraw(model, seed=4)
+    if names:
+        set_class_names(model, names)
+    ls.save(model, place)
+    return f"dir:{place}"
+
+
+def fitted(out: Path, model: str, data: Path, **changes: Any) -> Path:
+    fields = {"steps": 1, "batch_size": 6, "eval_batch_size": 8, "workers": 0, "lr": 1e-6}
+    settings = FitSettings(
+        method="baseline", model=model, data=f"folder:{data}", **{**fields, **changes}
+    )
+    fit(settings, out)
+    return out
+
+
+def top1(model: Path | str, data: Path, **settings: Any) -> float:
+    evaluation = evaluate_spec(
+        str(model), f"folder:{data}", settings=EvalSettings(modes="sequential", **settings)
+    )
+    return evaluation.scores[0].top1
+
+
+def stock_top1(model: Path, data: Path) -> float:
+    """How many images a stock pipeline puts into the folder that they are in, in percent."""
+    stock = transformers.pipeline("image-classification", model=str(model))
+    files = sorted((data / "val").glob("*/*.png"))
+    right = [stock(str(file))[0]["label"] == file.parent.name for file in files]
+    return 100 * sum(right) / len(right)
+
+
+@pytest.mark.parametrize(
+    ("names", "kept", "resize"),
+    [
+        (BASE, True, None),  # the same classes in another order: the head stays
+        (BASE, True, "crop"),
+        (None, True, "crop"),  # a base without names: by index
+        (("stripe", "disk", "line"), False, None),  # other classes: a new head
+    ],
+)
+def test_a_stock_pipeline_is_right_by_name_as_often_as_eval_says(
+    names: tuple[str, ...] | None,
+    kept: bool,
+    resize: Any,
+    data: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = base(tmp_path / "base", names)
+    caplog.clear()
+    out = fitted(tmp_path / "out", model, data, resize=resize)
+    assert ("line" in caplog.text, "was resized" in caplog.text) == (not kept, not kept)
+    again: Any = ls.load(str(out))
+    assert class_names_of(again) == (BASE if names == BASE else FOLDERS)
+    assert image_view(again).resize == (resize or "squash")
+    head = host_of(again).classifier.weight
+    near = (head - ls.load(model).classifier.weight).abs().max() < 1e-4
+    assert bool(near) == kept
+    # 24 images: of 12.5 %, chance is 33 %.
+    score = top1(out, data)
+    assert score == pytest.approx(stock_top1(out / "model", data))
+    assert score == pytest.approx(top1(out, data, resize=resize or "squash"))
+    wrong = json.loads((out / "model" / "layershuffle.json").read_text())["image_view"]
+    assert wrong["resize"] == (resize or "squash")
+
+
+def test_data_in_another_order_score_the_same(data: Path, tmp_path: Path) -> None:
+    """The folders of a model with names may be numbered as they like."""
+    named, unnamed = (base(tmp_path / str(names), names) for names in (BASE, None))
+    model: Any = ls.load(named)
+    by_name = top1(named, data)
+    # The head in the order of the folders, without names: what matching by index needs.
+    order = [BASE.index(name) for name in FOLDERS]
+    turned: Any = ls.load(unnamed)
+    turned.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        turned.classifier.weight.copy_(model.classifier.weight[order])
+        turned.classifier.bias.copy_(model.classifier.bias[order])
+    ls.save(turned, tmp_path / "turned")
+    assert by_name == pytest.approx(top1(tmp_path / "turned", data))
+    assert by_name != pytest.approx(top1(unnamed, data))
+
+
+def test_other_names_are_refused_and_listed(data: Path, tmp_path: Path) -> None:
+    model = base(tmp_path / "base", ("stripe", "disk", "line"))
+    with pytest.raises(DataError, match=r"model only \(line\), 1 in the data only \(grid\)"):
+        top1(model, data)
+
+
+def test_timm_models_carry_the_names_too(data: Path, tmp_path: Path) -> None:
+    model = base(tmp_path / "base", None, family="timm-vit")
+    out = fitted(tmp_path / "out", model, data, resize="squash")
+    config = json.loads((out / "model" / "config.json").read_text())
+    assert config["label_names"] == list(FOLDERS)
+    assert config["pretrained_cfg"]["crop_mode"] == "squash"
+    assert config["pretrained_cfg"]["crop_pct"] == 1.0
