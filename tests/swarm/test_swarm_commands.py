@@ -65,6 +65,16 @@ def test_operator_commands_without_a_swarm(capsys, tmp_path):
         assert "No swarm of this user runs on this machine" in err
 
 
+def test_a_wrong_address_of_a_head_is_told_before_the_model_is_loaded(capsys, tmp_path):
+    plan = tmp_path / "plan.yaml"
+    plan.write_text("model: dir:/nowhere\nhosts: {a: {blocks: [0]}}\n")
+    (tmp_path / "state").mkdir(mode=0o700)
+    words = ["deploy", str(plan), "--address", "127.0.0.1:9", "--state", str(tmp_path / "state")]
+    code, _, err = run(capsys, "swarm", *words)
+    assert code == 2
+    assert "No swarm answers at '127.0.0.1:9'" in err
+
+
 def test_plan_and_simulate(capsys, tmp_path):
     hosts, plan = tmp_path / "hosts.yaml", tmp_path / "plan.yaml"
     hosts.write_text("hosts: {pi: {count: 4, memory_mb: 0.5, availability: 0.9}}\n")

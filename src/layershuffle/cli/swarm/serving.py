@@ -372,7 +372,7 @@ class DeployCommand(TlsOptions, _ServingCommand):
 
         from layershuffle.swarm.plan import read_plan
         from layershuffle.swarm.ray_config import default_token
-        from layershuffle.swarm.ray_session import joined_ray
+        from layershuffle.swarm.ray_session import check_answers, joined_ray
         from layershuffle.swarm.server.admin import free_socket, state_directory
         from layershuffle.swarm.server.tls import check_address, in_clear
         from layershuffle.swarm.service import load_cargo
@@ -381,6 +381,7 @@ class DeployCommand(TlsOptions, _ServingCommand):
         keys, tls = read_keys(self.keys), context_of(self)
         # Before the model is loaded, which takes seconds.
         free_socket(state_directory(self.state))
+        check_answers(self.address)
         check_address(self.bind, keyed=bool(keys), public=self.public)
         if warning := in_clear(self.bind, keyed=bool(keys), encrypted=tls is not None):
             print(f"warning: {warning}", file=sys.stderr, flush=True)
