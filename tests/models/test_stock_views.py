@@ -109,6 +109,15 @@ def test_transformers_own_processor_gives_the_same_pixels(
         assert_close(prepared(view, image), wanted, tolerance=2.5 / 255 / min(view.std))
 
 
+def test_a_resample_that_no_step_uses_is_not_read(hf_directory: Path) -> None:
+    file = hf_directory / "preprocessor_config.json"
+    file.write_text(json.dumps({"do_resize": False, "resample": 5}))
+    assert image_view(ls.load(f"hf:{hf_directory}")).crop_pct == 1.0
+    file.write_text(json.dumps({"do_resize": True, "resample": 5}))
+    with pytest.raises(ModelFileError, match="resample"):
+        ls.load(f"hf:{hf_directory}")
+
+
 @pytest.mark.parametrize(
     "settings",
     [

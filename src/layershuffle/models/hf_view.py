@@ -125,16 +125,16 @@ def _view_from(
     normalised = settings.get("do_normalize")
     mean = settings["image_mean"] if normalised else 0.0
     std = settings["image_std"] if normalised else 1.0
-    resample = settings.get("resample")
-    if not isinstance(resample, int):
-        raise ValueError(f"resample is a number of Pillow's, not {resample!r}")
+    resample: Any = settings.get("resample")
+    if settings["do_resize"] and resample not in _RESAMPLE:
+        raise ValueError(f"resample is one of Pillow's numbers {list(_RESAMPLE)}, not {resample!r}")
     view = ImageView(
         channels=channels,
         height=height,
         width=width,
         mean=tuple(value / (255 * factor) for value in per_channel(mean, channels)),
         std=tuple(value / (255 * factor) for value in per_channel(std, channels)),
-        interpolation=_RESAMPLE.get(resample, "bicubic"),
+        interpolation=_RESAMPLE[resample] if settings["do_resize"] else "bicubic",
         crop_pct=height / resized[0],
         resize=resize,
     )
