@@ -90,6 +90,9 @@ PROCESSORS = [
     ("hf-beit", {"size": 32, "do_center_crop": False}),
     ("hf-dinov2", {"size": {"shortest_edge": 36}, "crop_size": {"height": 32, "width": 32}}),
     ("hf-vit", {"image_processor_type": "CLIPImageProcessor", "size": 36, "crop_size": 32}),
+    ("hf-vit", {"image_processor_type": "BlipImageProcessor", "size": 32}),
+    ("hf-vit", {"image_processor_type": "PvtImageProcessor", "size": 32}),
+    ("hf-vit", {"image_processor_type": "ChineseCLIPImageProcessor", "size": 36, "crop_size": 32}),
     ("hf-vit", {"size": 32, "do_rescale": False, "image_mean": [51] * 3, "image_std": [255] * 3}),
 ]
 
@@ -115,6 +118,14 @@ def test_a_resample_that_no_step_uses_is_not_read(hf_directory: Path) -> None:
     assert image_view(ls.load(f"hf:{hf_directory}")).crop_pct == 1.0
     file.write_text(json.dumps({"do_resize": True, "resample": 5}))
     with pytest.raises(ModelFileError, match="resample"):
+        ls.load(f"hf:{hf_directory}")
+
+
+@pytest.mark.parametrize("kind", ["ConvNext", "PoolFormer", "Levit", "MobileViT", "EfficientNet"])
+def test_processors_with_steps_of_their_own_are_refused(kind: str, hf_directory: Path) -> None:
+    file = {"image_processor_type": f"{kind}ImageProcessor"}
+    (hf_directory / "preprocessor_config.json").write_text(json.dumps(file))
+    with pytest.raises(ModelFileError, match=f"{kind}ImageProcessor"):
         ls.load(f"hf:{hf_directory}")
 
 

@@ -27,6 +27,12 @@ _HALF = (0.5, 0.5, 0.5)
 _IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 # Pillow's numbers, as image processor files store them; 1 is Lanczos, nearest to bicubic.
 _RESAMPLE = {0: "nearest", 1: "bicubic", 2: "bilinear", 3: "bicubic"}
+# Processor classes that resize, crop, rescale and normalise, and nothing else. Others have steps
+# of their own (ConvNeXt's crop_pct, MobileViT's order of channels) that their settings do not show.
+_PLAIN = frozenset(
+    f"{name}ImageProcessor"
+    for name in ("Beit", "Bit", "Blip", "ChineseCLIP", "CLIP", "DeiT", "Pvt", "Siglip", "ViT")
+)
 
 
 @dataclass(frozen=True)
@@ -92,6 +98,13 @@ def stored_view(host: Host, directory: Path) -> ImageView | None:
     extra = {} if {"size", "image_processor"} & given.keys() else missing
     try:
         processor = AutoImageProcessor.from_pretrained(directory, trust_remote_code=False, **extra)
+        kind = type(processor).__name__
+        if kind.removesuffix("Pil") not in _PLAIN:
+            raise ModelFileError(
+                f"The class {kind} prepares images in steps of its own",
+                place=paths[-1],
+                hint=f"replace {kind} by a ViTImageProcessor with the same result, or remove it",
+            )
         return _view_from(processor.to_dict(), size, channels=channels)
     # A UsageError of ImageView is a ValueError.
     except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, OSError) as error:
