@@ -93,11 +93,8 @@ def stored_view(host: Host, directory: Path) -> ImageView | None:
         given |= read_json(path)
         check_numbers(given, path)
     size, channels = _input_of(host)
-    # A class has a size for files without one, but no model has to have that size.
-    missing = {"size": {"height": size[0], "width": size[1]}}
-    extra = {} if {"size", "image_processor"} & given.keys() else missing
     try:
-        processor = AutoImageProcessor.from_pretrained(directory, trust_remote_code=False, **extra)
+        processor = AutoImageProcessor.from_pretrained(directory, trust_remote_code=False)
         kind = type(processor).__name__
         if kind.removesuffix("Pil") not in _PLAIN:
             raise ModelFileError(
@@ -105,7 +102,11 @@ def stored_view(host: Host, directory: Path) -> ImageView | None:
                 place=paths[-1],
                 hint=f"replace {kind} by a ViTImageProcessor with the same result, or remove it",
             )
-        return _view_from(processor.to_dict(), size, channels=channels)
+        settings = processor.to_dict()
+        if not {"size", "image_processor"} & given.keys():
+            sizes = _sizes(type(processor)().to_dict(), settings, size)
+            settings |= {key: sizes[key] for key in sizes.keys() - given.keys()}
+        return _view_from(settings, size, channels=channels)
     # A UsageError of ImageView is a ValueError.
     except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, OSError) as error:
         raise ModelFileError(
@@ -154,6 +155,18 @@ def _view_from(
     if uncropped_size(view) != (resized[1], resized[0]):
         raise ValueError(f"the crop {height} x {width} has another shape than {resized}")
     return view
+
+
+def _sizes(
+    default: Mapping[str, Any], settings: Mapping[str, Any], model: tuple[int, int]
+) -> dict[str, dict[str, int]]:
+    """The sizes for a file without any: those of the class (`default`), scaled to the model's."""
+    cropped = default.get("crop_size") if settings.get("do_center_crop") else None
+    side = next(iter((cropped or default["size"]).values()))
+    crop = {"height": model[0], "width": model[1]}
+    edges = {**crop, "shortest_edge": min(model)}
+    resized = {key: round(edges[key] * value / side) for key, value in default["size"].items()}
+    return {"size": resized, "crop_size": crop}
 
 
 def _resized(size: Mapping[str, int]) -> tuple[tuple[int, int], Resize]:
