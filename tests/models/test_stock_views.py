@@ -91,6 +91,7 @@ PROCESSORS = [
     ("hf-dinov2", {"size": {"shortest_edge": 36}, "crop_size": {"height": 32, "width": 32}}),
     ("hf-vit", {"image_processor_type": "CLIPImageProcessor", "size": 36, "crop_size": 32}),
     ("hf-vit", {"image_processor_type": "BlipImageProcessor", "size": 32}),
+    ("hf-vit", {"image_processor_type": "DINOv3ViTImageProcessor", "size": 32}),
     ("hf-vit", {"image_processor_type": "PvtImageProcessor", "size": 32}),
     ("hf-vit", {"image_processor_type": "ChineseCLIPImageProcessor", "size": 36, "crop_size": 32}),
     ("hf-vit", {"size": 32, "do_rescale": False, "image_mean": [51] * 3, "image_std": [255] * 3}),

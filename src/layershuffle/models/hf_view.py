@@ -31,7 +31,18 @@ _RESAMPLE = {0: "nearest", 1: "bicubic", 2: "bilinear", 3: "bicubic"}
 # of their own (ConvNeXt's crop_pct, MobileViT's order of channels) that their settings do not show.
 _PLAIN = frozenset(
     f"{name}ImageProcessor"
-    for name in ("Beit", "Bit", "Blip", "ChineseCLIP", "CLIP", "DeiT", "Pvt", "Siglip", "ViT")
+    for name in (
+        "Beit",
+        "Bit",
+        "Blip",
+        "ChineseCLIP",
+        "CLIP",
+        "DeiT",
+        "DINOv3ViT",
+        "Pvt",
+        "Siglip",
+        "ViT",
+    )
 )
 
 
