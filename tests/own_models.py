@@ -129,6 +129,77 @@ class Gates(Own):
         return x
 
 
+class Bounding(Own):
+    """Scales a state down where it leaves a bound."""
+
+    def run(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+            largest = x.abs().amax((1, 2), keepdim=True)
+            if largest.max() > 1:
+                x = x / largest.clamp(min=1)
+        return x
+
+
+class Checking(Own):
+    """Wants finite states."""
+
+    def run(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+            assert torch.isfinite(x).all()
+        return x
+
+
+class TrainedWithPatches(Own):
+    """Adds the patches after every block, in training alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm_of_patches = nn.BatchNorm1d(WIDTH)
+
+    def run(self, x: Tensor) -> Tensor:
+        patches = self.norm_of_patches(x.mT).mT if self.training else x
+        x = patches
+        for block in self.blocks:
+            x = block(x)
+            if self.training:
+                x = x + patches
+        return x
+
+
+class Skipping(Own):
+    """Skips blocks at random in training, with a chance of next to nothing."""
+
+    def run(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            if self.training and torch.rand(()) < 1e-9:
+                continue
+            x = block(x)
+        return x
+
+
+class Asked(Own):
+    """Gives the mean of all states if it is asked to."""
+
+    def forward(self, images: Tensor, *, every: bool = False) -> Tensor:
+        """Logits."""
+        states = [self.patches(images).flatten(2).mT]
+        for block in self.blocks:
+            states.append(block(states[-1]))
+        state = torch.stack(states).mean(0) if every else states[-1]
+        return self.head(self.norm(state).mean(1))
+
+
+class TwoEnds(Own):
+    """Has a step of its own before the last block, asked for from behind."""
+
+    def run(self, x: Tensor) -> Tensor:
+        for block in self.blocks[:-1]:
+            x = block(x)
+        return self.blocks[-1](x.clone())
+
+
 class InPlace(Own):
     """Blocks that write into their input."""
 
@@ -275,7 +346,7 @@ def _families(*hosts: Callable[[], nn.Module]) -> dict[str, Family]:
 
 # Hosts that follow an order; the first line hands the state from block to block and does no more.
 CHAINS = _families(Own, InPlace, Tuples, Named)
-LOOPS = _families(Readout, Injection, InjectionInPlace, Gates, Pairs)
+LOOPS = _families(Readout, Injection, InjectionInPlace, Gates, Pairs, Bounding, Checking)
 # Hosts that follow orders up to their depth.
 CUTTING = _families(Counting, Zipped, ZippedAfter, Leaving)
 # Hosts that no order reaches.

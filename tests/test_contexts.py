@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -106,6 +108,18 @@ def test_a_generator_closed_in_another_thread(model: nn.Module) -> None:
         in_a_thread(generator.close)
         assert blocks_now(model) == PERMUTED
     assert blocks_now(model) == SEQUENTIAL
+
+
+def test_a_change_that_ended_elsewhere_keeps_no_model_alive() -> None:
+    model = VIT.wrapped()
+    generator = suspended(model)
+    next(generator)
+    in_a_thread(generator.close)
+    gone, other = weakref.ref(model), VIT.wrapped()
+    del model, generator
+    with ls.running(other, PERMUTED):
+        gc.collect()
+        assert gone() is None
 
 
 # --- replays of a whole stack ---------------------------------------------------------------------

@@ -199,6 +199,10 @@ def test_autocast_around_it_runs_the_blocks_in_bf16():
 def test_nothing_to_evaluate():
     with pytest.raises(DataError, match="nothing to evaluate"):
         evaluate(VIT.wrapped(), [], modes=parse_modes("sequential"))
+    batches = iter(BATCHES)
+    with pytest.raises(DataError, match="no mode and no order"):
+        evaluate(VIT.wrapped(), batches)
+    assert len(list(batches)) == len(BATCHES)
 
 
 def test_too_many_kept():

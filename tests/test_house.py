@@ -309,7 +309,10 @@ def test_comments_say_why(record_property: Callable[[str, object], None]) -> Non
 
 
 # Modules that may catch everything once, or print, and why.
-CATCH_ALL = {"cli.__init__": "the last line of defence: a paragraph for users, --debug for us"}
+CATCH_ALL = {
+    "chain": "a host may raise anything at the states of a trial, and then takes the slow way",
+    "cli.__init__": "the last line of defence: a paragraph for users, --debug for us",
+}
 PRINTS = {"study.worker": "a process of its own: what it prints is its log file"}
 
 

@@ -27,7 +27,14 @@ from contracts import TOLERANCE, Rebuilt, answer
 from layershuffle.errors import StackError, UsageError
 from layershuffle.hooks import Step
 from layershuffle.stack import recomputing, stack_of, with_hooks
-from own_models import CHAINS, CUTTING, DEAF, LOOPS, Zipped, ZippedAfter
+from own_models import (
+    CHAINS,
+    CUTTING,
+    DEAF,
+    LOOPS,
+    Zipped,
+    ZippedAfter,
+)
 from test_contracts import CHECKS
 
 EQUAL_LENGTHS = (PERMUTED, SEQUENTIAL, (3, 3, 0, 1))
@@ -169,7 +176,7 @@ def test_orders_of_several_lengths_per_sample_are_refused(family: Family) -> Non
 
 
 def test_the_trial_leaves_no_trace() -> None:
-    """Neither hooks on blocks nor modes nor the generator notice it; it happens once per model."""
+    """Neither hooks on blocks nor modes nor the generator notice it; it happens once per mode."""
     model = CHAINS["own-own"].wrapped().train()
     model.norm.eval()
     heads: list[bool] = []
@@ -179,7 +186,7 @@ def test_the_trial_leaves_no_trace() -> None:
     for _ in range(2):
         with ls.running(model, orders):
             model(images(3))
-    assert heads == [False, False, True, True]
+    assert heads == [True] * 7  # five forwards of the trial, and two
     assert (model.training, model.norm.training, model.head.training) == (True, False, True)
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -311,6 +318,26 @@ def test_arguments_with_a_part_per_sample_are_refused(shape: tuple[int, ...]) ->
     state = torch.ones(3, 5, 4) if len(shape) == 3 else torch.ones(3, 1, 4)
     with ls.running(model, each), pytest.raises(UsageError, match="per sample cannot split it"):
         model(state, mask)
+
+
+class MaybeMasked(Masked):
+    """Has its mask as an option."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """States."""
+        for block in self.blocks:
+            x = block(x, 1 if mask is None else mask)
+        return x
+
+
+def test_a_mask_that_only_the_second_call_has_is_refused() -> None:
+    model = ls.wrap(MaybeMasked())
+    each = [ls.ExecutionOrder(order, 2) for order in ((0, 1), (1, 0), (0, 0))]
+    state = torch.ones(3, 5, 4)
+    with ls.running(model, each):
+        model(state)
+        with pytest.raises(UsageError, match="per sample cannot split it"):
+            model(state, torch.ones(3, 5, 4))
 
 
 class Rotary(Masked):

@@ -218,6 +218,11 @@ def test_effective_images_in_closed_form():
     assert alone.effective(right) == pytest.approx(60, rel=1e-12)
 
 
+def test_more_groups_than_images_make_no_image_count_twice():
+    groups = np.arange(20).reshape(10, 2)
+    assert ImageGroups(groups).effective(np.arange(10) < 5) == 10
+
+
 def test_images_that_are_all_right_count_as_those_that_share_no_group():
     groups = np.stack([np.arange(60) % 11, np.arange(60) % 7 + 20], axis=1)
     assert ImageGroups(groups).effective(np.ones(60, dtype=bool)) == (11 + 7) / 2
@@ -268,6 +273,6 @@ def test_spreads_that_cannot_be_told_apart():
     samples = [[86.6, 86.3, 86.7, 86.9, 87.4], [89.0, 89.9, 88.8, 90.1, 88.2], [1.0, 9.0, 4.0]]
     distances = [[abs(v - statistics.median(sample)) for v in sample] for sample in samples]
     assert equal_spreads(samples) == pytest.approx(stats.f_oneway(*distances).pvalue)
-    assert equal_spreads([[1.0, 1.0], [2.0, 2.0]]) == 1.0
-    with pytest.raises(ValueError, match="at least two values"):
-        equal_spreads([[1.0], [2.0, 3.0]])
+    assert equal_spreads([[1.0] * 3, [2.0] * 3]) == 1.0
+    with pytest.raises(ValueError, match="at least three values"):
+        equal_spreads([[90.0, 90.1], [80.0, 80.11], [70.0, 70.12]])

@@ -1,67 +1,120 @@
 """Does a host model only hand the state from block to block? A trial without running the blocks.
 
 A walk takes the place of the host's own loop over its blocks: shared beginnings run once, samples
-are regrouped. It is right only if the loop does nothing else. So stand-ins for the blocks hand out
-NaN until the last one, which hands out a proper state. If the next stand-in gets anything but
-what the last one returned, or the result shows a NaN, or another number than one stand-in for all
-blocks gives, then the host does more (reads out, injects, gates), even where its weights are zero.
+are regrouped. It is right only if the loop does nothing else. So the host runs with stand-ins for
+its blocks, which hand out a proper state times 1, 0, 10,000 and NaN in turn; the last one of a loop
+always hands out the proper state. If the next stand-in gets anything but what the last one
+returned, or torch's generators moved between them, or the result differs from that of one stand-in
+for all blocks, then the host does more (reads out, injects, gates, drops), even where its weights
+are zero. NaN shows every sum, the other states show branches (`if x.abs().max() > 1`).
+
+Not seen are branches that none of these states takes, and flags that are set on the model itself
+after its first call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+import threading
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
-from layershuffle.entries import HOSTS, Entry, Form, Host, form_of, state_first, state_of
+from layershuffle.entries import HOSTS, Entry, Form, Host, form_of, has_parts, state_first, state_of
 from layershuffle.errors import StackError
 from layershuffle.runs import in_eval, in_place
 
 IMAGES = 2  # with one image a mask for all samples looks like a mask per sample
+# What the stand-ins hand out, in proper states. NaN is the last, because a GPU may abort the
+# process at it, and hosts that compute with the state are mostly found out before.
+_FACTORS = (1.0, 0.0, 1e4, math.nan)
+# Calls whose arguments never repeat would fill the memory.
+_MOST_CALLS = 64
+_BY_CALL: WeakKeyDictionary[nn.Module, dict[Hashable, Host]] = WeakKeyDictionary()
+# Two trials at a time would take each other's modes for those to come back to. Reentrant, because a
+# host may hold a model with a stack of its own.
+_LOCK = threading.RLock()
 
 
-def host_of_stack(stack: nn.Module, *, model: nn.Module, forward: Callable[[], Any]) -> Host:
-    """What the host does around `stack`: one trial per stack, kept from then on.
+def host_of_stack(
+    stack: nn.Module,
+    *,
+    model: nn.Module,
+    arguments: Any,
+    batch: int,
+    forward: Callable[[Any], Any],
+) -> Host:
+    """What the host does around `stack` in a call of `model`, which holds it.
 
-    `forward()` calls `model`, which holds the stack, with `IMAGES` images, or one.
+    `forward(arguments)` calls `model` for `batch` samples; the trial gives it `IMAGES` of them. It
+    happens once for every mode (train, eval) and kind of call: flags, and which arguments are
+    tensors. What the call raises before it comes to the blocks is the caller's.
     """
-    host = HOSTS.get(stack)
-    if host is None:
-        host = HOSTS[stack] = _tried(stack, model, forward)
-    return host
+    key = (model.training, stack.training, id(model), *_kind(arguments, batch))
+    with _LOCK:
+        hosts = _BY_CALL.setdefault(stack, {})
+        if key not in hosts:
+            few = tree_map(
+                lambda leaf: leaf[:IMAGES] if has_parts(leaf, batch) else leaf, arguments
+            )
+            host = _tried(stack, model, lambda: forward(few))
+            if len(hosts) == _MOST_CALLS:
+                hosts.clear()
+            hosts[key] = host
+        HOSTS[stack] = hosts[key]
+        return hosts[key]
+
+
+def _kind(arguments: Any, batch: int) -> tuple[Hashable, ...]:
+    """What makes two calls the same to a host that branches on its arguments, but not on numbers
+    in tensors.
+    """
+    leaves, structure = tree_flatten(arguments)
+    # What has no hash is equal to nothing, so that every such call is tried.
+    kinds = [
+        (leaf.dim(), has_parts(leaf, batch))
+        if isinstance(leaf, Tensor)
+        else (type(leaf), leaf if isinstance(leaf, Hashable) else object())
+        for leaf in leaves
+    ]
+    return structure, *kinds
 
 
 def _tried(stack: nn.Module, model: nn.Module, forward: Callable[[], Any]) -> Host:
     trial = _Trial(stack)
-    with _apart(stack, model):
-        try:
-            with in_place(stack, lambda _: trial.all_blocks()):
-                looped = forward()
-            with in_place(stack, lambda _: trial.one_block()):
-                walked = forward()
-        # StackError: the stack was asked for parts of blocks, or for the second of one entry. The
-        # other two: the host computes with what blocks return beside the state.
-        except (StackError, TypeError, AttributeError):
-            return Host(chain=False, form=trial.form, batched=trial.batched)
-    whole = trial.calls == [*range(trial.depth), 0]
-    chain = trial.pure and whole and _equal(looped, walked)
+
+    def run(entries: list[Entry]) -> Any:
+        trial.calls.clear()
+        with _apart(trial.devices, model), in_place(stack, lambda _: entries):
+            return forward()
+
+    try:
+        walked = run(trial.one_block())
+        chain = trial.calls == [0] and all(
+            _equal(run(trial.all_blocks(factor)), walked) and trial.is_pure() for factor in _FACTORS
+        )
+    # Any: with states like these, a host's own checks and index arithmetic may raise anything.
+    except Exception:
+        if not trial.reached:
+            raise
+        chain = False
     return Host(chain=chain, form=trial.form, batched=trial.batched)
 
 
 @contextmanager
-def _apart(stack: nn.Module, model: nn.Module) -> Iterator[None]:
-    """What runs here leaves no trace in the model, its modes, or torch's generators."""
-    weight = next(stack.parameters(), None)
-    on_gpu = weight is not None and weight.is_cuda
-    compiled = any(getattr(block, "_compiled_call_impl", None) for block in stack.children())
+def _apart(devices: list[torch.device], model: nn.Module) -> Iterator[None]:
+    """What runs here leaves no trace in running statistics or torch's generators."""
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    compiled = any(getattr(module, "_compiled_call_impl", None) for module in model.modules())
     # One forward is no reason for a graph of its own.
     eager = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
-    devices = [weight.device] if weight is not None and on_gpu else []
-    with torch.random.fork_rng(devices=devices), in_eval(model), torch.no_grad(), eager:
+    with torch.random.fork_rng(devices), in_eval(*norms), torch.no_grad(), eager:
         yield
 
 
@@ -70,70 +123,92 @@ class _Trial:
 
     def __init__(self, stack: nn.Module) -> None:
         self.blocks = list(stack.children())
-        self.depth = len(self.blocks)
+        # Two at least: what a host does between its blocks shows only between blocks.
+        self.depth = max(2, len(self.blocks))
+        weight = next(stack.parameters(), None)
+        self.devices = [weight.device] if weight is not None and weight.is_cuda else []
         self.calls: list[int] = []
-        self.pure, self.form = True, Form()
+        self.reached, self.form = False, Form()
         self.batched: tuple[bool, ...] = ()
+        self._pure = True
         self._beside: list[Any] = []
         self._others: list[Any] = []
 
-    def all_blocks(self) -> list[Entry]:
+    def all_blocks(self, factor: float) -> list[Entry]:
+        self._factor = factor
         return [_StandIn(self, position) for position in range(self.depth)]
 
     def one_block(self) -> list[Entry]:
         return [_StandIn(self, 0, alone=True)]
 
+    def is_pure(self) -> bool:
+        """Whether the host called every stand-in, each with what the one before returned."""
+        return self._pure and self.calls == [*range(self.depth)]
+
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The first call: shows the state, the other arguments, and what a block returns."""
+        """The first call of all: shows the state, the other arguments, what a block returns."""
         state, args, kwargs = state_first(self.blocks[0], args=args, kwargs=kwargs)
         self._others = tree_leaves((args, kwargs))
+        # What is no tensor here may be one in a call that looks the same.
         self.batched = tuple(
-            isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == len(state)
-            for leaf in self._others
+            not isinstance(leaf, Tensor) or has_parts(leaf, len(state)) for leaf in self._others
         )
-        # A copy, because a block may write into its input.
-        out = self.blocks[0](state.clone(), *args, **kwargs)
+        # What the block draws, the host does not draw in a walk's place of it.
+        with torch.random.fork_rng(self.devices):
+            # A copy, because a block may write into its input.
+            out = self.blocks[0](state.clone(), *args, **kwargs)
         self.form, self._state = form_of(out), state_of(out)
-        self._beside = [] if out is self._state else tree_map(_poisoned, list(out[1:]))
+        self._beside = [] if out is self._state else list(out[1:])
 
     def look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A later call: is it what the stand-in before returned, with the same arguments?"""
         state, args, kwargs = state_first(self.blocks[0], args=args, kwargs=kwargs)
         untouched = state is self._handed and state._version == self._version
-        self.pure &= untouched and _all_same(tree_leaves((args, kwargs)), self._others)
+        # A host may skip blocks at random (stochastic depth), and skip none in the trial.
+        drew = not all(map(torch.equal, self._generators(), self._drawn))
+        same = _all_same(tree_leaves((args, kwargs)), self._others)
+        self._pure &= untouched and same and not drew
 
     def hand_out(self, *, last: bool) -> Any:
         """What a stand-in returns."""
         # Tensors of inference mode do not count how often they were written to.
         with torch.inference_mode(False):
-            state = self._state.detach()
-            self._handed = state.clone() if last else torch.full_like(state, torch.nan)
+            self._handed = self._state.detach() * (1.0 if last else self._factor)
+            beside = tree_map(self._scaled, self._beside)
         self._version = self._handed._version
-        return self.form.filled(self._handed, self._beside)
+        self._drawn = self._generators()
+        return self.form.filled(self._handed, beside)
+
+    def _scaled(self, leaf: Any) -> Any:
+        floating = isinstance(leaf, Tensor) and leaf.is_floating_point()
+        return leaf.detach() * self._factor if floating else leaf
+
+    def _generators(self) -> list[Tensor]:
+        return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self.devices)]
 
 
 class _StandIn(Entry):
     """Stands for the block at a position; `alone` for all of them."""
 
     def __init__(self, trial: _Trial, position: int, *, alone: bool = False) -> None:
-        super().__init__(trial.blocks[position])
+        super().__init__(trial.blocks[position % len(trial.blocks)])
         self._trial, self._position, self._alone = trial, position, alone
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         trial = self._trial
         trial.calls.append(self._position)
-        if len(trial.calls) == 1:
+        if not trial.reached:
+            trial.reached = True
             trial.begin(args, kwargs)
-        elif not self._alone:
+        elif not self._alone and len(trial.calls) > 1:
             trial.look(args, kwargs)
         if self._alone:
             return trial.form.filled(trial._state.clone())
         return trial.hand_out(last=self._position == trial.depth - 1)
 
-
-def _poisoned(leaf: Any) -> Any:
-    floating = isinstance(leaf, Tensor) and leaf.is_floating_point()
-    return torch.full_like(leaf, torch.nan) if floating else leaf
+    def _in_parts(self) -> StackError:
+        self._trial.reached = True
+        return super()._in_parts()
 
 
 def _all_same(leaves: list[Any], others: list[Any]) -> bool:

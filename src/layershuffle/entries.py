@@ -40,10 +40,10 @@ class Form:
 
 @dataclass(frozen=True)
 class Host:
-    """What a trial showed about the host of a stack (`layershuffle.chain`).
+    """What a trial showed about the host of a stack in a kind of call (`layershuffle.chain`).
 
-    `chain`: between its blocks it only hands on the state. `batched`: which of the tensors that it
-    gives to a block beside the state have a part per sample.
+    `chain`: between its blocks it only hands on the state. `batched`: which of the things that it
+    gives to a block beside the state may have a part per sample.
     """
 
     chain: bool
@@ -51,8 +51,14 @@ class Host:
     batched: tuple[bool, ...]
 
 
-# Beside the stack, not in it: a copy of a model may be changed before it runs.
+# Of the latest call that was judged. Beside the stack, not in it: a copy of a model may be changed
+# before it runs.
 HOSTS: WeakKeyDictionary[nn.Module, Host] = WeakKeyDictionary()
+
+
+def has_parts(leaf: Any, batch: int) -> bool:
+    """Whether an argument may be a tensor with a part for each of `batch` samples."""
+    return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == batch
 
 
 def state_of(out: Any) -> Tensor:
@@ -149,22 +155,21 @@ class Placed(Entry):
 class Walked(Entry):
     """The one entry of a stack that a walk runs as a whole."""
 
-    def __init__(self, stack: nn.Module, walk: Walk, run: Run) -> None:
+    def __init__(self, stack: nn.Module, walk: Walk, run: Run, host: Host | None) -> None:
         self._blocks = list(stack._modules.values())
         super().__init__(self._blocks[0])  # type: ignore[arg-type]
-        self._stack, self._walk, self._run = stack, walk, run
+        self._walk, self._run, self._host = walk, run, host
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the last block of the walk returns, for the state among the arguments."""
         state, args, kwargs = state_first(self._module, args=args, kwargs=kwargs)
-        host = HOSTS.get(self._stack)
-        form = Form() if host is None else host.form
+        form = Form() if self._host is None else self._host.form
 
         def call(block: int, position: int, chunk: Tensor, rows: tuple[int, ...] | None) -> Tensor:
             nonlocal form
             # Only a walk that regroups samples can pair a sample with another one's mask.
             if rows is not None:
-                _refuse_batched((args, kwargs), batch=len(state), host=host)
+                _refuse_batched((args, kwargs), batch=len(state), host=self._host)
             module: Any = self._blocks[block]
             placed = Placed(module, Step(position, block, rows), self._run)
             out = placed(chunk, *args, **kwargs)
@@ -184,7 +189,7 @@ def _refuse_batched(arguments: Any, *, batch: int, host: Host | None) -> None:
         # A tensor [tokens, width] is no mask [batch, tokens], though both numbers may be equal: the
         # trial had another number of samples.
         parts = index >= len(batched) or batched[index]
-        if isinstance(leaf, Tensor) and parts and leaf.dim() > 0 and len(leaf) == batch > 1:
+        if parts and batch > 1 and has_parts(leaf, batch):
             raise UsageError(
                 f"The model hands its blocks a tensor of shape {tuple(leaf.shape)} beside "
                 "their input, one part per sample; an order per sample cannot split it",

@@ -191,6 +191,8 @@ def evaluate(
             order = mode.policy().draw(depth, seed=seed, step=index)
             per_batch = draw == "batch" and mode.is_drawn(depth)
             columns.append(_PendingScore(mode, index, None if per_batch else order))
+    if not columns:
+        raise DataError("There is nothing to evaluate: no mode and no order was given")
     if groups is not None:
         image_groups = ImageGroups(groups.numpy())
         for column in columns:
@@ -205,8 +207,6 @@ def evaluate(
                         policy.draw(depth, seed=seed, step=number, micro_batch=index)
                     )
             _score_batch(model, batch, columns=columns)
-    if not columns:
-        raise DataError("There is nothing to evaluate: no mode and no order was given")
     columns[0].tally.check()
     if groups is not None and len(groups) != columns[0].tally.images:
         raise DataError(

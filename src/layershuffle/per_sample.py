@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
-from layershuffle.chain import IMAGES, host_of_stack
-from layershuffle.entries import HOSTS, Entry, Walk, Walked
+from layershuffle.chain import host_of_stack
+from layershuffle.entries import Entry, Host, Walk, Walked
 from layershuffle.errors import StackError, UsageError
 from layershuffle.grouped import BlockCall, run_grouped
 from layershuffle.runs import PLAIN, Run, in_backward, run_of
@@ -26,19 +25,19 @@ class SampleOrders:
 
     def __init__(self, stack: nn.Module, orders: Sequence[tuple[int, ...]]) -> None:
         self.orders, self.called = tuple(orders), 0
-        self._stack, self._walks = stack, False
+        self.host: Host | None = None
+        self._stack = stack
 
     def entries(self, run: Run) -> list[Entry]:
         """What the host is to call."""
         # A replay is not inside the model's call, and has to run as its forward did.
-        if not in_backward():
-            host = HOSTS.get(self._stack)
-            self._walks = self.called > 0 and host is not None and host.chain
-        if self._walks:
-            return [Walked(self._stack, self._walk, run)]
+        if not self.called and not in_backward():
+            self.host = None
+        if self.host is not None and self.host.chain:
+            return [Walked(self._stack, self._walk, run, self.host)]
         self._refuse_lengths()
         return [
-            _Position(self._stack, self._at(position), run)
+            _Position(self._stack, self._at(position), run, self.host)
             for position in range(len(self.orders[0]))
         ]
 
@@ -94,8 +93,15 @@ def calls_seen(model: nn.Module, stack: nn.Module, *, samples: SampleOrders) -> 
             return
         samples.called += 1
         _refuse_hidden_states(module, kwargs)
-        few = tree_map(lambda leaf: _first(leaf, of=len(samples.orders)), (args, kwargs))
-        host_of_stack(stack, model=module, forward=lambda: module(*few[0], **few[1]))
+        # The outermost call is tried: what the others get, and what is around them, follows.
+        if samples.called == 1:
+            samples.host = host_of_stack(
+                stack,
+                model=module,
+                arguments=(args, kwargs),
+                batch=len(samples.orders),
+                forward=lambda call: module(*call[0], **call[1]),
+            )
 
     def after(*_: Any) -> None:
         samples.called -= ours()
@@ -106,12 +112,6 @@ def calls_seen(model: nn.Module, stack: nn.Module, *, samples: SampleOrders) -> 
             hooks.callback(handle.remove)
             hooks.callback(module.register_forward_hook(after, always_call=True).remove)
         yield
-
-
-def _first(leaf: Any, *, of: int) -> Any:
-    """The first samples of a tensor that holds `of`; anything else as it is."""
-    many = isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == of
-    return leaf[:IMAGES] if many else leaf
 
 
 def _refuse_hidden_states(module: nn.Module, kwargs: dict[str, Any]) -> None:

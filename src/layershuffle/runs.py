@@ -41,8 +41,10 @@ class Asked:
 
     def note_index(self, index: int, length: int) -> None:
         """The host asked for the entry at a position."""
+        # From behind it shows something after all others alone: blocks[:-1], and then blocks[-1].
+        others_ran = (self.furthest, self.length) == (length - 1, length)
+        self.whole |= index == length - 1 or (index == -1 and others_ran)
         self.note(index % length + 1, length)
-        self.whole |= index == length - 1
 
     def note_slice(self, index: slice, length: int) -> None:
         """The host asked for a part."""
@@ -129,19 +131,27 @@ def changed_stacks() -> tuple[nn.Module, ...]:
 def changed(stack: nn.Module, *hooks: BlockHook, **settings: Any) -> Iterator[None]:
     """Run `stack` with these fields of `Run` in the `with` block; `hooks` join those before."""
     change = _Change(settings, hooks)
-    changes = _CHANGES.get()
+    changes = _in_force()
     # A new mapping each time: a thread or task that copied the context keeps the orders it had.
     _CHANGES.set({**changes, stack: (*changes.get(stack, ()), change)})
     try:
         yield
     finally:
-        changes = _CHANGES.get()
-        rest = tuple(other for other in changes.get(stack, ()) if other is not change)
+        changes = _in_force()
+        rest = tuple(other for other in changes.pop(stack, ()) if other is not change)
         # A generator may be closed in another thread or task than it began in. That context cannot
         # be reached from here, so the change itself is marked.
-        change.over = len(rest) == len(changes.get(stack, ()))
-        others = {key: value for key, value in changes.items() if key is not stack}
-        _CHANGES.set({**others, stack: rest} if rest else others)
+        change.over = change not in _CHANGES.get().get(stack, ())
+        _CHANGES.set({**changes, stack: rest} if rest else changes)
+
+
+def _in_force() -> dict[nn.Module, tuple[_Change, ...]]:
+    """The changes of this context without those that are over, which would keep models alive."""
+    left = {
+        stack: tuple(change for change in changes if not change.over)
+        for stack, changes in _CHANGES.get().items()
+    }
+    return {stack: changes for stack, changes in left.items() if changes}
 
 
 def in_place(stack: nn.Module, entries: Entries) -> AbstractContextManager[None]:

@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from layershuffle.discovery import find_blocks
-from layershuffle.entries import Placed, Walk, Walked
+from layershuffle.entries import HOSTS, Placed, Walk, Walked
 from layershuffle.errors import StackError
 from layershuffle.hooks import BlockHook, Step, Tap
 from layershuffle.orders import ExecutionOrder, order_of
@@ -336,7 +336,7 @@ def walking(model: nn.Module, walk: Walk) -> Iterator[None]:
     that the host model gave; `rows` names the samples in `chunk`, `None` meaning all.
     """
     stack = stack_of(model)
-    with in_place(stack, lambda run: [Walked(stack, walk, run)]):
+    with in_place(stack, lambda run: [Walked(stack, walk, run, HOSTS.get(stack))]):
         yield
 
 

@@ -194,10 +194,11 @@ def welch_interval(sample: Sequence[float], reference: Sequence[float]) -> tuple
 def equal_spreads(samples: Sequence[Sequence[float]]) -> float:
     """The p-value of samples with one spread: Brown and Forsythe 1974, around the medians.
 
-    1.0 where no sample has any spread. Raises `ValueError` for fewer than two values in a sample.
+    1.0 where no sample has any spread. Raises `ValueError` for fewer than three values in a sample:
+    two always lie equally far from their median, which would look like a spread without error.
     """
-    if min(map(len, samples)) < 2:
-        raise ValueError("a spread needs at least two values")
+    if min(map(len, samples)) < 3:
+        raise ValueError("the test of spreads needs at least three values of each")
     if not any(deviation(sample) for sample in samples):
         return 1.0
     from scipy import stats
@@ -280,7 +281,9 @@ class ImageGroups:
         groups, images = self.count - 1, self.images - 1
         effect = together / alone * (self.count / groups) / (self.images / images)
         wide, narrow = map(float, stats.t.ppf((1 + _CONFIDENCE) / 2, (groups, images)))
-        return max(1.0, self.images / max(1.0, effect) * (narrow / wide) ** 2)
+        effective = self.images / max(1.0, effect) * (narrow / wide) ** 2
+        # With two columns there may be more groups than images, and then the quantiles widen it.
+        return max(1.0, min(float(self.images), effective))
 
 
 def _interval(

@@ -14,12 +14,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
-from layershuffle.chain import IMAGES, host_of_stack
-from layershuffle.entries import HOSTS, Host
+from layershuffle.chain import host_of_stack
+from layershuffle.entries import Host
 from layershuffle.errors import StackError
 from layershuffle.grouped import BlockCall
 from layershuffle.orders import ExecutionOrder
@@ -28,6 +29,7 @@ from layershuffle.stack import running, stack_of, walking
 _log = logging.getLogger("layershuffle")
 # Of a state, on a CPU. Fewer images than these would read the weights too often.
 _CACHED_BYTES, _LEAST_IMAGES = 1 << 20, 4
+_LOOPS_SAID: WeakSet[nn.Module] = WeakSet()
 
 
 @dataclass
@@ -177,16 +179,18 @@ def refuse_loops(model: nn.Module, images: Tensor, *, forward: Callable[[Tensor]
 
 def _is_chain(model: nn.Module, images: Tensor, *, forward: Callable[[Tensor], Tensor]) -> bool:
     """Whether a walk may take the place of the host's loop; says it once where it may not."""
-    is_new = stack_of(model) not in HOSTS
-    chain = _tried(model, images, forward).chain
-    if is_new and not chain:
+    stack, chain = stack_of(model), _tried(model, images, forward).chain
+    if not chain and stack not in _LOOPS_SAID:
+        _LOOPS_SAID.add(stack)
         _log.warning(
-            "%s does more between its blocks than hand on the state, so its orders run one by one: "
-            "the scores are right, and take longer",
+            "%s seems to do more between its blocks than hand on the state, so its orders run one "
+            "by one: the scores are the same, and take longer",
             type(model).__name__,
         )
     return chain
 
 
 def _tried(model: nn.Module, images: Tensor, forward: Callable[[Tensor], Tensor]) -> Host:
-    return host_of_stack(stack_of(model), model=model, forward=lambda: forward(images[:IMAGES]))
+    return host_of_stack(
+        stack_of(model), model=model, arguments=images, batch=len(images), forward=forward
+    )

@@ -192,7 +192,7 @@ FLAGS = {
     "clip compile data device drop ema encoding.dropout encoding.features "
     "encoding.projection-init encoding.table encoding.table-init epochs "
     "eval-batch-size eval-every eval-orders holdout kept log-every lr method "
-    "min-blocks model orders-per-batch out paper-protocol parallel precision "
+    "min-blocks model orders-per-batch out paper-protocol parallel precision prediction.init "
     "prediction.loss prediction.pooling prediction.weight rank-orders recipe resize "
     "schedule seed select-by skip-corrupt steps streaming threads warmup "
     "weight-decay workers",
@@ -203,7 +203,7 @@ FLAGS = {
     "skip-corrupt streaming",
     "merge": "MODEL base batch-size compile data draw ends ensemble-combine ensemble-orders "
     "json max-images merges mixed mode num-orders out precision random replacement "
-    "resize seed skip-corrupt soups",
+    "resize seed slots skip-corrupt soups",
     "ensemble": "MODEL batch-size combine compile data draw json max-images mixed mode "
     "num-orders orders precision resize seed skip-corrupt",
     "reproduce": "RECIPE dry-run only out ray workers",
@@ -213,7 +213,7 @@ FLAGS = {
     "encoding.projection-init encoding.table encoding.table-init epochs "
     "eval-batch-size eval-every eval-orders holdout kept log-every lr method "
     "min-blocks model orders-per-batch out paper-protocol parallel precision "
-    "prediction.loss prediction.pooling prediction.weight rank-orders resize "
+    "prediction.init prediction.loss prediction.pooling prediction.weight rank-orders resize "
     "schedule seed select-by skip-corrupt steps streaming threads warmup "
     "weight-decay workers",
     "bench": "KIND batch compile device json model orders-per-batch precision steps threads "

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "training")]
+TESTS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(TESTS), str(TESTS / "training")]
 from test_fit import ARMS, GOLDEN, losses_of, machine, settings  # noqa: E402 -- found by the line above
 
 if __name__ == "__main__":

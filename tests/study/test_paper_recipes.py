@@ -89,7 +89,7 @@ def shrunk(recipe, *, model, data, seeds):
 @pytest.mark.parametrize(
     ("name", "seeds", "runs", "others"),
     # The twelve seeds of two arms are there to be merged; three of them go through the same code.
-    [("imagenet-paper", (0, 1, 2), 6 + 2 * 3, 4), ("cifar100-paper", (0,), 10, 2)],
+    [("imagenet-paper", (0, 1, 2), 7 + 2 * 3, 4), ("cifar100-paper", (0,), 11, 2)],
 )
 def test_end_to_end(repository, images, model, tmp_path, name, seeds, runs, others):
     recipe = read_recipe(repository / "recipes" / f"{name}.yaml")

@@ -249,12 +249,12 @@ def test_time_comes_from_finished_runs(tmp_path):
 @pytest.mark.parametrize(
     ("name", "steps", "counted"),
     [
-        # 47,500 images stay of 50,000: 372 batches of 128. Two models, five seeds; one arm of one
-        # epoch and four of 20.
-        ("cifar100-paper", 2 * 5 * 372 * (1 + 4 * 20), "CIFAR-100, 50,000 images and 10,000"),
+        # 47,500 images stay of 50,000: 372 batches of 128. Two models, five seeds; one arm each of
+        # one epoch, and five and four of 20.
+        ("cifar100-paper", 5 * 372 * (2 + (5 + 4) * 20), "CIFAR-100, 50,000 images and 10,000"),
         # The paper's protocol holds nothing out: 2,002 batches of 640. 12 baselines for an epoch;
-        # 12 models, and six arms of five, for 20.
-        ("imagenet-paper", 2002 * (12 + (12 + 6 * 5) * 20), "ImageNet-1k, 1,281,167 images and"),
+        # 12 models, and seven arms of five, for 20.
+        ("imagenet-paper", 2002 * (12 + (12 + 7 * 5) * 20), "ImageNet-1k, 1,281,167 images and"),
     ],
 )
 def test_the_large_recipes_are_planned_with_nothing_at_hand(

@@ -51,7 +51,7 @@ def test_a_run_with_another_position_form_than_the_plan_has_is_refused(tmp_path:
     (task,) = (task for task in runs_of(read_plan(out)) if task.arm == "layershuffle-predict")
     task.directory(out).mkdir(parents=True)
     write_run(out, task, [], prediction={"pooling": "class", "loss": "sum", "weight": 1.0})
-    with pytest.raises(StudyError, match=r"trained with prediction.pooling class, prediction.loss"):
+    with pytest.raises(StudyError, match=r"trained with prediction.init default, prediction"):
         read_study(out)
 
 

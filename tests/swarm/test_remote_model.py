@@ -161,12 +161,12 @@ def test_a_stem_that_waits_past_its_deadline_never_runs():
         forwards.append(inputs[0].shape[0])
         assert gate.wait(HANGS)
 
-    model.register_forward_pre_hook(note)
-
     async def go():
         router = router_of(VIT.wrapped())
         router.swarm = Swarm(HostView(name, frozenset(blocks)) for name, blocks in HOSTS.items())
         remote_model = RemoteModel(model, router, workers=1)
+        # Not before: a new remote model tries its host once.
+        model.register_forward_pre_hook(note)
 
         def asked(images, *, seconds):
             deadline = router.clock() + seconds

@@ -135,7 +135,7 @@ def hostile(rng):
     return method, path, headers, chunks
 
 
-async def sent(app, request, *, leaves=False):
+async def sent(app, request, *, leaves=False, query=b""):
     """The status and body that the app answers; raw ASGI, so that nothing is mended on the way.
 
     A client that `leaves` does so instead of sending the end of its body.
@@ -162,7 +162,7 @@ async def sent(app, request, *, leaves=False):
     scope = {
         "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http",
         "method": method, "path": path, "raw_path": path.encode("utf-8", "replace"),
-        "query_string": b"deadline_ms=nan&\xff", "root_path": "", "headers": headers,
+        "query_string": query, "root_path": "", "headers": headers,
         "client": ("10.0.0.1", 1), "server": ("gateway", 80),
     }  # fmt: skip
     await app(scope, receive, send)
@@ -187,7 +187,9 @@ def test_two_thousand_hostile_requests(caplog):
             answers = []
             for number in range(REQUESTS):
                 request, leaves = hostile(rng), rng.random() < 0.02
-                status, body = await sent(place.app, request, leaves=leaves)
+                # Few requests have parameters: those are refused before anything else is read.
+                query = b"deadline_ms=nan&\xff" if rng.random() < 0.05 else b""
+                status, body = await sent(place.app, request, leaves=leaves, query=query)
                 statuses[status] += 1
                 assert status < 500 or (status == 503 and b"error" in body), (number, body)
                 if status >= 400 and body and status != 503:

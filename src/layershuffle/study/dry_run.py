@@ -109,12 +109,13 @@ def plan_text(
 def open_subjects(tasks: Sequence[Task]) -> dict[str, StudySubject]:
     """What every task works on, by the task's name. Raises as `open_subject`."""
     # Most arms share model and data, so each pair is opened once.
-    opened: dict[tuple[str, str], StudySubject] = {}
+    opened: dict[tuple[object, ...], StudySubject] = {}
     runs = {task.name: task for task in tasks if isinstance(task, RunSpec)}
     subjects = {}
     for task in tasks:
         fitted = runs[task.name if isinstance(task, RunSpec) else task.needs[0]].settings
-        key = (fitted.model, fitted.data)
+        split = (fitted.holdout, fitted.paper_protocol, fitted.streaming)
+        key = (fitted.model, fitted.data, *split)
         if key not in opened:
             opened[key] = open_subject(fitted)
         subjects[task.name] = opened[key]

@@ -90,18 +90,26 @@ class Summary:
         return {} if cell is None else cell.model_means
 
     def held_out(self, method: str) -> dict[str, float]:
-        """The arms of a method with the mean held-out cross-entropy of their checkpoints."""
+        """The arms of a method with the mean held-out cross-entropy of their checkpoints.
+
+        Nothing where several arms cannot be compared by it: other metrics, or test images.
+        """
+        runs = [r for r in self.study.results if r.method == method and r.arm in self.arms]
+        picked_on_test = any(run.paper_protocol for run in runs)
+        incomparable = picked_on_test or len({run.selected.metric for run in runs}) > 1
+        if incomparable and len({run.arm for run in runs}) > 1:
+            return {}
         values: dict[str, list[float]] = {}
-        for result in self.study.results:
-            if result.method == method and result.arm in self.arms:
-                values.setdefault(result.arm, []).append(result.selected.value)
+        for run in runs:
+            values.setdefault(run.arm, []).append(run.selected.value)
         return {arm: mean(losses) for arm, losses in values.items()}
 
     def lengths(self, arm: str) -> dict[int, str]:
         """The labels of an arm and of its curve by the number of steps."""
+        # The arm itself comes first in a plan, and wins where a curve has the same length.
         return {
             run.result.steps: run.task.arm
-            for run in self.study.runs
+            for run in reversed(self.study.runs)
             if run.result and (run.task.arm == arm or base_arm(run.task) == arm)
         }
 

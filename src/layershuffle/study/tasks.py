@@ -221,7 +221,9 @@ def check_result(
             raise _another_study(f"The result is that of {result.run}, {result.arm}", place)
         for name in _position_forms(settings):
             form, was = asdict(getattr(settings, name)), result.settings.get(name, {})
-            # The default forms have changed since some results were written.
+            # The default forms have changed since some results were written, and `init` was new.
+            if name == "prediction" and was:
+                was = {"init": "default", **was}
             if changed := [field for field in was if was[field] != form.get(field)]:
                 what = ", ".join(f"{name}.{field} {was[field]}" for field in changed)
                 raise _another_study(f"{result.run} was trained with {what}", place)
