@@ -97,6 +97,24 @@ def test_data_without_names_are_matched_by_index() -> None:
     assert (matched.classes, labels_of(matched)) == (("c", "a", "b"), [0, 1, 2])
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_numbers_in_another_order_are_matched_as_names(turned: bool) -> None:
+    """Folders sort 0, 1, 10, 11, 2; of twelve classes ten have another index in a data set."""
+    folders, numbers = tuple(sorted(numbered(12))), numbered(12)
+    classes, names = (folders, numbers) if turned else (numbers, folders)
+    assert class_difference(classes, names, outputs=12) is None
+    for start in range(0, 12, 3):
+        data = in_order_of(data_of(*classes, dataset=Labels(range(start, start + 3))), names)
+        assert [names[label] for label in labels_of(data)] == list(classes[start : start + 3])
+    assert data.classes == names
+
+
+def test_a_model_whose_names_are_numbers_in_order_has_no_names() -> None:
+    data = data_of("disk", "grid", "stripe")
+    matched = match_classes(data, ("0", "1", "2"), outputs=3, place="dir:m")
+    assert (matched.classes, labels_of(matched)) == (("disk", "grid", "stripe"), [0, 1, 2])
+
+
 @pytest.mark.parametrize(
     ("names", "outputs", "words"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,17 @@ def test_names_of_other_classes_are_refused(
     ls.save(FAMILIES[name].wrapped(), tmp_path / "m")
     edit(CONFIG, key, value=names)(tmp_path / "m")
     assert "not a list of 5 texts" in refused(tmp_path / "m")
+
+
+@pytest.mark.parametrize(
+    ("keys", "names"), [("43210", NAMES[::-1]), (("n01", "n02", "n03", "n04", "n05"), None)]
+)
+def test_timm_s_names_may_be_a_mapping(
+    keys: Sequence[str], names: Sequence[str] | None, tmp_path: Path
+) -> None:
+    ls.save(FAMILIES["timm-vit"].wrapped(), tmp_path / "m")
+    edit(CONFIG, "label_names", value=dict(zip(keys, NAMES, strict=True)))(tmp_path / "m")
+    assert class_names_of(ls.load(str(tmp_path / "m"))) == names
 
 
 def test_the_bundled_models_know_their_classes() -> None:

@@ -90,6 +90,10 @@ PROCESSORS = [
     ("hf-beit", {"size": 32, "do_center_crop": False}),
     ("hf-dinov2", {"size": {"shortest_edge": 36}, "crop_size": {"height": 32, "width": 32}}),
     ("hf-vit", {"image_processor_type": "CLIPImageProcessor", "size": 36, "crop_size": 32}),
+    ("hf-vit", {"image_processor_type": "BlipImageProcessor", "size": 32}),
+    ("hf-vit", {"image_processor_type": "DINOv3ViTImageProcessor", "size": 32}),
+    ("hf-vit", {"image_processor_type": "PvtImageProcessor", "size": 32}),
+    ("hf-vit", {"image_processor_type": "ChineseCLIPImageProcessor", "size": 36, "crop_size": 32}),
     ("hf-vit", {"size": 32, "do_rescale": False, "image_mean": [51] * 3, "image_std": [255] * 3}),
 ]
 
@@ -107,6 +111,51 @@ def test_transformers_own_processor_gives_the_same_pixels(
         wanted = stock(image, return_tensors="pt")["pixel_values"][0]
         # torch resizes bytes there and Pillow here, which round differently here and there.
         assert_close(prepared(view, image), wanted, tolerance=2.5 / 255 / min(view.std))
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "sizes"),
+    [
+        ("CLIP", {}, {"size": {"shortest_edge": 32}, "crop_size": 32}),
+        ("Bit", {"crop_size": 32}, {"size": {"shortest_edge": 32}}),
+        ("ViT", {"do_center_crop": True, "crop_size": 32}, {"size": 32}),
+        # 256 to 224, as in the class.
+        ("DeiT", {}, {"size": 37, "crop_size": 32}),
+        ("DeiT", {"do_center_crop": False}, {"size": 32}),
+    ],
+    ids=str,
+)
+def test_a_file_without_a_size_stands_for_the_class_at_the_model_s(
+    kind: str, settings: dict[str, Any], sizes: dict[str, Any], tmp_path: Path
+) -> None:
+    FAMILIES["hf-vit"].plain().save_pretrained(tmp_path)
+    file = {"image_processor_type": f"{kind}ImageProcessor", **settings}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(file))
+    view = image_view(ls.load(f"hf:{tmp_path}"))
+    stock = transformers.AutoImageProcessor.from_pretrained(tmp_path, **sizes)
+    images = [picture(*shape) for shape in SIZES]
+    images = [image for image in images if crops_alike(image, view)]
+    assert len(images) >= 3
+    for image in images:
+        wanted = stock(image, return_tensors="pt")["pixel_values"][0]
+        assert_close(prepared(view, image), wanted, tolerance=2.5 / 255 / min(view.std))
+
+
+def test_a_resample_that_no_step_uses_is_not_read(hf_directory: Path) -> None:
+    file = hf_directory / "preprocessor_config.json"
+    file.write_text(json.dumps({"do_resize": False, "resample": 5}))
+    assert image_view(ls.load(f"hf:{hf_directory}")).crop_pct == 1.0
+    file.write_text(json.dumps({"do_resize": True, "resample": 5}))
+    with pytest.raises(ModelFileError, match="resample"):
+        ls.load(f"hf:{hf_directory}")
+
+
+@pytest.mark.parametrize("kind", ["ConvNext", "PoolFormer", "Levit", "MobileViT", "EfficientNet"])
+def test_processors_with_steps_of_their_own_are_refused(kind: str, hf_directory: Path) -> None:
+    file = {"image_processor_type": f"{kind}ImageProcessor"}
+    (hf_directory / "preprocessor_config.json").write_text(json.dumps(file))
+    with pytest.raises(ModelFileError, match=f"{kind}ImageProcessor"):
+        ls.load(f"hf:{hf_directory}")
 
 
 @pytest.mark.parametrize(

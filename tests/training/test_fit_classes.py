@@ -127,6 +127,16 @@ def test_data_in_another_order_score_the_same(data: Path, tmp_path: Path) -> Non
     assert by_name != pytest.approx(top1(unnamed, data))
 
 
+def test_numbers_of_data_are_recorded_too(data: Path, tmp_path: Path) -> None:
+    """Data that have the same ones in another order are matched by them."""
+    for split in ("train", "val"):
+        (tmp_path / "data" / split).mkdir(parents=True)
+        for number, name in enumerate(FOLDERS):
+            (tmp_path / "data" / split / str(number)).symlink_to(data / split / name)
+    out = fitted(tmp_path / "out", base(tmp_path / "base", None), tmp_path / "data")
+    assert class_names_of(ls.load(str(out))) == ("0", "1", "2")
+
+
 def test_other_names_are_refused_and_listed(data: Path, tmp_path: Path) -> None:
     model = base(tmp_path / "base", ("stripe", "disk", "line"))
     with pytest.raises(DataError, match=r"model only \(line\), 1 in the data only \(grid\)"):

@@ -27,7 +27,7 @@ def numbered(count: int) -> tuple[str, ...]:
 
 
 def have_names(classes: Names) -> bool:
-    """Whether the classes of data have names, which numbers in their order are not."""
+    """Whether classes have names, which numbers in their order are not."""
     return tuple(classes) != numbered(len(classes))
 
 
@@ -52,7 +52,9 @@ def class_difference(classes: Names, names: Names | None, *, outputs: int) -> st
     """Why a head with `outputs` outputs does not stand for these classes; `None` if it does."""
     if len(classes) != outputs:
         return f"the model has {outputs} outputs, the data has {len(classes)} classes"
-    if names is None or not have_names(classes) or _indices(classes, names) is not None:
+    if names is None or _indices(classes, names) is not None:
+        return None
+    if not (have_names(classes) and have_names(names)):
         return None
     theirs, ours = set(map(_plain, classes)), set(map(_plain, names))
     lists = [
@@ -71,11 +73,14 @@ def class_difference(classes: Names, names: Names | None, *, outputs: int) -> st
 def in_order_of(data: ImageData, names: Names | None) -> ImageData:
     """`data` with its classes numbered in the order of `names`, which are its own in any order.
 
-    Nothing changes without names; data without names take them over.
+    Nothing changes where the model has no names; data without names take them over.
     """
     if names is None:
         return data
-    indices = _indices(data.classes, names) if have_names(data.classes) else None
+    # Numbers too: folders sort 0, 1, 10, 2, so their model names the classes in that order.
+    indices = _indices(data.classes, names)
+    if indices is None and not have_names(names):
+        return data
     splits = data.splits
     if indices is not None and indices != list(range(len(names))):
         splits = {name: _renumbered(split, indices) for name, split in splits.items()}

@@ -27,6 +27,23 @@ _HALF = (0.5, 0.5, 0.5)
 _IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 # Pillow's numbers, as image processor files store them; 1 is Lanczos, nearest to bicubic.
 _RESAMPLE = {0: "nearest", 1: "bicubic", 2: "bilinear", 3: "bicubic"}
+# Processor classes that resize, crop, rescale and normalise, and nothing else. Others have steps
+# of their own (ConvNeXt's crop_pct, MobileViT's order of channels) that their settings do not show.
+_PLAIN = frozenset(
+    f"{name}ImageProcessor"
+    for name in (
+        "Beit",
+        "Bit",
+        "Blip",
+        "ChineseCLIP",
+        "CLIP",
+        "DeiT",
+        "DINOv3ViT",
+        "Pvt",
+        "Siglip",
+        "ViT",
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -87,12 +104,20 @@ def stored_view(host: Host, directory: Path) -> ImageView | None:
         given |= read_json(path)
         check_numbers(given, path)
     size, channels = _input_of(host)
-    # A class has a size for files without one, but no model has to have that size.
-    missing = {"size": {"height": size[0], "width": size[1]}}
-    extra = {} if {"size", "image_processor"} & given.keys() else missing
     try:
-        processor = AutoImageProcessor.from_pretrained(directory, trust_remote_code=False, **extra)
-        return _view_from(processor.to_dict(), size, channels=channels)
+        processor = AutoImageProcessor.from_pretrained(directory, trust_remote_code=False)
+        kind = type(processor).__name__
+        if kind.removesuffix("Pil") not in _PLAIN:
+            raise ModelFileError(
+                f"The class {kind} prepares images in steps of its own",
+                place=paths[-1],
+                hint=f"replace {kind} by a ViTImageProcessor with the same result, or remove it",
+            )
+        settings = processor.to_dict()
+        if not {"size", "image_processor"} & given.keys():
+            sizes = _sizes(type(processor)().to_dict(), settings, size)
+            settings |= {key: sizes[key] for key in sizes.keys() - given.keys()}
+        return _view_from(settings, size, channels=channels)
     # A UsageError of ImageView is a ValueError.
     except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, OSError) as error:
         raise ModelFileError(
@@ -125,22 +150,34 @@ def _view_from(
     normalised = settings.get("do_normalize")
     mean = settings["image_mean"] if normalised else 0.0
     std = settings["image_std"] if normalised else 1.0
-    resample = settings.get("resample")
-    if not isinstance(resample, int):
-        raise ValueError(f"resample is a number of Pillow's, not {resample!r}")
+    resample: Any = settings.get("resample")
+    if settings["do_resize"] and resample not in _RESAMPLE:
+        raise ValueError(f"resample is one of Pillow's numbers {list(_RESAMPLE)}, not {resample!r}")
     view = ImageView(
         channels=channels,
         height=height,
         width=width,
         mean=tuple(value / (255 * factor) for value in per_channel(mean, channels)),
         std=tuple(value / (255 * factor) for value in per_channel(std, channels)),
-        interpolation=_RESAMPLE.get(resample, "bicubic"),
+        interpolation=_RESAMPLE[resample] if settings["do_resize"] else "bicubic",
         crop_pct=height / resized[0],
         resize=resize,
     )
     if uncropped_size(view) != (resized[1], resized[0]):
         raise ValueError(f"the crop {height} x {width} has another shape than {resized}")
     return view
+
+
+def _sizes(
+    default: Mapping[str, Any], settings: Mapping[str, Any], model: tuple[int, int]
+) -> dict[str, dict[str, int]]:
+    """The sizes for a file without any: those of the class (`default`), scaled to the model's."""
+    cropped = default.get("crop_size") if settings.get("do_center_crop") else None
+    side = next(iter((cropped or default["size"]).values()))
+    crop = {"height": model[0], "width": model[1]}
+    edges = {**crop, "shortest_edge": min(model)}
+    resized = {key: round(edges[key] * value / side) for key, value in default["size"].items()}
+    return {"size": resized, "crop_size": crop}
 
 
 def _resized(size: Mapping[str, int]) -> tuple[tuple[int, int], Resize]:

@@ -132,8 +132,13 @@ def resize_head(host: Host, classes: int, *, seed: int) -> None:
 
 
 def class_names(host: Host) -> tuple[str, ...] | None:
-    """The `label_names` of the configuration, if they are a list; published weights have none."""
+    """The `label_names` of the configuration: a list, or a mapping from 0..n-1; else `None`."""
     names = (getattr(host, "pretrained_cfg", None) or {}).get("label_names")
+    if isinstance(names, dict):
+        # JSON has texts as keys. A mapping from WordNet ids does not say which output is which.
+        by_index = {str(key): name for key, name in names.items()}
+        names = [by_index.get(str(index)) for index in range(len(by_index))]
+        names = None if None in names else names
     return listed_names(names, num_classes(host), place="label_names")
 
 

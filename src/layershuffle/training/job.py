@@ -14,7 +14,7 @@ from torch.utils.data import Subset
 from layershuffle.compiling import BlockCompiler
 from layershuffle.data import DataOptions, ImageData, Split, open_data
 from layershuffle.data.batches import DeviceBatches
-from layershuffle.data.class_names import class_difference, have_names, in_order_of
+from layershuffle.data.class_names import class_difference, in_order_of
 from layershuffle.data.loading import loader_processes
 from layershuffle.data.view import resized_as
 from layershuffle.errors import DataError, UsageError
@@ -205,7 +205,7 @@ def prepare(settings: FitSettings, out: Path, *, ranks: Ranks) -> Job:
 def _with_head(host: nn.Module, data: ImageData, settings: FitSettings) -> ImageData:
     """`data` in the order of the model's classes; other classes give the model a new head.
 
-    The model has the names of the data afterwards, if the data has names.
+    The model has the names of the data afterwards; data without names are numbered.
     """
     names, outputs = class_names_of(host), num_classes_of(host)
     difference = class_difference(data.classes, names, outputs=outputs)
@@ -214,8 +214,8 @@ def _with_head(host: nn.Module, data: ImageData, settings: FitSettings) -> Image
     else:
         LOG.warning("%s: %s.", settings.model, difference)
         replace_head(host, len(data.classes), seed=settings.seed)
-    if have_names(data.classes):
-        set_class_names(host, data.classes)
+    # Numbers as well: a folder has the same ones in the order 0, 1, 10, 2.
+    set_class_names(host, data.classes)
     return data
 
 
