@@ -193,6 +193,21 @@ def test_a_host_that_is_dropped_during_its_canary_is_not_remembered():
     trusted(check, LIMITS)
 
 
+def test_an_audit_of_the_process_before_says_nothing_for_the_new_one():
+    """The first visit of every process is audited for certain, whatever the one before did."""
+
+    async def check(health, hosts):
+        for audited in range(8):
+            hopped(health, "a", answer_of([0]))
+            health.drop("a")  # while the audit runs
+            await until(lambda passed=audited: health.audited == passed + 1)
+            assert "a" not in health.traces
+            health.expect("a", references(bundle_of(1), [0]))
+            await asyncio.sleep(0.001)
+
+    trusted(check, Limits(audit_share=1e-9))
+
+
 def test_audits_of_equal_answers_change_nothing_and_are_counted():
     async def check(health, hosts):
         hopped(health, "a", answer_of([0, 1]), blocks=(0, 1))

@@ -373,12 +373,15 @@ class HealthMonitor:
             wanted = await block.compute(wanted)
         self.audited += 1
         tolerance = self.router.limits.tolerance + _ROUNDING[wire]
-        if agrees(after, wanted, tolerance=tolerance):
-            self._passed[hop.host] += 1
-            return
-        self.disagreed += 1
         # A process that began anew meanwhile, or got other weights, did not give this answer.
-        if self._references_of(hop) == blocks:
+        same = self._references_of(hop) == blocks
+        agreed = agrees(after, wanted, tolerance=tolerance)
+        self.disagreed += not agreed
+        if not same:
+            return
+        if agreed:
+            self._passed[hop.host] += 1
+        else:
             numbers = ", ".join(map(str, hop.blocks))
             self.router.report(_wrong(hop, f"it answered wrongly over blocks {numbers}"))
 
