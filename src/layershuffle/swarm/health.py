@@ -28,6 +28,7 @@ import numpy as np
 from layershuffle.swarm import policy, state
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import (
+    Outcome,
     State,
     Visit,
     Visited,
@@ -38,7 +39,7 @@ from layershuffle.swarm.messages import (
     unpack,
 )
 from layershuffle.swarm.program import digest_of
-from layershuffle.swarm.router import Router, unpacked
+from layershuffle.swarm.router import TOO_LONG, Router, unpacked
 from layershuffle.swarm.state import HostView, Swarm
 
 if TYPE_CHECKING:
@@ -336,9 +337,10 @@ class HealthMonitor:
             _log.error("A canary of host %s broke", check.host, exc_info=answer)
             why = f"its canary broke ({type(answer).__name__}: {answer})"
             return replace(hop, outcome="failed", why=why), None
-        after, fault = unpacked(answer, like=start)
+        after, fault = unpacked(answer, like=start, ms=hop.ms)
         if fault:
-            return _wrong(hop, fault), None
+            outcome: Outcome = "failed" if fault == TOO_LONG else "wrong"
+            return replace(hop, outcome=outcome, why=fault), None
         return replace(
             hop, compute_ms=answer.compute_ms, queue_ms=answer.queue_ms, batch=answer.batch
         ), after
