@@ -29,7 +29,7 @@ from layershuffle.errors import ModelFileError, StackError, UsageError
 from layershuffle.position import add_position
 from layershuffle.position_forms import EncodingForm, PredictionForm
 from layershuffle.stack import blocks_of
-from layershuffle.swarm.bundle import check_sibling, make_bundle
+from layershuffle.swarm.bundle import bound_block, check_sibling, make_bundle
 from layershuffle.swarm.lineage import read_block
 from layershuffle.swarm.messages import (
     pack,
@@ -82,6 +82,15 @@ def test_a_bundle_computes_its_blocks_as_the_model_does():
     assert again.sample.tobytes() == sample.tobytes()
     assert again.program == bundle.program
     assert again.tensors == {1: bundle.tensors[1]}
+
+
+def test_a_block_is_bound_once():
+    bundle = bundle_of("timm-vit")
+    first, *others = [bound_block(bundle.program, bundle.tensors[block]) for block in range(4)]
+    assert first.digest == bundle.digests[0]
+    assert all(first is not other for other in others)
+    same = bytes(bytearray(bundle.tensors[0]))  # of another bundle with equal weights
+    assert bound_block(bundle.program, same) is first
 
 
 @pytest.mark.parametrize("family", ["timm-eva02", "timm-dinov3"])

@@ -307,6 +307,35 @@ def test_an_answer_that_cannot_be_read_is_a_wrong_one(answer):
     coordinated(check)
 
 
+GOOD = Packet("fp32", answer_of([0, 1]))
+
+
+@pytest.mark.parametrize(
+    ("answer", "then"),
+    [
+        (Answer(GOOD, float("nan"), 0.0), "shut-out"),
+        (Answer(GOOD, 1.0, -1.0), "shut-out"),
+        (Answer(GOOD, 1.0, 0.0, 0), "shut-out"),
+        (Answer(GOOD, 1.0, 0.0, float("inf")), "shut-out"),
+        (Answer(GOOD, 0.1, 1e300), "suspect"),
+        (Answer(GOOD, 1.1, 1.1), "suspect"),  # in a visit of 1 ms, with a slack of 1.1 ms
+    ],
+)
+@pytest.mark.parametrize("asked", ["canary", "visit"])
+def test_times_that_cannot_be_are_not_believed(answer, then, asked):
+    async def check(coordinator, hosts):
+        link = coordinator.router.swarm["a"].link
+        hosts.raises["a"] = answer
+        if asked == "visit":
+            await walked(coordinator)
+        await until(lambda: condition(coordinator, "a") == then)
+        assert coordinator.router.swarm["a"].link == link
+        why = {"shut-out": "times or its batch", "suspect": "longer than its visit"}[then]
+        assert why in coordinator.router.swarm["a"].why
+
+    coordinated(check, plan=plan_of(a=(0, 1)), nodes=(A,))
+
+
 def test_a_bring_up_that_breaks_is_told_and_tried_again(caplog):
     async def check(coordinator, hosts):
         hosts.raises["load"] = KeyError("blocks.0.weight")

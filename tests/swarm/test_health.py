@@ -24,6 +24,7 @@ from clock import loop_time, run_virtual
 from layershuffle.swarm import state
 from layershuffle.swarm.health import (
     HealthMonitor,
+    Reference,
     agrees,
     due,
     patience,
@@ -193,6 +194,21 @@ def test_a_host_that_is_dropped_during_its_canary_is_not_remembered():
     trusted(check, LIMITS)
 
 
+def test_an_audit_of_the_process_before_says_nothing_for_the_new_one():
+    """The first visit of every process is audited for certain, whatever the one before did."""
+
+    async def check(health, hosts):
+        for audited in range(8):
+            hopped(health, "a", answer_of([0]))
+            health.drop("a")  # while the audit runs
+            await until(lambda passed=audited: health.audited == passed + 1)
+            assert "a" not in health.traces
+            health.expect("a", references(bundle_of(1), [0]))
+            await asyncio.sleep(0.001)
+
+    trusted(check, Limits(audit_share=1e-9))
+
+
 def test_audits_of_equal_answers_change_nothing_and_are_counted():
     async def check(health, hosts):
         hopped(health, "a", answer_of([0, 1]), blocks=(0, 1))
@@ -232,6 +248,29 @@ def test_canaries_are_new_for_every_host_each_time():
         assert len({question for *_, question in asked}) <= len(asked) / 2 + 1
 
     trusted(check, LIMITS)
+
+
+def test_hosts_that_are_due_together_share_one_computation():
+    """One of the waiting canaries is cancelled; the others still get what it began."""
+
+    async def check(health, hosts):
+        computations, bundle = [], bundle_of(1)
+
+        async def compute(state):
+            computations.append(state)
+            await asyncio.sleep(0.1)
+            return bundle.compute(0, state)
+
+        shared = {0: Reference(START, compute, "shared")}
+        for name in "abc":
+            health.expect(name, shared)
+        first, *others = [asyncio.create_task(health.check(name, blocks=[0])) for name in "abc"]
+        await asyncio.sleep(0.05)
+        first.cancel()
+        assert await asyncio.gather(*others) == ["", ""]
+        assert len(computations) == 1
+
+    trusted(check, LIMITS, hosts="abc")
 
 
 @pytest.mark.parametrize("names", ["a", "ab", "abc"])

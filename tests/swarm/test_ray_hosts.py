@@ -246,12 +246,8 @@ STATE = Packet("fp32", np.ones((1, 2, 3), np.float32))
         (b"no pickle", "cannot be read"),
         (pickle.dumps(Answer(STATE, 1.0, 0.0))[:-9], "cannot be read"),
         (b"cno_such_module\nThing\n.", "no_such_module"),
-        (pickle.dumps("hello"), "AttributeError"),
+        (pickle.dumps("hello"), "it is a str"),
         (None, "TypeError"),
-        (pickle.dumps(Answer(STATE, float("nan"), 0.0)), "times or a batch that are none"),
-        (pickle.dumps(Answer(STATE, 1.0, -1.0)), "times or a batch that are none"),
-        (pickle.dumps(Answer(STATE, 1.0, 0.0, 0)), "times or a batch that are none"),
-        (pickle.dumps(Answer(STATE, 1.0, 0.0, float("inf"))), "times or a batch that are none"),
     ],
 )
 def test_an_answer_that_cannot_be_read_is_a_failure_of_its_host(sent, says):

@@ -9,7 +9,7 @@ from gateway_site import file_of, picture, png_chunk, png_claiming, run
 from PIL import PngImagePlugin
 
 from layershuffle.swarm.server.limits import GatewayLimits
-from layershuffle.swarm.server.requests import count_scans, without_metadata
+from layershuffle.swarm.server.requests import count_markers, without_metadata
 
 SMALL = GatewayLimits(max_images=3, max_pixels=10_000)
 
@@ -86,9 +86,9 @@ def test_jpegs_of_many_scans_are_not_decoded():
     def with_scans(count):
         return file[:last] + file[last:-2] * (count - 9) + file[-2:]
 
-    assert [count_scans(with_scans(count)) for count in (10, 32, 33, 99)] == [10, 32, 33, 33]
-    assert count_scans(file_of(picture(), "JPEG")) == 1
-    assert count_scans(file_of(picture())) == count_scans(b"") == 0
+    assert [count_markers(with_scans(count))[0] for count in (10, 32, 33, 99)] == [10, 32, 33, 33]
+    assert count_markers(file_of(picture(), "JPEG")) == (1, 9)
+    assert count_markers(file_of(picture())) == count_markers(b"") == (0, 0)
 
     async def go(place):
         return [await place.classify(with_scans(count)) for count in (10, 32, 33)]
@@ -97,3 +97,27 @@ def test_jpegs_of_many_scans_are_not_decoded():
     assert (usual.status_code, most.status_code) == (200, 200)
     assert many.status_code == 422
     assert many.json()["error"]["cause"] == "The image has more than 32 scans (image 1 of 1)"
+
+
+@pytest.mark.parametrize(
+    ("head", "cause"),
+    [
+        (b"\xff\xfe\0\2" * 2000, "The image has more than 2000 markers"),
+        (b"\xff" * 9000, "The image cannot be read"),  # filling
+        (b"\xff\xfe\0\2" + bytes(9000), "The image cannot be read"),  # no marker at all
+        (b"\xff\xf0\x30\0" + bytes(0x2FFE), "The image cannot be read"),  # unknown to Pillow
+        (b"\xff\xd9" + b"\xff\xfe\0\2" * 3000, "The image cannot be read"),  # behind its end
+    ],
+)
+def test_jpegs_whose_head_takes_long_to_walk_are_refused(head, cause):
+    """Each piece takes Pillow a step of Python: 16 MB of them 5 to 8 s."""
+    file = file_of(picture(), "JPEG")
+
+    async def go(place):
+        usual = file[:2] + b"\xff\xfe\0\2" * 1900 + file[2:]
+        return [await place.classify(file[:2] + head + file[2:]), await place.classify(usual)]
+
+    refused, usual = run(go)
+    assert usual.status_code == 200
+    assert refused.status_code == 422
+    assert refused.json()["error"]["cause"] == f"{cause} (image 1 of 1)"

@@ -63,15 +63,24 @@ class Bundle:
 
     def compute(self, block: int, state: State) -> State:
         """The state after `block`, computed here as a host does; float32, shape as before."""
-        program = _program(self.program)
+        run = bound_block(self.program, self.tensors[block])
         # A copy: what arrives may be read-only, or in use by the sender.
-        return program.bind(self.tensors[block])(torch.from_numpy(state.copy())).numpy()
+        return run(torch.from_numpy(state.copy())).numpy()
 
 
 @lru_cache(maxsize=4)
 def _program(content: bytes) -> BlockProgram:
     # Reading one writes and compiles Python, and canaries ask for the same one again and again.
     return read_program(content)
+
+
+@lru_cache(maxsize=24)  # the blocks of a ViT-L; canaries ask for all of them in turn
+def bound_block(program: bytes, tensors: bytes) -> Block:
+    """The block of these bytes, ready to run: the same object as long as it is in use.
+
+    Binding copies and hashes the weights, which takes longer than one image through the block.
+    """
+    return _program(program).bind(tensors)
 
 
 def make_bundle(model: nn.Module, *, blocks: Sequence[int] | None = None) -> Bundle:

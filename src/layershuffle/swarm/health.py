@@ -17,17 +17,18 @@ import asyncio
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from layershuffle.swarm import policy, state
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import (
+    Outcome,
     State,
     Visit,
     Visited,
@@ -38,7 +39,7 @@ from layershuffle.swarm.messages import (
     unpack,
 )
 from layershuffle.swarm.program import digest_of
-from layershuffle.swarm.router import Router, unpacked
+from layershuffle.swarm.router import TOO_LONG, Router, unpacked
 from layershuffle.swarm.state import HostView, Swarm
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class Reference:
     """
 
     sample: State
-    compute: Callable[[State], Awaitable[State]]
+    compute: Callable[[State], Coroutine[None, None, State]]
     digest: str
 
 
@@ -149,10 +150,10 @@ def agrees(answer: State, wanted: State, *, tolerance: float) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """What a block is asked until the time `expires`, and what it must answer."""
+    """What a block is asked until the time `expires`, and what it must answer, once computed."""
 
     start: State
-    output: State
+    output: asyncio.Future[State]
     expires: float
 
 
@@ -261,12 +262,14 @@ class HealthMonitor:
         return ""
 
     async def close(self) -> None:
-        """Cancel the audits under way, and start no more."""
+        """Cancel the audits and computations under way, and start no more audits."""
         if self._observe in self.router.observers:
             self.router.observers.remove(self._observe)
-        for audit in self._audits:
-            audit.cancel()
-        await asyncio.gather(*self._audits, return_exceptions=True)
+        tasks: list[asyncio.Future[Any]] = [*self._audits]
+        tasks += [question.output for question in self._questions.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _turn(self, check: Check) -> None:
         try:
@@ -283,12 +286,14 @@ class HealthMonitor:
         reference = self._expected.get(check.host, {}).get(check.block)
         if reference is None:
             return ""
-        question = await self._question(check.block, reference)
+        question = self._question(check.block, reference)
+        # Shielded, because the canaries of other hosts wait for it as well.
+        wanted = await asyncio.shield(question.output)
         hop, answer = await self._ask(check, question.start)
         if self._expected.get(check.host, {}).get(check.block) is not reference:
             return ""  # its weights were swapped meanwhile, so the answer says nothing
         tolerance = self.router.limits.tolerance
-        if answer is not None and not agrees(answer, question.output, tolerance=tolerance):
+        if answer is not None and not agrees(answer, wanted, tolerance=tolerance):
             hop = _wrong(hop, f"it failed its canary on block {check.block}")
         if hop.outcome != "answered":
             self.router.report(hop)
@@ -296,18 +301,19 @@ class HealthMonitor:
         self.router.update(check.host, partial(state.probed, hop=hop, limits=self.router.limits))
         return ""
 
-    async def _question(self, block: int, reference: Reference) -> Question:
-        """A question about the block that no host was asked before.
+    def _question(self, block: int, reference: Reference) -> Question:
+        """The question about the block at this time; its answer may still be computed.
 
-        All hosts of the block share it until the next one is due, so that many of them cost this
-        process no more than one. Every host is asked less often than that.
+        All hosts of the block share it until it expires, so that many of them cost this process no
+        more than one. A healthy host is asked less often than that. A suspect may be probed with
+        the same question again, but nobody has told it the answer.
         """
         now, key = self.router.clock(), (block, reference.digest)
         question = self._questions.get(key)
         if question is None or now >= question.expires:
             start = question_like(reference.sample, self._chance)
             expires = now + self.router.limits.canary_every_ms / _MILLI
-            question = Question(start, await reference.compute(start), expires)
+            question = Question(start, asyncio.ensure_future(reference.compute(start)), expires)
             live = {key: other for key, other in self._questions.items() if now < other.expires}
             self._questions = {**live, key: question}
         return question
@@ -331,9 +337,10 @@ class HealthMonitor:
             _log.error("A canary of host %s broke", check.host, exc_info=answer)
             why = f"its canary broke ({type(answer).__name__}: {answer})"
             return replace(hop, outcome="failed", why=why), None
-        after, fault = unpacked(answer, like=start)
+        after, fault = unpacked(answer, like=start, ms=hop.ms)
         if fault:
-            return _wrong(hop, fault), None
+            outcome: Outcome = "failed" if fault == TOO_LONG else "wrong"
+            return replace(hop, outcome=outcome, why=fault), None
         return replace(
             hop, compute_ms=answer.compute_ms, queue_ms=answer.queue_ms, batch=answer.batch
         ), after
@@ -373,12 +380,15 @@ class HealthMonitor:
             wanted = await block.compute(wanted)
         self.audited += 1
         tolerance = self.router.limits.tolerance + _ROUNDING[wire]
-        if agrees(after, wanted, tolerance=tolerance):
-            self._passed[hop.host] += 1
-            return
-        self.disagreed += 1
         # A process that began anew meanwhile, or got other weights, did not give this answer.
-        if self._references_of(hop) == blocks:
+        same = self._references_of(hop) == blocks
+        agreed = agrees(after, wanted, tolerance=tolerance)
+        self.disagreed += not agreed
+        if not same:
+            return
+        if agreed:
+            self._passed[hop.host] += 1
+        else:
             numbers = ", ".join(map(str, hop.blocks))
             self.router.report(_wrong(hop, f"it answered wrongly over blocks {numbers}"))
 

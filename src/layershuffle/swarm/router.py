@@ -36,8 +36,11 @@ from layershuffle.swarm.state import HostView, Swarm
 from layershuffle.text import one_line
 
 NOT_FINITE = "it answered with numbers that are not finite"
+TOO_LONG = "it answered that it took longer than its visit"
 _UNREADABLE = (AttributeError, OverflowError, TypeError, ValueError)  # of an answer that is none
 _MILLI = 1000.0
+_SLACK, _SLACK_MS = 1.1, 1.0
+"""By how much the clocks of a host and of the router may differ over one visit."""
 _GROWTH = 1e4
 """A visit that makes the largest value grow so many times is false: blocks add to their state."""
 
@@ -228,15 +231,17 @@ class Router:
         except VisitError as error:
             self._fail(walk, call, outcome=error.outcome, why=error.cause)
             return False
-        after, fault = unpacked(answer, like=walk.state)
+        elapsed_ms = (self.clock() - call.started) * _MILLI
+        after, fault = unpacked(answer, like=walk.state, ms=elapsed_ms)
         if fault:
-            # An earlier host may have spoilt the state: a probe will tell which one is wrong.
-            doubtful = fault == NOT_FINITE and walk.progress.done
+            # An earlier host may have spoilt the state: a probe will tell which one is wrong. And
+            # the router's clock may have stood still, on a machine that was paused.
+            doubtful = fault == TOO_LONG or (fault == NOT_FINITE and walk.progress.done)
             outcome: Outcome = "failed" if doubtful else "wrong"
             self._fail(walk, call, outcome=outcome, why=fault)
             return False
         hop = Visited(
-            call.visit.host, call.visit.blocks, "answered", (self.clock() - call.started) * _MILLI,
+            call.visit.host, call.visit.blocks, "answered", elapsed_ms,
             answer.compute_ms, answer.queue_ms, images=len(after), batch=answer.batch,
         )  # fmt: skip
         self._note(walk, hop, after)
@@ -268,18 +273,23 @@ class Router:
             observe(hop, walk.state, after)
 
 
-def unpacked(answer: Answer, *, like: State) -> tuple[State, str]:
+def unpacked(answer: Answer, *, like: State, ms: float) -> tuple[State, str]:
     """The state in a host's answer to the state `like`, and what is wrong with it, or "".
 
     An answer is wrong if it cannot be read, has another shape, or holds numbers that are not finite
     (`NOT_FINITE`) or so large that no block made them. If it cannot be read, the state is `like`.
+    So are times and batches that are none, and times of more than the `ms` milliseconds that the
+    visit took (`TOO_LONG`), by which a far host would look near.
     """
     try:
         after = unpack(answer.packet)
+        reported_ms = _reported_ms(answer)
         # One pass is enough, because `max` hands on NaN and infinity.
         largest = float(np.abs(after).max(initial=0.0))
     except _UNREADABLE as error:
         return like, f"its answer cannot be read ({one_line(error)})"
+    if reported_ms > _SLACK * ms + _SLACK_MS:
+        return after, TOO_LONG
     if after.shape != like.shape:
         return after, f"it answered with the shape {after.shape}, not {like.shape}"
     if not math.isfinite(largest):
@@ -288,6 +298,15 @@ def unpacked(answer: Answer, *, like: State) -> tuple[State, str]:
     if largest > _GROWTH * max(1.0, float(np.abs(like).max(initial=0.0))):
         return after, f"it answered with numbers up to {largest:.1g}"
     return after, ""
+
+
+def _reported_ms(answer: Answer) -> float:
+    """How long the visit was at its host, as the host says. Raises `ValueError` for nonsense."""
+    times = (answer.compute_ms, answer.queue_ms)
+    # The averages are divided by the batch, which has an image at least.
+    if not all(map(math.isfinite, (*times, answer.batch))) or min(*times, answer.batch - 1) < 0:
+        raise ValueError("its times or its batch are none")
+    return sum(times)
 
 
 def _drop(call: PendingVisit | None) -> None:
