@@ -113,7 +113,9 @@ def table_cells(page):
 
 def judgements(page):
     """Verdict and numbers of every claim."""
-    return re.findall(r"\*\*(Holds|Holds partly|Does not hold)\.\*\* (.*)", page.read_text())
+    return re.findall(
+        r"\*\*(Holds|Holds partly|Does not hold|Undecided)\.\*\* (.*)", page.read_text()
+    )
 
 
 @pytest.mark.parametrize("name", ["digits-paper", "digits-tune"])

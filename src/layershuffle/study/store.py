@@ -141,13 +141,12 @@ def write_kept(study: Study, out: Path, *, plan: str) -> None:
     head = f'"schema": {_SCHEMA},\n"shared": {json.dumps(shared)}'
     write_text(out / KEPT_FILE, f'{{{head},\n"runs": [\n{lines}\n]}}\n')
     write_rows(out / "results.csv", study.rows, padded=False)
-    merging: list[list[str]] = []
-    for outcome in study.mergings:
-        if outcome.result is not None:
-            # By way of their own CSV, so that scores have the same digits in both forms.
-            header, *rows = csv.reader(io.StringIO(rows_csv(outcome.result.rows)))
-            merging = merging or [["arm", *header]]
-            merging += [[outcome.task.arm, *row] for row in rows]
+    scores = [(o.task.arm, row) for o in study.mergings if o.result for row in o.result.rows]
+    # By way of their own CSV, so that scores have the same digits in both forms; all at once,
+    # because only some mergings may have the columns of effective images.
+    header, *lines = csv.reader(io.StringIO(rows_csv(row for _, row in scores)))
+    arms = ["arm", *(arm for arm, _ in scores)]
+    merging = [[arm, *line] for arm, line in zip(arms, [header, *lines], strict=True)]
     analysis = [["task", "name", "value"]]
     for entry in study.analyses:
         if entry.result is not None:
