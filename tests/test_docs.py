@@ -114,7 +114,7 @@ def table_cells(page):
 def judgements(page):
     """Verdict and numbers of every claim."""
     return re.findall(
-        r"\*\*(Holds|Holds partly|Does not hold|Undecided)\.\*\* (.*)", page.read_text()
+        r"\*\*(Holds(?: partly)?|Does not hold|Undecided)\.\*\* (.*)", page.read_text()
     )
 
 
