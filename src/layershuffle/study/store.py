@@ -144,9 +144,9 @@ def write_kept(study: Study, out: Path, *, plan: str) -> None:
     scores = [(o.task.arm, row) for o in study.mergings if o.result for row in o.result.rows]
     # By way of their own CSV, so that scores have the same digits in both forms; all at once,
     # because only some mergings may have the columns of effective images.
-    header, *lines = csv.reader(io.StringIO(rows_csv(row for _, row in scores)))
+    text_rows = csv.reader(io.StringIO(rows_csv(row for _, row in scores)))
     arms = ["arm", *(arm for arm, _ in scores)]
-    merging = [[arm, *line] for arm, line in zip(arms, [header, *lines], strict=True)]
+    merging = [[arm, *row] for arm, row in zip(arms, text_rows, strict=True)]
     analysis = [["task", "name", "value"]]
     for entry in study.analyses:
         if entry.result is not None:
