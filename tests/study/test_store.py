@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -172,3 +173,17 @@ def test_a_study_that_has_grown_takes_what_was_kept_of_the_same_tasks(kept: Path
     assert rows.keys() == {(arm, seed) for arm in ("layershuffle", "baseline") for seed in (0, 1)}
     kept_rows = {(row.method, row.seed): row.top1 for row in old.rows}
     assert rows["baseline", 1] == kept_rows["baseline", 1]
+
+
+def test_mergings_with_and_without_effective_images_are_kept_together(tmp_path: Path):
+    """Merges that were scored before images had groups lie beside later ones."""
+    out = write_study(tmp_path / "study", orders=2, merging={"arms": ["baseline", "layershuffle"]})
+    old = merging_rows([70.0, 74.0], [66.0])
+    new = [replace(row, top1_n=343.5, top5_n=400.0) for row in old]
+    write_merging(out, "baseline", old)
+    write_merging(out, "layershuffle", new)
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    write_kept(read_study(out), kept, plan=(out / "plan.json").read_text())
+    rows = {m.task.arm: m.result.rows for m in read_study(kept).mergings if m.result}
+    assert rows == {"baseline": tuple(old), "layershuffle": tuple(new)}
