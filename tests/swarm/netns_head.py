@@ -15,7 +15,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -73,7 +72,7 @@ def wait_for(address: str, head: subprocess.Popen[bytes]) -> None:
 
 async def serve(ray: Any, directory: Path, log: Log) -> None:
     plan = SwarmPlan(**json.loads((directory / "plan.json").read_text()))
-    bundle = SimpleNamespace(**pickle.loads((directory / "bundle.pickle").read_bytes()))
+    bundle = pickle.loads((directory / "bundle.pickle").read_bytes())
     hosts = RayHosts(ray, limits=plan.limits)
     router = Router(hosts.transport, depth=bundle.depth, limits=plan.limits)
     coordinator = Coordinator(plan, router=router, backend=hosts, bundles={plan.model: bundle})

@@ -43,7 +43,6 @@ pytestmark = [
 DEADLINE = 1.0
 PART_SECONDS = 90.0
 HERE = Path(__file__).parent
-PARTS = ("program", "tensors", "depth", "shape", "sample")  # of a bundle
 BLOCKS = {"h1": (0, 2), "h2": (1, 3)}
 LIMITS = Limits(
     deadline_ms=DEADLINE * 1000, hop_floor_ms=400, hop_cap_ms=600, start_ms=60_000, audit_share=0.0
@@ -73,8 +72,7 @@ def play(directory):
     """The story; writes when what was done to "marks.json", as far as it came."""
     marks = {"place": str(directory), "tag": f"ls{os.getpid()}"}
     bundle = make_bundle(pico())
-    parts = {key: getattr(bundle, key) for key in PARTS}
-    (directory / "bundle.pickle").write_bytes(pickle.dumps(parts))
+    (directory / "bundle.pickle").write_bytes(pickle.dumps(bundle))
     hosts = {name: HostPlan(blocks=held) for name, held in BLOCKS.items()}
     plan = SwarmPlan(model="pico", hosts=hosts, limits=LIMITS)
     (directory / "plan.json").write_text(plan.model_dump_json())
