@@ -76,7 +76,14 @@ def shrunk(recipe, *, model, data, seeds):
     evaluate = {**recipe["evaluate"], "num_orders": 2, "batch_size": 6, "compile": False}
     shrunk = {**recipe, "model": model, "data": data, "seeds": seeds[:1], "arms": arms}
     if "merging" in recipe:
-        options = {"merges": 3, "batch_size": 6, "num_orders": 1, "compile": False}
+        # Three donors are too few for a block each.
+        options = {
+            "merges": 3,
+            "batch_size": 6,
+            "num_orders": 1,
+            "replacement": True,
+            "compile": False,
+        }
         options = {**recipe["merging"]["options"], **options}
         shrunk["merging"] = {**recipe["merging"], "options": options}
     small = {"images": 12, "neighbours": 3, "batch_size": 6}
