@@ -106,7 +106,7 @@ class Machines:
                 *("--ip", self.network.ip(host), *self.secure),
             ]
             self.network.run(host, words, environment=self.environment, supervised=True)
-        self.until(lambda: self.log("h0"), lambda log: "answers at" in log)
+        self.until(lambda: self.log("h0"), lambda log: "answers at http" in log)
 
     def log(self, name):
         return (self.place / f"{name}.log").read_text()
