@@ -39,8 +39,7 @@ def keep(directory: Path, out: Path) -> int:
     figures: dict[str, bytes] = {}
     asked = set[tuple[str, str]]()
     computed = {outcome.task.name for outcome in fresh.analyses if outcome.result is not None}
-    arms = {run.task.arm for run in study.runs if run.task.part == "main"}
-    for outcome in (o for o in study.analyses if o.task.arm in arms):
+    for outcome in study.main_analyses:
         task, question = outcome.task, (outcome.task.options.name, outcome.task.arm)
         if outcome.result is not None and task.name not in computed:
             names = (name for name in pictures if name.startswith(f"{task.name}-"))

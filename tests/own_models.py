@@ -335,6 +335,32 @@ class PairsOfChildren(Pairs):
         return x
 
 
+class Masked(nn.Module):
+    """Hands `mask` to every block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(MaskedBlock() for _ in range(2))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        """States."""
+        for block in self.blocks:
+            x = block(x, mask)
+        return x
+
+
+class MaskedBlock(nn.Module):
+    """Multiplies with its mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 4))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        """States."""
+        return self.inner(x) * mask
+
+
 def _families(*hosts: Callable[[], nn.Module]) -> dict[str, Family]:
     return {
         f"own-{host.__name__.lower()}": Family(

@@ -32,6 +32,7 @@ from own_models import (
     CUTTING,
     DEAF,
     LOOPS,
+    Masked,
     Zipped,
     ZippedAfter,
 )
@@ -282,32 +283,6 @@ def test_looking_at_blocks_is_not_running_them() -> None:
 
 
 # --- arguments beside the state -------------------------------------------------------------------
-
-
-class Masked(nn.Module):
-    """Hands `mask` to every block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(MaskedBlock() for _ in range(2))
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        """States."""
-        for block in self.blocks:
-            x = block(x, mask)
-        return x
-
-
-class MaskedBlock(nn.Module):
-    """Multiplies with its mask."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(4, 4))
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        """States."""
-        return self.inner(x) * mask
 
 
 @pytest.mark.parametrize("shape", [(3, 5, 4), (3, 4), (3, 1), (3, 1, 1)])

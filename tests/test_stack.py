@@ -15,6 +15,7 @@ from common import DEPTH, FAMILIES, LONGER, PERMUTED, PRUNED, SEQUENTIAL, images
 from layershuffle.errors import StackError, UsageError
 from layershuffle.hooks import Step
 from layershuffle.stack import BlockStack, stack_of, walking, with_hooks
+from own_models import Masked
 
 VIT, TORCHVISION = FAMILIES["timm-vit"], FAMILIES["torchvision-vit"]
 
@@ -292,24 +293,6 @@ def test_export_of_a_pruned_order(model: nn.Module) -> None:
 
 
 def test_masks_per_sample_cannot_be_regrouped() -> None:
-    class Masked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(Block() for _ in range(2))
-
-        def forward(self, state: Tensor, mask: Tensor) -> Tensor:
-            for block in self.blocks:
-                state = block(state, mask)
-            return state
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(4, 4)
-
-        def forward(self, state: Tensor, mask: Tensor) -> Tensor:
-            return self.inner(state) * mask
-
     model = ls.wrap(Masked())
     orders = [ls.ExecutionOrder((0, 1), 2), ls.ExecutionOrder((1, 0), 2)]
     state = torch.ones(2, 3, 4)

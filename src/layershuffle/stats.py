@@ -69,6 +69,12 @@ class Difference:
     high: float
     seeds: int
 
+    def __str__(self) -> str:
+        interval = "one model, no interval"
+        if math.isfinite(self.low):
+            interval = f"{self.low:+.2f} to {self.high:+.2f}, {self.seeds or 'no'} common seeds"
+        return f"{self.points:+.2f} points ({interval})"
+
 
 def estimate(
     scores: Mapping[int, Sequence[float]],

@@ -97,8 +97,10 @@ def sample_plans(
     merges = []
     for index, donors in enumerate(plans):
         ends = _source(end, donors, seed, index)
-        taken = Stream(seed, index, rank=_SLOTS).shuffled(range(depth))
-        merges.append(MergePlan(donors, ends, ends, taken if slots == "random" else None))
+        taken = None
+        if slots == "random":
+            taken = Stream(seed, index, rank=_SLOTS).shuffled(range(depth))
+        merges.append(MergePlan(donors, ends, ends, taken))
     return merges
 
 

@@ -77,15 +77,12 @@ def score_merging(
     needs_base = "base" in settings.ends
     group = load_group(donors, base=base, needs_base=needs_base, mixed=settings.mixed, names=names)
     # Plans come before the data: they refuse impossible counts.
-    # One thing differs from the main variant at a time: ends, or slots.
-    variants = [(end, settings.slots[0]) for end in settings.ends]
-    variants += [(settings.ends[0], slots) for slots in settings.slots[1:]]
     plans = [
         sample_plans(
             len(donors), group.depth, count=settings.merges, seed=settings.seed,
             replacement=settings.replacement, end=end, slots=slots,
         )
-        for end, slots in variants
+        for end, slots in settings.variants
     ]  # fmt: skip
     opened = _open(group, data, settings=settings, holdout=settings.soups)
     if settings.soups and "holdout" not in opened.splits:
@@ -102,7 +99,7 @@ def score_merging(
     for drawn in plans:
         group.merge(drawn[0])
     scorer.score_donors()
-    for (end, slots), drawn in zip(variants, plans, strict=True):
+    for (end, slots), drawn in zip(settings.variants, plans, strict=True):
         scorer.score_merges(drawn, end=end, slots=slots)
     notes = list(opened.notes)
     if settings.soups:
@@ -193,7 +190,7 @@ class MergeScorer:
         count, settings = len(self.group.donors), self.settings
         # Held-out passes of the greedy soup: every donor alone, then a soup with each other donor.
         soups = (count + (count - 1) + 2) * self.draws if settings.soups else 0
-        merges = settings.merges * (len(settings.ends) + len(settings.slots) - 1)
+        merges = settings.merges * len(settings.variants)
         self.progress(self.passes, count * self.draws + merges + soups + self.ensemble_passes)
 
     def score_donors(self) -> None:
@@ -206,7 +203,7 @@ class MergeScorer:
     def score_merges(self, plans: Sequence[MergePlan], *, end: End, slots: Slots) -> None:
         """The merges of `plans`, each in one order."""
         name = "random slots" if slots == "random" else ""
-        main = int((end, slots) == (self.settings.ends[0], self.settings.slots[0]))
+        main = int((end, slots) == self.settings.variants[0])
         for index, plan in enumerate(plans):
             merged = self.group.merge(plan)
             scores = self.evaluate(merged, self.test, kind=_MERGES, index=index, draws=1)

@@ -66,6 +66,12 @@ class MergingSettings(_Scored):
     ensemble_combine: Combine = "logits"
     """Average logits (the paper) or probabilities. Both are reported; this is the main one."""
 
+    @property
+    def variants(self) -> list[tuple[End, Slots]]:
+        """What the merges are scored with: the main variant, then one thing changed at a time."""
+        others = [(self.ends[0], slots) for slots in self.slots[1:]]
+        return [*((end, self.slots[0]) for end in self.ends), *others]
+
     # The rows of two equal ends could not be distinguished.
     @model_validator(mode="after")
     def _check(self) -> MergingSettings:

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from layershuffle.errors import ModelFileError
 from layershuffle.models.files import check_tensors, shapes_of, weight_files
 from layershuffle.models.position_files import parts_of
-from layershuffle.position import PositionedModel, PositionEncoding, PositionPrediction, width_of
+from layershuffle.position import add_position
 from layershuffle.position_forms import AUTHORS_ENCODING, AUTHORS_PREDICTION
-from layershuffle.stack import depth_of
 
 _TABLE = re.compile(r"(?:\w+\.)?encoder\.embedding\.weight")
 # transformers calls the blocks `layers` where it reports names that it does not know.
@@ -51,15 +50,13 @@ def with_authors_parts(host: nn.Module, directory: Path) -> nn.Module:
     tensors = _stored(directory)
     if not tensors:
         return host
-    model = PositionedModel(host)
-    depth, width = depth_of(host), width_of(host)
-    # Any seed would do: all that is drawn here is replaced by the stored tensors.
+    encoding = prediction = None
     if any(name.startswith("encoding.") for name in tensors):
-        features = _features(tensors, directory)
-        form = replace(AUTHORS_ENCODING, features=features)
-        model.encoding = PositionEncoding(depth, width, form=form, seed=0)
+        encoding = replace(AUTHORS_ENCODING, features=_features(tensors, directory))
     if any(name.startswith("prediction.") for name in tensors):
-        model.prediction = PositionPrediction(depth, width, form=AUTHORS_PREDICTION, seed=0)
+        prediction = AUTHORS_PREDICTION
+    # All that is drawn here is replaced by the stored tensors.
+    model = add_position(host, encoding=encoding, prediction=prediction)
     parts = parts_of(model)
     check_tensors(shapes_of(tensors), shapes_of(parts.state_dict()), place=directory)
     parts.load_state_dict(tensors, strict=True, assign=True)

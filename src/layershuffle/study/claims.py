@@ -20,7 +20,6 @@ from layershuffle.study.verdicts import (
     Verdict,
     between,
     claim,
-    difference,
     grade,
 )
 
@@ -57,10 +56,10 @@ def _price_of_arbitrary_order(s: Summary) -> Judgement:
     # A model that is never right has nothing to lose, and no share of it can be named.
     if not (base and ours) or mean(base) == 0:
         return None
-    loss, text = difference(base, ours)
+    loss = compare(base, ours)
     # A smaller loss than the paper's is no failure, and not what the paper says either.
-    verdict = grade(abs(loss - 19.84) < PAR, loss < 19.84)
-    return verdict, f"{text}, {100 * loss / mean(base):.1f} % of the baseline's accuracy"
+    verdict = grade(abs(loss.points - 19.84) < PAR, loss.points < 19.84)
+    return verdict, f"{loss}, {100 * loss.points / mean(base):.1f} % of the baseline's accuracy"
 
 
 @claim(
@@ -76,10 +75,10 @@ def _sequential_in_between(s: Summary) -> Judgement:
     if min(len(ours), len(shuffled), len(base)) < 2:
         return None
     # Both intervals must be apart from 0: the differences are small beside the spread over seeds.
-    parts = (compare(ours, shuffled).low > 0, compare(ours, base).high < 0)
+    gain, loss = compare(ours, shuffled), compare(ours, base)
+    parts = (gain.low > 0, loss.high < 0)
     return grade(all(parts), any(parts)), (
-        f"sequential minus arbitrary {difference(ours, shuffled)[1]}; "
-        f"minus the baseline {difference(ours, base)[1]}"
+        f"sequential minus arbitrary {gain}; minus the baseline {loss}"
     )
 
 
@@ -98,7 +97,7 @@ def _position_helps_slightly(s: Summary) -> Judgement:
         return None
     gaps = {arm: compare(values, ours) for arm, values in scores.items()}
     best = next(iter(gaps.values()))
-    texts = (f"{arm} {difference(values, ours)[1]}" for arm, values in scores.items())
+    texts = (f"{arm} {gap}" for arm, gap in gaps.items())
     inside = best.low > 0 and best.high < SLIGHT
     return grade(inside, 0 < best.points < SLIGHT), "; ".join(texts)
 
@@ -183,9 +182,9 @@ def _prunes_like_layerdrop(s: Summary) -> Judgement:
     }
     if any(len(means) < 2 for pair in pairs.values() for means in pair):
         return None
-    nine, six, three = (compare(*pair) for pair in pairs.values())
-    parts = (abs(six.points) <= PAR, -2 * PAR <= nine.points <= 0, three.low > 0)
-    text = ", ".join(f"{difference(*pair)[1]} with {kept}" for kept, pair in pairs.items())
+    gaps = {kept: compare(*pair) for kept, pair in pairs.items()}
+    parts = (abs(gaps[6].points) <= PAR, -2 * PAR <= gaps[9].points <= 0, gaps[3].low > 0)
+    text = ", ".join(f"{gap} with {kept}" for kept, gap in gaps.items())
     return grade(all(parts), any(parts)), f"LayerShuffle minus LayerDrop: {text}"
 
 
@@ -230,10 +229,9 @@ def _refined_at_depth_is_better(s: Summary) -> Judgement:
         if len(refined) < 2 or not all(len(means) > 1 for means in others):
             return None
         # Above the better of the two is above both.
-        better = max(others, key=mean)
-        apart.append(compare(refined, better).low > 0)
-        text = difference(refined, better)[1]
-        texts.append(f"with {kept} {text} above the better of the two")
+        gap = compare(refined, max(others, key=mean))
+        apart.append(gap.low > 0)
+        texts.append(f"with {kept} {gap} above the better of the two")
     return grade(all(apart), any(apart)), "; ".join(texts)
 
 
@@ -342,8 +340,7 @@ def _merges_lose_little(s: Summary) -> Judgement:
     gaps = {arm: compare(*pair) for arm, pair in pairs.items()}
     best = max(gaps.values(), key=lambda gap: gap.points)
     texts = (
-        f"{arm} single {mean(single):.2f}, merged {mean(merged):.2f}: "
-        f"{difference(merged, single)[1]}"
+        f"{arm} single {mean(single):.2f}, merged {mean(merged):.2f}: {gaps[arm]}"
         for arm, (merged, single) in pairs.items()
     )
     # The upper end: as long as it reaches 0, nothing speaks against "no loss".

@@ -294,8 +294,8 @@ def work_of(task: Task, subject: StudySubject) -> Work | None:
         images = scored(options.max_images)
         if images is None:
             return None
-        variants = len(options.ends) + len(options.slots) - 1
-        passes = options.merges * variants + len(task.needs) * 4 * options.num_orders
+        merges = options.merges * len(options.variants)
+        passes = merges + len(task.needs) * 4 * options.num_orders
         return Work(block_runs=passes * subject.depth * images)
     images = task.options.options.images
     return Work(block_runs=_ANALYSIS_PASSES * subject.depth * images)

@@ -322,11 +322,9 @@ def sections(summary: Summary) -> list[Section]:
 def _analysis_sections(study: Study) -> list[Section]:
     """One section per analysis name, with a paragraph and the figures of every model asked."""
     groups: dict[str, list[tuple[str, str, AnalysisResult]]] = {}
-    # What was asked along a curve stands in the table of that curve.
-    arms = {run.task.arm for run in study.runs if run.task.part == "main"}
-    for outcome in study.analyses:
+    for outcome in study.main_analyses:
         task = outcome.task
-        if outcome.result is not None and task.arm in arms:
+        if outcome.result is not None:
             # One question of several models is one section.
             group = groups.setdefault(task.options.name, [])
             group.append((task.name, task.arm, outcome.result))

@@ -143,6 +143,12 @@ class Study:
         return (*self.runs, *self.mergings, *self.analyses)
 
     @property
+    def main_analyses(self) -> tuple[TaskOutcome[AnalysisSpec, AnalysisResult], ...]:
+        """The analyses of the main arms: those along a curve stand in the table of that curve."""
+        arms = {run.task.arm for run in self.runs if run.task.part == "main"}
+        return tuple(outcome for outcome in self.analyses if outcome.task.arm in arms)
+
+    @property
     def results(self) -> tuple[RunResult, ...]:
         """The finished runs."""
         return tuple(run.result for run in self.runs if run.result is not None)

@@ -1,4 +1,4 @@
-"""How a claim is judged: its criterion, the verdicts, and differences with their intervals.
+"""How a claim is judged: its criterion and the verdicts.
 
 Verdicts are computed: `holds`, `holds partly`, `does not hold`, `undecided` where the study is too
 small to tell, or `not measured` where it lacks what it takes. Differences are between means over
@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import isfinite
 from typing import Literal
 
-from layershuffle.stats import Values, compare
+from layershuffle.stats import compare
 from layershuffle.study.summary import Summary
 
 Verdict = Literal["holds", "holds partly", "does not hold", "undecided", "not measured"]
@@ -24,15 +23,6 @@ Cell = tuple[str, str, int | None]
 Bounds = tuple[float, float]
 SLIGHT = 2.0  # points that count as a slight difference
 PAR = 5.0  # points that still count as on a par
-
-
-def difference(ours: Values, theirs: Values) -> tuple[float, str]:
-    """Difference of the means, and the same in words with its 95 % interval."""
-    gap = compare(ours, theirs)
-    interval = "one model, no interval"
-    if isfinite(gap.low):
-        interval = f"{gap.low:+.2f} to {gap.high:+.2f}, {gap.seeds or 'no'} common seeds"
-    return gap.points, f"{gap.points:+.2f} points ({interval})"
 
 
 def grade(holds: bool, partly: bool = False) -> Verdict:
@@ -81,13 +71,12 @@ def between(
         pair = [s.means(arm, mode, kept=kept) for arm, mode, kept in (ours, theirs)]
         if min(map(len, pair)) < (2 if interval else 1):
             return None
-        points, text = difference(*pair)
+        gap = compare(*pair)
         if interval:
-            gap = compare(*pair)
             within = holds[0] < gap.low and gap.high < holds[1]
-            return grade(within, partly[0] < points < partly[1]), text
+            return grade(within, partly[0] < gap.points < partly[1]), str(gap)
         # Without an interval one model of each arm is enough to judge by.
-        within = holds[0] <= points <= holds[1]
-        return grade(within, partly[0] <= points <= partly[1]), text
+        within = holds[0] <= gap.points <= holds[1]
+        return grade(within, partly[0] <= gap.points <= partly[1]), str(gap)
 
     return judge
