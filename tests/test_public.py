@@ -37,6 +37,11 @@ def test_no_heavy_import_until_needed(statement: str) -> None:
     assert not loaded_after(statement) & set(HEAVY)
 
 
+def test_data_need_no_model_library() -> None:
+    """Images are read in processes of their own, in which timm would cost seconds."""
+    assert not loaded_after("import layershuffle.data") & {"timm", "transformers"}
+
+
 def test_the_check_above_can_fail() -> None:
     assert "numpy" in loaded_after("import layershuffle, numpy")
 

@@ -14,7 +14,7 @@ import tyro
 from layershuffle.cli.command import Command, Inline
 from layershuffle.cli.eval import estimates
 from layershuffle.errors import UsageError
-from layershuffle.merging.rows import MergingRow, by_model, group_rows, rows_csv
+from layershuffle.merging.rows import MergingRow, group_rows, rows_csv, score_of
 from layershuffle.merging.settings import EnsembleSettings, MergingSettings
 from layershuffle.text import counted_as, table
 
@@ -119,13 +119,6 @@ def _merge_by_recipe(path: Path, out: Path) -> int:
 
 def _merging_group(rows: Sequence[MergingRow]) -> dict[str, Any]:
     """Means per model, then over models: the interval covers models where there are several."""
-    from layershuffle.stats import estimate
-
-    def over_models(metric: str, *, percent: bool) -> dict[str, Any]:
-        images, effective = rows[0].n, getattr(rows[0], f"{metric}_n", None)
-        scores = by_model(rows, metric)
-        return asdict(estimate(scores, images=images, effective=effective, percent=percent))
-
     first = rows[0]
     # The name of a donor is its own, and a group of donors has many.
     name = "" if first.kind == "donor" else first.name
@@ -133,9 +126,7 @@ def _merging_group(rows: Sequence[MergingRow]) -> dict[str, Any]:
     return {
         "what": what,
         "main": bool(first.main),
-        "top1": over_models("top1", percent=True),
-        "top5": over_models("top5", percent=True),
-        "cross_entropy": over_models("cross_entropy", percent=False),
+        **{metric: asdict(score_of(rows, metric)) for metric in ("top1", "top5", "cross_entropy")},
     }
 
 

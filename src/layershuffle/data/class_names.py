@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from timm.data import ImageNetInfo
 from torch.utils.data import Dataset, IterableDataset
 
 from layershuffle.data.contract import ImageData, Item, Split
@@ -110,6 +109,8 @@ def _is_imagenet(names: Names) -> bool:
     """
     if len(names) != _IMAGENET_CLASSES:
         return False
+    from timm.data import ImageNetInfo  # timm takes seconds to import
+
     imagenet = ImageNetInfo("imagenet-1k")
     return all(
         name == folder or _words(name) & _words(description)

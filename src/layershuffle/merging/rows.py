@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -17,6 +17,7 @@ from layershuffle.results import (
     parse_rows,
     with_effective,
 )
+from layershuffle.stats import Estimate, estimate
 
 Kind = Literal["donor", "merge", "soup", "ensemble"]
 
@@ -69,6 +70,19 @@ def by_model(rows: Iterable[MergingRow], metric: str = "top1") -> dict[int, list
     for row in rows:
         scores.setdefault(row.index, []).append(getattr(row, metric))
     return scores
+
+
+def score_of(rows: Sequence[MergingRow], metric: str = "top1") -> Estimate:
+    """Mean over models (donors, merges), each the mean over its orders, and its spreads.
+
+    `metric`: top1 or top5 in percent, or cross_entropy in nats, which has no effective images.
+    """
+    return estimate(
+        by_model(rows, metric),
+        images=rows[0].n,
+        effective=getattr(rows[0], f"{metric}_n", None),
+        percent=metric != "cross_entropy",
+    )
 
 
 def rows_csv(rows: Iterable[MergingRow]) -> str:

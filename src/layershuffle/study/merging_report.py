@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import TYPE_CHECKING
 
-from layershuffle.merging.rows import MergingRow, by_model, group_rows
+from layershuffle.merging.rows import MergingRow, by_model, group_rows, score_of
 from layershuffle.plotting import INK, RULE, new_figure, style_axes
-from layershuffle.stats import Estimate, estimate, mean
+from layershuffle.stats import mean
 from layershuffle.study.figures import STYLES
 from layershuffle.study.paper import MERGES
 from layershuffle.study.summary import label
@@ -63,12 +63,6 @@ def merging_section(study: Study) -> Section | None:
         ),
         tables=(Table(head=_HEAD, rows=tuple(map(_row, groups)), numbers=True),),
     )
-
-
-def score_of(rows: Sequence[MergingRow], metric: str = "top1") -> Estimate:
-    """Mean over models (donors, merges), each the mean over its orders, and its spreads."""
-    effective = getattr(rows[0], f"{metric}_n")
-    return estimate(by_model(rows, metric), images=rows[0].n, effective=effective)
 
 
 def _row(group: Group) -> tuple[str, ...]:
