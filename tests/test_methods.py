@@ -16,6 +16,7 @@ from layershuffle.policies import Kept, LayerDrop, Sequential, Shuffled
         ("layershuffle-predict", Shuffled(), "arbitrary", (False, True)),
         ("layerdrop", LayerDrop(0.2), "sequential", (False, False)),
         ("layershuffle-depth", Shuffled(depth=(3, None)), "arbitrary", (False, False)),
+        ("layershuffle-tied", Shuffled(), "arbitrary", (False, False)),
     ],
 )
 def test_table(name, policy, selects_by, parts):
@@ -26,7 +27,7 @@ def test_table(name, policy, selects_by, parts):
 
 
 def test_every_method_is_tested_above_and_has_a_source():
-    assert len(METHODS) == 7
+    assert len(METHODS) == 8
     assert all(method.source and method.summary for method in METHODS.values())
 
 
@@ -42,6 +43,8 @@ def test_options():
     assert find_method("layerdrop", drop=0.5).policy == LayerDrop(0.5)
     assert find_method("layershuffle", drop=0.2).policy == Shuffled(drop=0.2)
     assert find_method("layershuffle-depth", min_blocks=2).policy == Shuffled(depth=(2, None))
+    assert find_method("layershuffle-tied").distinct == 1
+    assert find_method("layershuffle-tied", distinct=3).distinct == 3
 
 
 @pytest.mark.parametrize(
@@ -53,6 +56,7 @@ def test_options():
         ("layershuffle-depth", {"drop": 0.2}, "no drop probability"),
         ("layershuffle", {"min_blocks": 3}, "no smallest number of blocks"),
         ("truncated", {}, "--kept 6"),
+        ("layershuffle", {"distinct": 2}, "a block of its own"),
         ("layershuffle", {"kept": 6}, "trains all blocks"),
         ("baseline", {"choose": "first"}, "trains all blocks"),
         ("layerdrop", {"drop": 1.0}, r"lies in \[0, 1\)"),

@@ -27,7 +27,8 @@ class Method:
 
     `policy` draws the order of every forward. `selects_by` is the order mode in which held-out data
     picks the checkpoint. `encoding` and `prediction` say which position parts are added. Models
-    that are `shortened` are made of some of the pretrained blocks, which `blocks` names.
+    that are `shortened` are made of some of the pretrained blocks, which `blocks` names. `distinct`
+    is the number of different blocks, which the places of the stack share evenly.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Method:
     prediction: bool = False
     shortened: bool = False
     blocks: Kept | None = None
+    distinct: int | None = None
 
 
 _TABLE = (
@@ -94,6 +96,14 @@ _TABLE = (
         policy=Shuffled(depth=(3, None)),
         selects_by="arbitrary",
     ),
+    Method(
+        name="layershuffle-tied",
+        summary="shuffled, all places share the weights of one block, or of a few",
+        source="this project; layers are shared as in arXiv 1909.11942",
+        policy=Shuffled(),
+        selects_by="arbitrary",
+        distinct=1,
+    ),
 )
 METHODS: dict[str, Method] = {method.name: method for method in _TABLE}
 
@@ -105,12 +115,14 @@ def find_method(
     min_blocks: int | None = None,
     kept: int | None = None,
     choose: Choice | None = None,
+    distinct: int | None = None,
 ) -> Method:
     """The method of that name with its options set.
 
     `drop`: p of `layerdrop`, or blocks left out at random in `layershuffle`. `min_blocks`: the
     fewest blocks `layershuffle-depth` keeps. `kept` and `choose`: how many and which pretrained
-    blocks a `truncated` model is made of. Raises `UsageError` for unknown names (with the nearest)
+    blocks a `truncated` model is made of. `distinct`: how many blocks a `layershuffle-tied` model
+    has. Raises `UsageError` for unknown names (with the nearest)
     and for an option that the method does not have, or lacks.
     """
     if name not in METHODS:
@@ -122,6 +134,13 @@ def find_method(
         method = replace(method, policy=_with_drop(method, drop))
     if min_blocks is not None:
         method = replace(method, policy=_with_min_blocks(method, min_blocks))
+    if distinct is not None:
+        if method.distinct is None:
+            raise UsageError(
+                f"The method {method.name!r} gives every place a block of its own",
+                hint="only layershuffle-tied takes a number of different blocks",
+            )
+        method = replace(method, distinct=distinct)
     return replace(method, blocks=_blocks(method, kept, choose))
 
 

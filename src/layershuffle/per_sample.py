@@ -88,8 +88,12 @@ def calls_seen(model: nn.Module, stack: nn.Module, *, samples: SampleOrders) -> 
         run = PLAIN if torch.compiler.is_compiling() else run_of(stack)
         return run.samples is samples.orders
 
-    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not ours():
+    def before(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> None:
+        # torch adds a hook first and notes that it takes keywords afterwards: a forward of another
+        # thread in between calls it without them, but is never ours.
+        if kwargs is None or not ours():
             return
         samples.called += 1
         _refuse_hidden_states(module, kwargs)

@@ -54,7 +54,7 @@ class FitSettings(Settings):
 
     method: str
     """How to train: baseline, layershuffle, layershuffle-position, layershuffle-predict, layerdrop,
-    truncated or layershuffle-depth."""
+    truncated, layershuffle-depth or layershuffle-tied."""
     model: str
     """Host model: bundled:digits, timm:NAME, hf:NAME_OR_DIR, torchvision:NAME or dir:PATH."""
     data: str
@@ -71,6 +71,8 @@ class FitSettings(Settings):
     choose: Choice | None = None
     """Which of the pretrained blocks the method truncated takes: spaced (evenly, the default),
     first, last or random (by the seed)."""
+    distinct: Positive | None = None
+    """Number of different blocks in a model of the method layershuffle-tied (default: 1)."""
     encoding: EncodingForm = EncodingForm()
     """Form of the position encoding of the method layershuffle-position."""
     prediction: PredictionForm = PredictionForm()
@@ -178,6 +180,11 @@ class FitSettings(Settings):
             raise ValueError("bf16-pure casts whole weights: use parallel=ddp, or precision=bf16")
         if self.parallel == "fsdp" and self.ema is not None:
             raise ValueError("ema needs whole weights in every process: use parallel=ddp")
+        tied = self.find_method().distinct is not None
+        if tied and self.ema is not None:
+            raise ValueError("ema would average tied weights once for every place that has them")
+        if tied and self.parallel == "fsdp":
+            raise ValueError("fsdp shards every block for itself, tied ones too: use parallel=ddp")
         return self
 
     def find_method(self) -> Method:
@@ -188,6 +195,7 @@ class FitSettings(Settings):
             min_blocks=self.min_blocks,
             kept=self.kept,
             choose=self.choose,
+            distinct=self.distinct,
         )
 
 

@@ -189,7 +189,7 @@ def test_a_page_names_every_flag_or_says_where_they_are_listed(repository):
 
 FLAGS = {
     "fit": "accumulate activation-checkpointing augment batch-size checkpoint-every choose "
-    "clip compile data device drop ema encoding.dropout encoding.features "
+    "clip compile data device distinct drop ema encoding.dropout encoding.features "
     "encoding.projection-init encoding.table encoding.table-init epochs "
     "eval-batch-size eval-every eval-orders holdout kept log-every lr method "
     "min-blocks model orders-per-batch out paper-protocol parallel precision prediction.init "
@@ -209,7 +209,7 @@ FLAGS = {
     "reproduce": "RECIPE dry-run only out ray workers",
     "report": "DIR",
     "pretrain": "RECIPE accumulate activation-checkpointing augment batch-size checkpoint-every "
-    "choose clip compile data device drop ema encoding.dropout encoding.features "
+    "choose clip compile data device distinct drop ema encoding.dropout encoding.features "
     "encoding.projection-init encoding.table encoding.table-init epochs "
     "eval-batch-size eval-every eval-orders holdout kept log-every lr method "
     "min-blocks model orders-per-batch out paper-protocol parallel precision "

@@ -26,6 +26,8 @@ from layershuffle.data import DataOptions, open_data
 from layershuffle.errors import Interrupted, LayerShuffleError, TrainingError, UsageError
 from layershuffle.machine import processor
 from layershuffle.models import image_view
+from layershuffle.models.tying import places_tied
+from layershuffle.stack import blocks_of
 from layershuffle.training import fit
 from layershuffle.training.loop import EpochSampler
 
@@ -35,6 +37,7 @@ ARMS = {
     "predict": {"method": "layershuffle-predict"},
     "layerdrop": {"method": "layerdrop", "drop": 0.5},
     "depth-ema": {"method": "layershuffle-depth", "ema": 0.9, "min_blocks": 1},
+    "tied": {"method": "layershuffle-tied", "distinct": 2},
     "accumulate": {"method": "layershuffle", "accumulate": 2},
 }
 GOLDEN = Path(__file__).parent.parent / "golden" / "losses.json"
@@ -72,6 +75,7 @@ def fit_until_killed(arm, out, *, kind, step):
         ("predict", "checkpoint", 6),  # exactly on the border of two epochs
         ("layerdrop", "best", 4),  # the best model is written, its checkpoint is not
         ("depth-ema", "log", 5),
+        ("tied", "log", 5),
         ("accumulate", "log", 3),
     ],
 )
@@ -171,6 +175,13 @@ def losses_of(run):
     with tempfile.TemporaryDirectory() as directory:
         fit(run, Path(directory) / "run", listeners=[events.append])
     return losses(events)
+
+
+def test_tied_places_stay_tied(undisturbed):
+    model = ls.load(f"dir:{undisturbed['tied'][0]}")
+    places = places_tied(blocks_of(model))
+    assert places is not None
+    assert len(set(places)) == 2
 
 
 def test_golden_losses(undisturbed):

@@ -18,8 +18,9 @@ from layershuffle.models.files import shapes_of
 from layershuffle.models.origin import origin_of
 from layershuffle.models.position_files import position_to_json
 from layershuffle.models.store import class_names_of, image_view, library_of, num_classes_of
+from layershuffle.models.tying import places_tied
 from layershuffle.position import width_of
-from layershuffle.stack import depth_of
+from layershuffle.stack import blocks_of, depth_of
 
 # Settings of modules that change nothing at evaluation.
 _IGNORED = frozenset({"training", "name_or_path", "grad_checkpointing", "gradient_checkpointing"})
@@ -54,6 +55,12 @@ def check_compatible(
     for name, donor in zip(names, donors, strict=True):
         if any(module.training for module in donor.modules()):
             raise UsageError("A donor is in training mode", place=name, hint="call donor.eval()")
+        if places_tied(blocks_of(donor)) is not None:
+            raise UsageError(
+                "The blocks of this donor are tied, so that a merge has no block to choose",
+                place=name,
+                hint="merge models whose blocks have weights of their own",
+            )
     # Cheap comparisons come first, and those that say most: a model of another width differs in
     # the shape of every tensor too.
     for describe in (_architecture, _base if mixed else _records, _shapes, _settings):

@@ -210,7 +210,9 @@ def write(
             cfg = getattr(host.config, "pretrained_cfg", None) or {}
             host.config.pretrained_cfg = {**cfg, **config_of_view(view)}
         with quiet():
-            host.save_pretrained(directory)
+            # Copies, because tied blocks share their tensors, which the library would not write.
+            tensors = {name: tensor.clone() for name, tensor in host.state_dict().items()}
+            host.save_pretrained(directory, state_dict=tensors)
     finally:
         vars(host.config).clear()
         vars(host.config).update(before)

@@ -1,7 +1,7 @@
 """layershuffle.json: the metadata beside the weights for which no host library has a place.
 
 {"schema": 1, "library": "timm", "name": "vit_tiny_patch16_224", "model_args": {...},
- "num_classes": 100, "depth": 12, "blocks": "blocks", "position": {"encoding": null,
+ "num_classes": 100, "depth": 12, "blocks": "blocks", "tied": null, "position": {"encoding": null,
  "prediction": null}, "image_view": {...}, "base_model": null, ...the record given to `save`}
 """
 
@@ -51,6 +51,7 @@ class ModelMetadata(_MetadataModel):
     num_classes: Annotated[int, Field(ge=1)]
     depth: Annotated[int, Field(ge=1)]
     blocks: str
+    tied: list[int] | None = None
     position: PositionForms
     image_view: Json
     base_model: str | None = None

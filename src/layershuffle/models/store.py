@@ -61,6 +61,7 @@ from layershuffle.models.position_files import (
     write_parts,
 )
 from layershuffle.models.spec import ModelSpec, parse_spec
+from layershuffle.models.tying import places_tied, tie_again
 from layershuffle.orders import ExecutionOrder, order_of
 from layershuffle.position import PositionedModel
 from layershuffle.stack import BlockStack, depth_of, stack_of, wrap
@@ -173,6 +174,7 @@ def save(
             "num_classes": library.num_classes(host),
             "depth": depth,
             "blocks": path,
+            "tied": places_tied(host.get_submodule(path).children()),
             "position": position_to_json(model),
             "image_view": view_to_json(view),
             "base_model": origin_of(host).base_model,
@@ -339,6 +341,8 @@ def _load_directory(place: Path, *, seed: int) -> nn.Module:
     _wrap_as(remember(host, origin), metadata, path)
     _check_agrees(metadata.name, name, key="name", path=path)
     _check_agrees(metadata.num_classes, library.num_classes(host), key="num_classes", path=path)
+    if metadata.tied is not None:
+        tie_again(host, metadata.tied, path=path)
     return with_stored_parts(host, metadata, directory=directory)
 
 

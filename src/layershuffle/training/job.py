@@ -32,6 +32,7 @@ from layershuffle.models import (
 )
 from layershuffle.models.files import weights_digest
 from layershuffle.models.origin import LOG
+from layershuffle.models.tying import middle_blocks, tie
 from layershuffle.orders import ExecutionOrder
 from layershuffle.position import PositionedModel, add_position
 from layershuffle.settings import DEFAULT_EPOCHS, FitSettings
@@ -178,6 +179,8 @@ def prepare(settings: FitSettings, out: Path, *, ranks: Ranks) -> Job:
     if method.blocks is not None:
         origin = method.blocks.draw(depth_of(host), seed=settings.seed, step=0)
         truncate(host, origin)
+    if method.distinct is not None:
+        tie(host, middle_blocks(method.distinct, depth_of(host)))
     steps, per_epoch = steps_of(settings, data.splits["train"])
     eager = None  # why blocks are not compiled, if they are not
     if settings.compile is False:

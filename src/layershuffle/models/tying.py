@@ -1,0 +1,84 @@
+"""Tied blocks: several places of the stack share the weights of one block.
+
+A place keeps its own module (drop path, hooks and graphs belong to places), and its parameters and
+buffers are those of the block that it is tied to. So a `state_dict` has the keys of an untied
+model, and what `save` writes is an ordinary model for its host library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from torch import nn
+
+from layershuffle.errors import ModelFileError, UsageError
+from layershuffle.models.files import weights_digest
+from layershuffle.stack import blocks_of
+
+
+def tie(model: nn.Module, blocks: Sequence[int]) -> nn.Module:
+    """`model` itself, wrapped, whose place i now has the weights of block `blocks[i]`.
+
+    Raises `UsageError` for another number of places, for blocks that are not there, and for blocks
+    whose tensors do not fit together.
+    """
+    stack = blocks_of(model)
+    if len(blocks) != len(stack) or not all(0 <= block < len(stack) for block in blocks):
+        raise UsageError(
+            f"The model has {len(stack)} places; {list(blocks)} does not name a block for each"
+        )
+    # Taken before any is replaced: a block may give its weights away and get others.
+    tensors = [{**dict(block.named_parameters()), **dict(block.named_buffers())} for block in stack]
+    shapes = [{name: tensor.shape for name, tensor in own.items()} for own in tensors]
+    for place, block in enumerate(blocks):
+        if shapes[place] != shapes[block]:
+            raise UsageError(
+                f"Place {place} cannot have the weights of block {block}: their shapes differ"
+            )
+        for path in tensors[place]:
+            parent, _, name = path.rpartition(".")
+            setattr(stack[place].get_submodule(parent), name, tensors[block][path])
+    return model
+
+
+def tie_again(model: nn.Module, places: Sequence[int], *, path: Path) -> None:
+    """Tie a model as it was when it was saved; raises `ModelFileError` where that changes weights.
+
+    `path`: the file that says how.
+    """
+    before = weights_digest(model)
+    try:
+        tie(model, places)
+    except UsageError as error:
+        raise ModelFileError(error.cause, place=path, hint="save the model again") from error
+    if weights_digest(model) != before:
+        raise ModelFileError(
+            f"The places {list(places)} are tied, and their weights differ",
+            place=path,
+            hint="delete the key 'tied' to load the blocks as they are",
+        )
+
+
+def places_tied(blocks: Iterable[nn.Module]) -> tuple[int, ...] | None:
+    """For the place of each block the first place with the same weights; `None` if none share."""
+    weights = [id(next(block.parameters(), block)) for block in blocks]
+    places = tuple(weights.index(weight) for weight in weights)
+    return None if places == tuple(range(len(weights))) else places
+
+
+def middle_blocks(distinct: int, depth: int) -> tuple[int, ...]:
+    """For each of `depth` places its block, if `distinct` ones are repeated in runs of places.
+
+    The runs are as even as they can be, and the block in the middle of a run stands for all of it.
+    Raises `UsageError` unless 1 <= distinct <= depth.
+    """
+    if not 1 <= distinct <= depth:
+        raise UsageError(
+            f"A model with {depth} blocks cannot have {distinct} different ones",
+            hint=f"choose a number between 1 and {depth}",
+        )
+    ends = [run * depth // distinct for run in range(distinct + 1)]
+    runs = pairwise(ends)
+    return tuple((begin + end - 1) // 2 for begin, end in runs for _ in range(begin, end))

@@ -1,0 +1,94 @@
+"""Models whose places share the weights of a few blocks."""
+
+import json
+
+import pytest
+import torch
+from saved_models import assert_same_model, outputs
+
+import layershuffle as ls
+from common import DEPTH, FAMILIES, images, logits_of
+from layershuffle.errors import ModelFileError, UsageError
+from layershuffle.merging.compatibility import check_compatible
+from layershuffle.models.files import weights_digest
+from layershuffle.models.tying import middle_blocks, places_tied, tie
+from layershuffle.stack import blocks_of
+
+LIBRARIES = ("timm-vit", "hf-vit", "torchvision-vit")
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_computes_what_repeats_of_its_blocks_compute(name):
+    model, x = FAMILIES[name].wrapped().eval(), images()
+    with torch.no_grad(), ls.running(model, (1, 1, 3, 3)):
+        wanted = logits_of(model(x))
+    tie(model, (1, 1, 3, 3))
+    with torch.no_grad():
+        assert torch.equal(logits_of(model(x)), wanted)
+    assert places_tied(blocks_of(model)) == (0, 0, 2, 2)
+
+
+def test_the_gradient_is_the_sum_over_the_places():
+    tied, apart = (FAMILIES["timm-vit"].wrapped().eval() for _ in range(2))
+    for block in blocks_of(apart):
+        block.load_state_dict(blocks_of(tied)[2].state_dict())
+    tie(tied, (2,) * DEPTH)
+    for model in (tied, apart):
+        logits_of(model(images())).square().sum().backward()
+    sums = [
+        sum(p.grad for p in places)
+        for places in zip(*(block.parameters() for block in blocks_of(apart)), strict=True)
+    ]
+    shared = [parameter.grad for parameter in blocks_of(tied)[0].parameters()]
+    for ours, theirs in zip(shared, sums, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    assert len(list(tied.parameters())) == len(list(apart.parameters())) - 3 * len(shared)
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_saved_and_loaded_it_is_tied_again(name, tmp_path):
+    model = tie(FAMILIES[name].wrapped(), (0, 0, 2, 2))
+    ls.save(model, tmp_path / "tied")
+    again = ls.load(f"dir:{tmp_path / 'tied'}")
+    assert_same_model(again, model)
+    assert places_tied(blocks_of(again)) == (0, 0, 2, 2)
+    assert torch.equal(outputs(again), outputs(model))
+    # What its library reads has the blocks one by one.
+    (tmp_path / "tied" / "layershuffle.json").unlink()
+    stock = ls.load(f"dir:{tmp_path / 'tied'}") if name != "torchvision-vit" else None
+    if stock is not None:
+        assert places_tied(blocks_of(stock)) is None
+        assert torch.equal(outputs(stock), outputs(model))
+
+
+def test_weights_that_differ_are_not_tied_without_a_word(tmp_path):
+    ls.save(FAMILIES["timm-vit"].wrapped(), tmp_path / "model")
+    path = tmp_path / "model" / "layershuffle.json"
+    metadata = json.loads(path.read_text())
+    for places, phrase in (([0, 0, 2, 3], "their weights differ"), ([0], "4 places")):
+        path.write_text(json.dumps({**metadata, "tied": places}))
+        with pytest.raises(ModelFileError, match=phrase):
+            ls.load(f"dir:{tmp_path / 'model'}")
+
+
+def test_the_middle_of_a_run_of_places_stands_for_it():
+    assert middle_blocks(1, 12) == (5,) * 12
+    assert middle_blocks(3, 12) == (1,) * 4 + (5,) * 4 + (9,) * 4
+    assert middle_blocks(12, 12) == tuple(range(12))
+    # 12 = 2 + 2 + 3 + 2 + 3 places.
+    assert middle_blocks(5, 12) == (0, 0, 2, 2, 5, 5, 5, 7, 7, 10, 10, 10)
+    for distinct in (0, 13):
+        with pytest.raises(UsageError, match="cannot have"):
+            middle_blocks(distinct, 12)
+
+
+def test_wrong_places_and_merges_are_refused():
+    model = FAMILIES["timm-vit"].wrapped().eval()
+    before = weights_digest(model)
+    for places in ((0, 0), (0, 1, 2, 4)):
+        with pytest.raises(UsageError, match="4 places"):
+            tie(model, places)
+    assert weights_digest(model) == before
+    tie(model, (0, 0, 0, 0))
+    with pytest.raises(UsageError, match="tied"):
+        check_compatible([model, model], names=["a", "b"])
