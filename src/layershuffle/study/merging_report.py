@@ -94,10 +94,11 @@ def _with_sd(value: float, sd: float | None) -> str:
 def _sentence(arm: str, rows: Sequence[MergingRow]) -> str:
     groups = group_rows(rows)
     single = score_of(next(group for key, group in groups.items() if key[0] == "donor"))
-    merges = [(key[2], score_of(group)) for key, group in groups.items() if key[0] == "merge"]
+    merges = [(key, score_of(group)) for key, group in groups.items() if key[0] == "merge"]
     scores = "; ".join(
-        f"{score.mean:.1f} % (stem and head: {ends}), {score.mean - single.mean:+.1f} points"
-        for ends, score in merges
+        f"{score.mean:.1f} % ({f'{name}, ' if name else ''}stem and head: {ends}), "
+        f"{score.mean - single.mean:+.1f} points"
+        for (_, name, ends), score in merges
     )
     return (
         f"{label(arm)} in {rows[0].mode} order: single models {single.mean:.1f} %, merges {scores}."
