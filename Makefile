@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: quickstart swarm-demo test bench bench-gpu clean help
+.PHONY: quickstart swarm-demo test docs bench bench-gpu clean help
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -15,8 +15,11 @@ quickstart: $(VENV)/.installed ## see the paper's effect on this machine: about 
 swarm-demo: $(VENV)/.tests-installed ## kill a third of a swarm's hosts and watch it answer: about 2 minutes after installing
 	$(BIN)/layershuffle swarm demo
 
-test: $(VENV)/.tests-installed ## lint, types and the test suite
+test: $(VENV)/.tests-installed ## lint, types, documentation and the test suite
 	scripts/check
+
+docs: $(VENV)/.tests-installed ## build the documentation as a site: build/site/index.html
+	scripts/docs
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "layershuffle needs Python 3.11 or newer; name one: make PYTHON=python3.11 ...")'

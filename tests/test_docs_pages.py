@@ -1,0 +1,190 @@
+"""The pages beside the commands: their numbers, their example files and the notebook."""
+
+import csv
+import json
+import statistics
+from pathlib import Path
+
+import pytest
+
+from layershuffle.recipes import read_recipe
+from layershuffle.stack import depth_of
+from layershuffle.study.dry_run import Forecast, StudySubject, forecast
+from layershuffle.study.selection import tasks_for
+from layershuffle.study.settings import StudySettings
+
+KEPT = (12, 9, 6, 3)
+# As the table of docs/methods.md names them: the arm of the study, and the blocks that a training
+# step runs in the mean: drop 0.2 leaves 12 x 0.8, and 3 to 12 blocks are (3 + 12) / 2.
+METHODS = {
+    "`baseline`": ("baseline", "12"),
+    "`truncated`, 9 blocks": ("truncated-9", "9"),
+    "`truncated`, 6 blocks": ("truncated-6", "6"),
+    "`truncated`, 3 blocks": ("truncated-3", "3"),
+    "`layerdrop`": ("layerdrop", "9.6"),
+    "`layershuffle`": ("layershuffle", "12"),
+    "`layershuffle --drop 0.2`": ("layershuffle-drop", "9.6"),
+    "`layershuffle-depth`": ("layershuffle-depth", "7.5"),
+    "`layershuffle-position`": ("layershuffle-position", "12"),
+    "`layershuffle-predict`": ("layershuffle-predict", "12"),
+}
+
+
+@pytest.fixture(scope="module")
+def measured(repository: Path) -> dict[tuple[str, str, int], dict[str, list[float]]]:
+    """(arm, mode, blocks kept) -> seed -> top-1 of every order, of `digits-paper`."""
+    scores: dict[tuple[str, str, int], dict[str, list[float]]] = {}
+    path = repository / "docs" / "results" / "digits-paper" / "results.csv"
+    with path.open() as file:
+        for row in csv.DictReader(file):
+            if row["choose"] in ("", "random"):
+                key = (row["method"], row["mode"], int(row["kept"]))
+                scores.setdefault(key, {}).setdefault(row["seed"], []).append(float(row["top1"]))
+    return scores
+
+
+def mean_of(scores: dict[str, list[float]]) -> float:
+    """Mean over models of their means over orders."""
+    return statistics.mean(statistics.mean(values) for values in scores.values())
+
+
+def words(page: Path) -> str:
+    """A page as one line, so that sentences can be searched."""
+    return " ".join(page.read_text(encoding="utf-8").split())
+
+
+def rows_of(page: Path) -> list[list[str]]:
+    """The cells of all lines of a page's tables."""
+    lines = (line for line in page.read_text(encoding="utf-8").splitlines() if line[:1] == "|")
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_the_table_of_methods_is_the_measured_one(repository, measured):
+    page = rows_of(repository / "docs" / "methods.md")
+    for label, (arm, trained) in METHODS.items():
+        cells = [
+            f"{mean_of(measured[arm, mode, kept]):.1f}" if (arm, mode, kept) in measured else ""
+            for mode in ("sequential", "arbitrary")
+            for kept in KEPT
+        ]
+        assert [label, trained, *cells] in page, f"expected: | {label} | {' | '.join(cells)} |"
+
+
+def test_the_sentences_on_methods_are_measured(repository, measured):
+    page = words(repository / "docs" / "methods.md")
+
+    def top1(arm, kept):
+        return f"{mean_of(measured[arm, 'sequential', kept]):.1f} %"
+
+    assert f"with 3 blocks it reaches {top1('truncated-3', 3)}, where `layershuffle`" in page
+    assert f"cut to 3 blocks reaches {top1('layershuffle', 3)} and `layershuffle-depth`" in page
+    assert f"`layershuffle-depth` {top1('layershuffle-depth', 3)}." in page
+
+    def spread(arm):
+        """As in table.md: within models, over their orders, all degrees of freedom pooled."""
+        orders = measured[arm, "arbitrary", 12].values()
+        return statistics.mean(statistics.variance(values) for values in orders) ** 0.5
+
+    assert f"over orders is {spread('layerdrop'):.1f} points" in page
+    assert f"that of `layershuffle` {spread('layershuffle'):.1f}." in page
+    swarm = repository / "src" / "layershuffle" / "assets" / "digits-swarm" / "calibration.json"
+    calibration = json.loads(swarm.read_text())
+    by_kept = {row["kept"]: f"{row['top1']:.1f} %" for row in calibration["rows"]}
+    assert f"reaches {by_kept[12]} in any order, {by_kept[6]} with 6 of 12" in page
+    assert f"and {by_kept[3]} with 3." in page
+
+
+@pytest.mark.parametrize("name", ["concept.md", "troubleshooting.md"])
+def test_the_price_of_any_order_is_the_measured_one(repository, measured, name):
+    gaps = {}
+    for steps in (500, 2000, 8000):
+        length = "" if steps == 2000 else f"-{steps}-steps"
+        in_order = mean_of(measured[f"baseline{length}", "sequential", 12])
+        gaps[steps] = in_order - mean_of(measured[f"layershuffle{length}", "arbitrary", 12])
+    page = words(repository / "docs" / name)
+    assert f"{gaps[500]:.1f} points after 500 steps" in page
+    assert f"{gaps[8000]:.1f} after 8,000" in page
+    if name == "concept.md":
+        assert f"{gaps[2000]:.1f} after 2,000 and" in page
+
+
+def planned(repository: Path, recipe: str, *, only: str | None, test_images: int) -> Forecast:
+    """What `--dry-run` says of a recipe with ViT-B/16, its data counted by their published size."""
+    study = StudySettings(**read_recipe(repository / "recipes" / f"{recipe}.yaml"))
+    tasks = tasks_for(study, only)
+    images, classes = (1_281_167, 1000) if recipe == "imagenet-paper" else (47_500, 100)
+    # 85,798,656 parameters, and a head of 768 weights and a bias for each class.
+    weights = 4 * (85_798_656 + 769 * classes)
+    subject = StudySubject(
+        depth=12, parameter_bytes=weights, train_images=images, test_images=test_images
+    )
+    subjects = dict.fromkeys((task.name for task in tasks), subject)
+    return forecast(study, tasks, subjects=subjects, out=repository / "absent", workers=1)
+
+
+PAPER_SPEED = 1017  # images per second in training, 20 epochs in about 7 hours on one H100
+DOLLARS = 3  # for an hour of GPU, as the page assumes
+
+
+@pytest.mark.parametrize("only", ["fig4", "table2", "table1", None])
+def test_the_hours_and_bytes_of_the_imagenet_study_are_those_of_its_plan(repository, only):
+    plan = planned(repository, "imagenet-paper", only=only, test_images=50_000)
+    hours = plan.work.trained / PAPER_SPEED / 3600
+    cells = [
+        f"{plan.work.steps:,.0f}",
+        f"{hours:.0f}",
+        f"${hours * DOLLARS:.0f}",
+        f"{plan.bytes_left / 1e9:.1f} GB",
+        f"{plan.bytes_peak / 1e9:.1f} GB",
+    ]
+    page = rows_of(repository / "docs" / "imagenet.md")
+    (row,) = [row for row in page if row[1] == (f"`{only}`" if only else "") and len(row) > 3]
+    assert row[3:] == cells
+    assert f"{(plan.bytes_peak - plan.bytes_left) / 1e9:.1f} GB" == "2.1 GB"
+    if only is None:
+        scored = plan.work.block_runs / 12 / 1e6
+        assert f"the whole paper scores {scored:.0f} million images" in words(
+            repository / "docs" / "imagenet.md"
+        )
+
+
+def test_the_steps_of_the_cifar_study_are_those_of_its_plan(repository):
+    plan = planned(repository, "cifar100-paper", only=None, test_images=10_000)
+    page = words(repository / "docs" / "imagenet.md")
+    assert f"{plan.work.steps:,.0f} steps of 128 images" in page
+
+
+def test_the_example_files_are_read_by_our_readers(repository):
+    from layershuffle.models import load
+    from layershuffle.swarm.plan import read_plan
+    from layershuffle.swarm.planning.hosts import read_hosts
+
+    examples = repository / "docs" / "examples"
+    hosts = read_hosts(examples / "HOSTS.yaml").hosts
+    assert {name: host.count for name, host in hosts.items()} == {"pi": 4, "zero": 2}
+    plan = read_plan(examples / "plan.yaml")
+    plan.check(depth_of(load(plan.model)))
+    copies = [block for host in plan.hosts.values() for block in host.blocks]
+    assert sorted(copies) == sorted(2 * list(range(12)))
+
+
+def test_the_notebook_runs_and_shows_what_it_says(repository, tmp_path, monkeypatch, capsys):
+    notebook = json.loads((repository / "docs" / "examples" / "layershuffle.ipynb").read_text())
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    names: dict[str, object] = {}
+    for cell in cells:
+        exec("".join(cell["source"]), names)
+    import matplotlib.pyplot as plt
+
+    assert len(plt.get_fignums()) == 2
+    plt.close("all")
+    top1 = names["top1"]
+    assert isinstance(top1, dict)
+    # 200 images: two standard errors are 3 points at 95 %.
+    assert abs(top1["refined"][12] - 95.0) < 4
+    assert top1["refined"][3] > 50 > 20 > top1["ordinary"][12]
+    assert "% right in this order" in capsys.readouterr().out
+    assert (tmp_path / "refined" / "model.safetensors").is_file()
