@@ -13,6 +13,8 @@ from mkdocs.structure.pages import Page
 
 _LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
 _CSS_REQUEST = re.compile(r"""(?:url\(|@import)\s*["']?((?:https?:)?//[^"')\s]+)""")
+# Sections of the navigation, and what they list: no new page has to enter itself there.
+_DIRECTORIES = {"Commands": "commands", "Decisions": "decisions"}
 # Attributes whose address a browser fetches by itself, of any element.
 _FETCHED = ("src", "srcset", "poster", "data")
 # A <link> is fetched, except where it only says what the page is or which page is next.
@@ -20,12 +22,13 @@ _LINKS_UNFETCHED = {"canonical", "alternate", "author", "license", "next", "prev
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Fill the list of decisions in the navigation, so that no decision has to enter itself."""
+    """Fill the sections of the navigation that have a page for every file of a directory."""
     docs = Path(config.docs_dir)
-    paths = sorted((docs / "decisions").glob("*.md"), key=lambda path: (path.stem != "index", path))
-    for section in config.nav or []:
-        if "Decisions" in section:
-            section["Decisions"] = [path.relative_to(docs).as_posix() for path in paths]
+    for section in (entry for entry in config.nav or [] if isinstance(entry, dict)):
+        for title in _DIRECTORIES.keys() & section:
+            pages = (docs / _DIRECTORIES[title]).glob("*.md")
+            ordered = sorted(pages, key=lambda path: (path.stem != "index", path.stem))
+            section[title] = [path.relative_to(docs).as_posix() for path in ordered]
     return config
 
 

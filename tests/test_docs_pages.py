@@ -72,6 +72,7 @@ def test_the_table_of_methods_is_the_measured_one(repository, measured):
 
 def test_the_sentences_on_methods_are_measured(repository, measured):
     page = words(repository / "docs" / "methods.md")
+    readme = words(repository / "README.md")
 
     def top1(arm, kept):
         return f"{mean_of(measured[arm, 'sequential', kept]):.1f} %"
@@ -79,6 +80,8 @@ def test_the_sentences_on_methods_are_measured(repository, measured):
     assert f"with 3 blocks it reaches {top1('truncated-3', 3)}, where `layershuffle`" in page
     assert f"cut to 3 blocks reaches {top1('layershuffle', 3)} and `layershuffle-depth`" in page
     assert f"`layershuffle-depth` {top1('layershuffle-depth', 3)}." in page
+    assert f"with 3 blocks it reaches {top1('truncated-3', 3)} in order, where a" in readme
+    assert f"cut to 3 blocks reaches {top1('layershuffle', 3)}." in readme
 
     def spread(arm):
         """As in table.md: within models, over their orders, all degrees of freedom pooled."""
@@ -92,6 +95,18 @@ def test_the_sentences_on_methods_are_measured(repository, measured):
     by_kept = {row["kept"]: f"{row['top1']:.1f} %" for row in calibration["rows"]}
     assert f"reaches {by_kept[12]} in any order, {by_kept[6]} with 6 of 12" in page
     assert f"and {by_kept[3]} with 3." in page
+
+
+def test_the_readme_counts_the_claims_that_hold(repository):
+    text = (repository / "docs" / "results" / "digits-paper" / "claims.md").read_text()
+    verdicts = ("Holds.", "Holds partly.", "Does not hold.", "Undecided.")
+    counts = [text.count(f"**{verdict}**") for verdict in verdicts]
+    numbers = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+    holds, partly, fails, undecided = (numbers[count] for count in counts)
+    assert (
+        f"Of the paper's {sum(counts)} claims, {holds} hold on digit pairs, {partly} hold in part, "
+        f"{fails} do not hold and {undecided} is undecided"
+    ) in words(repository / "README.md")
 
 
 @pytest.mark.parametrize("name", ["concept.md", "troubleshooting.md"])

@@ -122,7 +122,17 @@ def test_help_is_quick(command):
 
 # --- the docs -------------------------------------------------------------------------------------
 
-PAGES = ["README.md", "docs/swarm.md", "docs/getting-started.md", "docs/python.md"]
+PAGES = [
+    "README.md",
+    "docs/getting-started.md",
+    "docs/imagenet.md",
+    "docs/methods.md",
+    "docs/python.md",
+    "docs/swarm.md",
+    "docs/troubleshooting.md",
+    "docs/examples/HOSTS.yaml",
+    "docs/examples/plan.yaml",
+]
 INVOCATION = re.compile(r"layershuffle ((?:swarm )?[a-z]+)\b((?:[^`\n|&;#]|\\\n)*)")
 
 
