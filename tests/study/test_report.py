@@ -159,7 +159,7 @@ def test_the_papers_numbers_stand_beside_ours(report: Report, page: Page):
         assert f"paper {number}" in page.text
     assert "ImageNet2012 with ViT-B/16" in page.text
     assert "digit pairs with bundled:digits" in page.text
-    assert "the pattern compares, the level does not" in page.text
+    assert "compare the pattern, and not the level" in page.text
     for text in ("82.61", "62.77", "~18", "~70-80"):
         assert text in report.text
 

@@ -143,7 +143,7 @@ def table_notes(summary: Summary) -> list[str]:
         notes.append(f"Which blocks are kept: {choice_text(summary.choose)}.")
     notes.append(
         f"The paper's numbers ({REFERENCE}) are {SETTING}; ours are "
-        f"{describe_data(summary.study)}: the pattern compares, the level does not. "
+        f"{describe_data(summary.study)}: compare the pattern, and not the level. "
         '"~" marks what its text only describes.'
     )
     return notes
