@@ -111,7 +111,8 @@ class Entry(ABC):
     @property  # type: ignore[misc]  # that of objects can be set too
     def __class__(self) -> type:
         """That of the block: `isinstance(block, Block)` and `nn.Sequential(*blocks)` ask for it."""
-        return type(self._module)
+        # torch.compile asks objects that have no attribute yet.
+        return type(vars(self).get("_module", self))
 
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
