@@ -217,6 +217,58 @@ class Tuples(Own):
         return x
 
 
+class InPlaceWithPatches(InPlace):
+    """Reads its patches again at the end, by when the blocks have written over them."""
+
+    def run(self, x: Tensor) -> Tensor:
+        patches = x
+        return super().run(x) + patches
+
+
+class TupleState(Own):
+    """A state of two tensors in a tuple."""
+
+    class Both(Block):
+        """Hands on a second tensor."""
+
+        def forward(self, state: Any) -> Any:
+            """The next state."""
+            return super().forward(state[0] + state[1]), state[1] / 2
+
+    block = Both
+
+    def run(self, x: Tensor) -> Tensor:
+        state = (x, x.mean(1, keepdim=True))
+        for block in self.blocks:
+            state = block(state)
+        return state[0]
+
+
+class ByForward(Own):
+    """Calls the forward of its blocks."""
+
+    def run(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block.forward(x)
+        return x
+
+
+class OfItsClass(Own):
+    """Asks what its blocks are, and builds a container of them."""
+
+    def run(self, x: Tensor) -> Tensor:
+        return nn.Sequential(*(block for block in self.blocks if isinstance(block, Block)))(x)
+
+
+class Backwards(Own):
+    """Runs its blocks from behind."""
+
+    def run(self, x: Tensor) -> Tensor:
+        for block in reversed(self.blocks):
+            x = block(x)
+        return x
+
+
 class Named(Own):
     """The state goes to the blocks by name."""
 
@@ -241,97 +293,40 @@ class Pairs(Own):
         return x
 
 
-class Counting(Own):
-    """Blocks by number, up to the depth."""
+class ByParts(Own):
+    """Runs the parts of its blocks by name; the residual sums are in its loop."""
 
     def run(self, x: Tensor) -> Tensor:
-        for number in range(self.depth):
-            x = self.blocks[number](x)
+        for block in self.blocks:
+            x = x + block.tokens(x)
+            x = x + block.channels(x)
         return x
 
 
-class Zipped(Own):
-    """Blocks beside a list of as many scales, after or before it."""
+class ByMethod(Own):
+    """Runs another method of its blocks than their forward."""
 
-    blocks_first = True
+    class Stepping(Block):
+        """Has its forward under another name too."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.scales = [1.0 + number / 8 for number in range(DEPTH)]
+        def step(self, x: Tensor) -> Tensor:
+            """The next state."""
+            return self.forward(x)
+
+    block = Stepping
 
     def run(self, x: Tensor) -> Tensor:
-        pairs = zip(self.blocks, self.scales, strict=False)
-        if not self.blocks_first:
-            pairs = ((block, scale) for scale, block in zip(self.scales, self.blocks, strict=False))
-        for block, scale in pairs:
-            x = block(x) * scale
+        for block in self.blocks:
+            x = block.step(x)
         return x
 
 
-class ZippedAfter(Zipped):
-    """The scales come first."""
-
-    blocks_first = False
-
-
-class Leaving(Own):
-    """Leaves its loop after the last block that it knows of."""
+class ScaledByBlocks(Own):
+    """Multiplies with a weight of the block in its loop."""
 
     def run(self, x: Tensor) -> Tensor:
-        for number, block in enumerate(self.blocks):
-            x = block(x)
-            if number == self.depth - 1:
-                break
-        return x
-
-
-class Children(Own):
-    """Runs the children of its container."""
-
-    def run(self, x: Tensor) -> Tensor:
-        for block in self.blocks.children():
-            x = block(x)
-        return x
-
-
-class NamedChildren(Own):
-    """Runs the named children of its container."""
-
-    def run(self, x: Tensor) -> Tensor:
-        for _, block in self.blocks.named_children():
-            x = block(x)
-        return x
-
-
-class Modules(Own):
-    """Runs what torch keeps in its container."""
-
-    def run(self, x: Tensor) -> Tensor:
-        for block in self.blocks._modules.values():
-            x = block(x)
-        return x
-
-
-class Cached(Own):
-    """Runs a list made at its start."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cached = list(self.blocks)
-
-    def run(self, x: Tensor) -> Tensor:
-        for block in self.cached:
-            x = block(x)
-        return x
-
-
-class PairsOfChildren(Pairs):
-    """Pairs, and the container's children."""
-
-    def run(self, x: Tensor) -> Tensor:
-        for tokens, channels in self.blocks.children():
-            x = x + tokens(x)
-            x = x + channels(x)
+        for block in self.blocks:
+            x = block(x) * block.tokens.norm.weight
         return x
 
 
@@ -361,7 +356,8 @@ class MaskedBlock(nn.Module):
         return self.inner(x) * mask
 
 
-def _families(*hosts: Callable[[], nn.Module]) -> dict[str, Family]:
+def families(*hosts: Callable[[], nn.Module]) -> dict[str, Family]:
+    """Families of hosts, by name."""
     return {
         f"own-{host.__name__.lower()}": Family(
             f"own-{host.__name__.lower()}", "own", "blocks", host
@@ -371,9 +367,11 @@ def _families(*hosts: Callable[[], nn.Module]) -> dict[str, Family]:
 
 
 # Hosts that follow an order; the first line hands the state from block to block and does no more.
-CHAINS = _families(Own, InPlace, Tuples, Named)
-LOOPS = _families(Readout, Injection, InjectionInPlace, Gates, Pairs, Bounding, Checking)
-# Hosts that follow orders up to their depth.
-CUTTING = _families(Counting, Zipped, ZippedAfter, Leaving)
-# Hosts that no order reaches.
-DEAF = _families(Children, NamedChildren, Modules, Cached, PairsOfChildren)
+CHAINS = families(Own, Tuples, Named, ByForward, OfItsClass)
+LOOPS = families(
+    *(Readout, Injection, InjectionInPlace, Gates, Bounding, Checking, Backwards),
+    *(InPlace, InPlaceWithPatches, TupleState),
+    *(Pairs, ByParts, ByMethod, ScaledByBlocks),
+)
+# Those of them whose blocks run in parts, so that nothing can be put around a block.
+IN_PARTS = ("own-pairs", "own-byparts", "own-bymethod")

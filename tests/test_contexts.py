@@ -181,22 +181,25 @@ def test_replay_of_the_stack_without_its_parts_is_refused_by_torch() -> None:
             loss.backward()
 
 
-def whole_model(model: nn.Module) -> Callable[[Tensor], Tensor]:
+def whole_model(model: nn.Module, *, reentrant: bool = False) -> Callable[[Tensor], Tensor]:
     """`model`, its whole forward a checkpointed region."""
-    return partial(checkpoint, model, use_reentrant=False)
+    return partial(checkpoint, model, use_reentrant=reentrant)
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("orders", [(PERMUTED, SEQUENTIAL), (PERMUTED, PRUNED)])
 def test_one_backward_through_forwards_in_several_orders_is_refused(
-    model: nn.Module, orders: tuple[tuple[int, ...], ...]
+    model: nn.Module, orders: tuple[tuple[int, ...], ...], *, reentrant: bool
 ) -> None:
     """The replay of the first forward would run in the order of the second."""
     model.train()
-    run = whole_model(model)
+    run = whole_model(model, reentrant=reentrant)
     with ls.running(model, orders[0]):
-        loss = score(run(images()))
+        loss = score(run(images().requires_grad_()))  # reentrant: or nothing would be replayed
+    with torch.no_grad(), ls.running(model, SEQUENTIAL):
+        model(images())  # as between two steps of a training
     with ls.running(model, orders[1]):
-        loss = loss + score(run(images(seed=8)))
+        loss = loss + score(run(images(seed=8).requires_grad_()))
         with pytest.raises(StackError, match="forwards had several execution orders"):
             loss.backward()
 

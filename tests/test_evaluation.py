@@ -283,8 +283,13 @@ def test_groups_of_images_give_the_effective_number_of_images():
             right = np.array([value < rank for value in ranks])
             assert effective == round(clusters.effective(right), 1)
     assert {score.top1_n for score in evaluate(model, BATCHES, orders=orders)} == {None}
-    with pytest.raises(DataError, match="10 images, and groups of 9"):
-        evaluate(model, BATCHES, orders=orders, groups=groups[1:])
+    with pytest.raises(DataError, match="10 images, and groups of 11"):
+        evaluate(model, BATCHES, orders=orders, groups=torch.cat((groups, groups[:1])))
+    # The third batch is not read: it is known to be too many before.
+    unread = iter([*BATCHES, None])
+    with pytest.raises(DataError, match="10 images and more, and groups of 9"):
+        evaluate(model, unread, orders=orders, groups=groups[1:])
+    assert next(unread) is None
 
 
 def test_digit_pairs_are_scored_with_their_groups():

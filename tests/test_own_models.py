@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
 
@@ -19,23 +20,17 @@ from common import (
     PRUNED,
     REPEATED,
     SEQUENTIAL,
+    WIDTH,
     Family,
     assert_close,
     images,
 )
 from contracts import TOLERANCE, Rebuilt, answer
+from deaf_models import CUTTING, DEAF, CachedLater, Zipped, ZippedAfter
 from layershuffle.errors import StackError, UsageError
 from layershuffle.hooks import Step
 from layershuffle.stack import recomputing, stack_of, with_hooks
-from own_models import (
-    CHAINS,
-    CUTTING,
-    DEAF,
-    LOOPS,
-    Masked,
-    Zipped,
-    ZippedAfter,
-)
+from own_models import CHAINS, IN_PARTS, LOOPS, Masked
 from test_contracts import CHECKS
 
 EQUAL_LENGTHS = (PERMUTED, SEQUENTIAL, (3, 3, 0, 1))
@@ -57,7 +52,11 @@ LOOP_CHECKS = {
     if not name.startswith(("per_sample", "wrong_number", "encoding", "prediction", "zero", "tap"))
     and name != "hooks_fire_once_per_run_of_the_right_block"
 }
-TAPPED = {name: family for name, family in LOOPS.items() if name != "own-pairs"}
+# Why no order can be given per sample.
+REFUSED_PER_SAMPLE = dict.fromkeys(IN_PARTS, "takes the parts out of its blocks")
+REFUSED_PER_SAMPLE["own-scaledbyblocks"] = "takes the parts out of its blocks"
+REFUSED_PER_SAMPLE["own-tuplestate"] = "hands its blocks a tuple"
+PER_SAMPLE = {name: host for name, host in LOOPS.items() if name not in REFUSED_PER_SAMPLE}
 
 
 # (host, words of checks): why they do not apply.
@@ -67,14 +66,16 @@ NOT_FOR = {
     ),
     ("own-inplace", "tap hooks reads_every_output"): "the next block writes over what they saw",
     ("own-named", "encoding_equals"): "the slow path of the check takes the state without a name",
-    ("own-pairs", "state_dict_never"): "it taps the blocks, which is refused below",
+    ("own-byforward", "hooks_fire"): "the hooks that the check counts are not called",
+    ("own-ofitsclass", "encoding_equals"): "the slow path of the check has blocks of its own class",
+    **{(name, "state_dict_never"): "it taps the blocks, refused below" for name in IN_PARTS},
 }
 
 
 def applies(family: Family, check: str) -> bool:
     """Whether a check of the contract is meant for this host."""
     return not any(
-        name == family.name and any(word in check for word in words.split())
+        family.name.startswith(name) and any(word in check for word in words.split())
         for name, words in NOT_FOR
     )
 
@@ -156,7 +157,7 @@ def one_by_one(model: nn.Module, orders: tuple[tuple[int, ...], ...]) -> Tensor:
     return torch.cat(alone)
 
 
-@pytest.mark.parametrize("family", [*CHAINS.values(), *TAPPED.values()], ids=lambda f: f.name)
+@pytest.mark.parametrize("family", [*CHAINS.values(), *PER_SAMPLE.values()], ids=lambda f: f.name)
 def test_orders_of_one_length_per_sample(family: Family) -> None:
     model = family.wrapped()
     orders = [ls.ExecutionOrder(order, DEPTH) for order in EQUAL_LENGTHS]
@@ -168,7 +169,7 @@ def test_orders_of_one_length_per_sample(family: Family) -> None:
         assert [rows[sample] for sample in range(3)] == [o[position] for o in EQUAL_LENGTHS]
 
 
-@pytest.mark.parametrize("family", TAPPED.values(), ids=lambda f: f.name)
+@pytest.mark.parametrize("family", PER_SAMPLE.values(), ids=lambda f: f.name)
 def test_orders_of_several_lengths_per_sample_are_refused(family: Family) -> None:
     model = family.wrapped()
     orders = [ls.ExecutionOrder(order, DEPTH) for order in (PERMUTED, PRUNED)]
@@ -207,12 +208,42 @@ class Nothing:
         """Nothing."""
 
 
-def test_parts_of_blocks_cannot_have_something_around_them() -> None:
-    model = LOOPS["own-pairs"].wrapped()
-    orders = [ls.ExecutionOrder(order, DEPTH) for order in EQUAL_LENGTHS]
-    for context in (ls.tap(model), with_hooks(model, Nothing()), ls.running(model, orders)):
+@pytest.mark.parametrize("name", IN_PARTS)
+def test_parts_of_blocks_cannot_have_something_around_them(name: str) -> None:
+    model = LOOPS[name].wrapped()
+    for context in (ls.tap(model), with_hooks(model, Nothing())):
         with pytest.raises(StackError, match="takes the parts out of its blocks"), context:
             model(images(3))
+
+
+@pytest.mark.parametrize("name", REFUSED_PER_SAMPLE)
+def test_orders_per_sample_that_would_be_wrong_are_refused(name: str) -> None:
+    """The part, the weight or the second tensor would be that of another sample."""
+    model = LOOPS[name].wrapped()
+    orders = [ls.ExecutionOrder(order, DEPTH) for order in EQUAL_LENGTHS]
+    with ls.running(model, orders), pytest.raises(StackError, match=REFUSED_PER_SAMPLE[name]):
+        model(images(3))
+
+
+def test_a_host_may_look_at_its_blocks() -> None:
+    """At numbers, at modules inside of them, and through nn.Module's own methods."""
+    model = CHAINS["own-own"].wrapped()
+    stack = stack_of(model)
+    with with_hooks(model, Nothing()):
+        assert stack[1].tokens.norm.normalized_shape == (WIDTH,)
+        assert stack[1].tokens.norm.weight is ls.blocks_of(model)[1].tokens.norm.weight
+        assert len(list(stack[1].parameters())) == 8
+        assert isinstance(stack[1], type(ls.blocks_of(model)[1]))
+
+
+def test_a_host_that_runs_from_behind_is_recorded_whole() -> None:
+    """Position 0 comes last, and begins no new forward."""
+    model = LOOPS["own-backwards"].wrapped()
+    with ls.tap(model) as tap, ls.running(model, PERMUTED):
+        for _ in range(2):
+            model(images())
+    assert [record.block for record in tap.records] == [*reversed(PERMUTED)]
+    assert [record.position for record in tap.records] == [3, 2, 1, 0]
 
 
 # --- orders that a host does not follow -----------------------------------------------------------
@@ -237,6 +268,40 @@ def test_a_host_that_does_not_ask_its_stack_is_refused(
         ls.evaluate(model, labelled(), orders=[ls.ExecutionOrder(order, DEPTH)])
     assert torch.equal(answer(model), answer(family.plain()))
     assert not [m for m in ls.unwrap(model).modules() if m._forward_pre_hooks]
+
+
+def test_a_list_made_in_the_first_forward_is_refused_in_the_next() -> None:
+    model = ls.wrap(CachedLater().eval(), "blocks")
+    first = answer(model)
+    for context in (ls.running(model, PERMUTED), ls.tap(model)):
+        with pytest.raises(StackError, match="never asked its block stack"), context:
+            answer(model)
+    assert torch.equal(answer(model), first)
+    with pytest.raises(StackError, match="never asked its block stack"):
+        ls.evaluate(model, labelled(), orders=["2,0,1"])
+
+
+def test_a_trial_hands_nothing_out_for_later() -> None:
+    """What stood for the blocks would hand out a state of other images."""
+    model = ls.wrap(CachedLater().eval(), "blocks")
+    with pytest.raises(StackError, match="keeps what it was handed"):
+        ls.evaluate(model, labelled(), orders=["2,0,1"])
+
+
+def test_looking_at_a_container_does_not_make_its_host_follow() -> None:
+    model = DEAF["own-children"].wrapped()
+    assert len(list(stack_of(model))) == DEPTH
+    with ls.running(model, PERMUTED), pytest.raises(StackError, match="never asked its block"):
+        answer(model)
+
+
+def test_a_copy_made_inside_running_has_no_order() -> None:
+    model = CHAINS["own-own"].wrapped()
+    plain = answer(model)
+    with ls.running(model, PERMUTED):
+        duplicate = copy.deepcopy(model)
+        assert torch.equal(answer(duplicate), plain)
+        assert not torch.equal(answer(model), plain)
 
 
 @pytest.mark.parametrize("family", CUTTING.values(), ids=list(CUTTING))

@@ -11,7 +11,17 @@ import torch
 from torch import Tensor, nn
 
 import layershuffle as ls
-from common import DEPTH, FAMILIES, LONGER, PERMUTED, PRUNED, SEQUENTIAL, images, logits_of
+from common import (
+    DEPTH,
+    FAMILIES,
+    LONGER,
+    PERMUTED,
+    PRUNED,
+    SEQUENTIAL,
+    assert_close,
+    images,
+    logits_of,
+)
 from layershuffle.errors import StackError, UsageError
 from layershuffle.hooks import Step
 from layershuffle.stack import BlockStack, stack_of, walking, with_hooks
@@ -290,6 +300,21 @@ def test_export_of_a_pruned_order(model: nn.Module) -> None:
     assert set(program.state_dict) == set(VIT.plain().state_dict())
     assert torch.equal(program.module()(images()), wanted)
     assert torch.equal(along(model, SEQUENTIAL), VIT.plain()(images()))
+
+
+def test_hooks_and_walks_in_a_model_compiled_whole(model: nn.Module) -> None:
+    """What stands for blocks is made and asked for its class while torch.compile traces."""
+    compiled = torch.compile(model, backend="eager")
+    try:
+        with torch.no_grad(), ls.tap(model) as tap, ls.running(model, PERMUTED):
+            logits = compiled(images())
+        (score,) = ls.evaluate(compiled, [(images(), torch.arange(len(images())))], orders=["3,1"])
+    finally:
+        torch.compiler.reset()
+    assert [record.block for record in tap.records] == list(PERMUTED)
+    assert_close(logits, along(model, PERMUTED), tolerance=1e-5)
+    wanted = nn.functional.cross_entropy(along(model, (3, 1)), torch.arange(len(images())))
+    assert score.cross_entropy == pytest.approx(float(wanted), rel=1e-5)
 
 
 def test_masks_per_sample_cannot_be_regrouped() -> None:

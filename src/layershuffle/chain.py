@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from layershuffle.entries import HOSTS, Entry, Form, Host, form_of, has_parts, state_first, state_of
 from layershuffle.errors import StackError
-from layershuffle.runs import in_eval, in_place
+from layershuffle.runs import in_eval, in_place, is_compiled
 
 IMAGES = 2  # with one image a mask for all samples looks like a mask per sample
 # What the stand-ins hand out, in proper states. NaN is the last, because a GPU may abort the
@@ -96,22 +96,30 @@ def _tried(stack: nn.Module, model: nn.Module, forward: Callable[[], Any]) -> Ho
 
     try:
         walked = run(trial.one_block())
-        chain = trial.calls == [0] and all(
-            _equal(run(trial.all_blocks(factor)), walked) and trial.is_pure() for factor in _FACTORS
+        # Where blocks write into what the host may still hold, only its own loop shows the change.
+        chain = (
+            not trial.writes
+            and trial.calls == [0]
+            and all(
+                _equal(run(trial.all_blocks(factor)), walked) and trial.is_pure()
+                for factor in _FACTORS
+            )
         )
     # Any: with states like these, a host's own checks and index arithmetic may raise anything.
     except Exception:
         if not trial.reached:
             raise
         chain = False
-    return Host(chain=chain, form=trial.form, batched=trial.batched)
+    finally:
+        trial.over = True
+    return Host(chain=chain, form=trial.form, batched=trial.batched, writes=trial.writes)
 
 
 @contextmanager
 def _apart(devices: list[torch.device], model: nn.Module) -> Iterator[None]:
     """What runs here leaves no trace in running statistics or torch's generators."""
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-    compiled = any(getattr(module, "_compiled_call_impl", None) for module in model.modules())
+    compiled = any(map(is_compiled, model.modules()))
     # One forward is no reason for a graph of its own.
     eager = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
     with torch.random.fork_rng(devices), in_eval(*norms), torch.no_grad(), eager:
@@ -128,7 +136,7 @@ class _Trial:
         weight = next(stack.parameters(), None)
         self.devices = [weight.device] if weight is not None and weight.is_cuda else []
         self.calls: list[int] = []
-        self.reached, self.form = False, Form()
+        self.reached, self.form, self.writes, self.over = False, Form(), False, False
         self.batched: tuple[bool, ...] = ()
         self._pure = True
         self._beside: list[Any] = []
@@ -156,8 +164,11 @@ class _Trial:
         # What the block draws, the host does not draw in a walk's place of it.
         with torch.random.fork_rng(self.devices):
             # A copy, because a block may write into its input.
-            out = self.blocks[0](state.clone(), *args, **kwargs)
+            given = state.clone()
+            out = self.blocks[0](given, *args, **kwargs)
         self.form, self._state = form_of(out), state_of(out)
+        # The same tensor even where the weights change nothing yet.
+        self.writes = self._state is given or not torch.equal(given, state)
         self._beside = [] if out is self._state else list(out[1:])
 
     def look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -196,6 +207,13 @@ class _StandIn(Entry):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         trial = self._trial
+        if trial.over:
+            raise StackError(
+                "The host model keeps what it was handed for its blocks in one forward, and calls "
+                "it in another",
+                hint="let its forward iterate over the container every time (for block in "
+                "self.blocks), and make the model anew",
+            )
         trial.calls.append(self._position)
         if not trial.reached:
             trial.reached = True

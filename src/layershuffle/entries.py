@@ -43,12 +43,14 @@ class Host:
     """What a trial showed about the host of a stack in a kind of call (`layershuffle.chain`).
 
     `chain`: between its blocks it only hands on the state. `batched`: which of the things that it
-    gives to a block beside the state may have a part per sample.
+    gives to a block beside the state may have a part per sample. `writes`: blocks return the very
+    tensor that they were given, changed, so that the host's own names for it show the change.
     """
 
     chain: bool
     form: Form
     batched: tuple[bool, ...]
+    writes: bool
 
 
 # Of the latest call that was judged. Beside the stack, not in it: a copy of a model may be changed
@@ -99,22 +101,45 @@ def state_first(
 
 
 class Entry(ABC):
-    """Stands for a block; attributes are those of `module`. Hosts call it, and nothing else."""
+    """Stands for a block, and looks like `module`: hosts may look at it, and call it as a whole."""
+
+    one_block = True  # `module` is the block that runs, so that its weights may be read
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
+
+    @property  # type: ignore[misc]  # that of objects can be set too
+    def __class__(self) -> type:
+        """That of the block: `isinstance(block, Block)` and `nn.Sequential(*blocks)` ask for it."""
+        # torch.compile asks objects that have no attribute yet.
+        return type(vars(self).get("_module", self))
 
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What a block returns, for the state among the arguments."""
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The same, for hosts that call a block by its forward."""
+        return self(*args, **kwargs)
+
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
+        value = getattr(self._module, name)
+        # What runs a part of the block would run without what is around the block, or on all
+        # samples the part of one of their blocks.
+        if isinstance(value, nn.Module):
+            return Part(value, self)
+        if isinstance(value, Tensor) and not self.one_block:
+            raise self._in_parts()
+        own = getattr(value, "__self__", None) is self._module and not hasattr(nn.Module, name)
+        return self._refuse if own else value
 
     def __iter__(self) -> Iterator[Any]:
         raise self._in_parts()
 
     def __getitem__(self, index: object) -> Any:
+        raise self._in_parts()
+
+    def _refuse(self, *_args: Any, **_kwargs: Any) -> Any:
         raise self._in_parts()
 
     def _in_parts(self) -> StackError:
@@ -126,6 +151,21 @@ class Entry(ABC):
             hint="make a module of each group of parts, with their residual sums in its forward; "
             "one order for the whole batch, and evaluate(), work as it is",
         )
+
+
+class Part(Entry):
+    """A module inside of the block of `owner`: to look at, not to run."""
+
+    def __init__(self, module: nn.Module, owner: Entry) -> None:
+        super().__init__(module)
+        self._owner, self.one_block = owner, owner.one_block
+
+    def __call__(self, *_args: Any, **_kwargs: Any) -> Any:
+        """Raises `StackError`."""
+        raise self._in_parts()
+
+    def _in_parts(self) -> StackError:
+        return self._owner._in_parts()
 
 
 class Placed(Entry):
@@ -163,6 +203,13 @@ class Walked(Entry):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the last block of the walk returns, for the state among the arguments."""
         state, args, kwargs = state_first(self._module, args=args, kwargs=kwargs)
+        if not isinstance(state, Tensor):
+            raise StackError(
+                f"The host model hands its blocks a {type(state).__name__}; a tensor is needed to "
+                "give every sample an order of its own",
+                hint="give the blocks the state first and other things after it; one order for the "
+                "whole batch (layershuffle.running), and evaluate(), work as they are",
+            )
         form = Form() if self._host is None else self._host.form
 
         def call(block: int, position: int, chunk: Tensor, rows: tuple[int, ...] | None) -> Tensor:

@@ -207,10 +207,15 @@ def evaluate(
                         policy.draw(depth, seed=seed, step=number, micro_batch=index)
                     )
             _score_batch(model, batch, columns=columns)
+            # The rest of a large data set would be read for nothing.
+            if groups is not None and columns[0].tally.images > len(groups):
+                break
     columns[0].tally.check()
-    if groups is not None and len(groups) != columns[0].tally.images:
+    images = columns[0].tally.images
+    if groups is not None and len(groups) != images:
+        more = " and more" if images > len(groups) else ""
         raise DataError(
-            f"There are {columns[0].tally.images} images, and groups of {len(groups)}",
+            f"There are {images} images{more}, and groups of {len(groups)}",
             hint="give `groups` a row for every image of the batches",
         )
     return [

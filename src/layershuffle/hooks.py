@@ -6,7 +6,7 @@ Position encoding and prediction (`layershuffle.position`) are hooks, and so are
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -36,19 +36,20 @@ class _Place(Protocol):
     def rows(self) -> tuple[int, ...] | None: ...
 
 
-def begins_forward(step: Step, earlier: Iterable[_Place]) -> bool:
+def begins_forward(step: Step, earlier: Sequence[_Place]) -> bool:
     """Whether `step` is the first of a new forward, where `earlier` ran in the one before."""
     # The first block of a replayed forward is not a new forward: its records are there already.
-    if step.position > 0 or step.replay:
+    if step.replay or not earlier:
         return False
-    # Those of this forward can only be of other samples, at position 0.
+    # A host may run its blocks from behind, and a batch may have samples that the last had not.
+    begins = step.position == earlier[0].position
     return any(
-        place.position > 0
-        or step.rows is None
-        or place.rows is None
-        or not set(step.rows).isdisjoint(place.rows)
-        for place in earlier
+        _overlap(step, place) if place.position == step.position else begins for place in earlier
     )
+
+
+def _overlap(step: Step, place: _Place) -> bool:
+    return step.rows is None or place.rows is None or not set(step.rows).isdisjoint(place.rows)
 
 
 class BlockHook(Protocol):
@@ -85,7 +86,7 @@ class Tap:
     _records: list[TapRecord] = field(default_factory=list)
 
     def before(self, state: Tensor, step: Step) -> Tensor:
-        """Leaves the input alone; a sample that comes to position 0 again begins a new forward."""
+        """Leaves the input alone; a sample that comes to a position again begins a new forward."""
         if begins_forward(step, self._records):
             self._records = []
         return state

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from layershuffle.chain import host_of_stack
-from layershuffle.entries import Entry, Host, Walk, Walked
+from layershuffle.entries import Entry, Host, Walk, Walked, state_first, state_of
 from layershuffle.errors import StackError, UsageError
 from layershuffle.grouped import BlockCall, run_grouped
 from layershuffle.runs import PLAIN, Run, in_backward, run_of
@@ -67,6 +67,8 @@ class SampleOrders:
 class _Position(Walked):
     """One position of the host's own loop, at which every sample has its block."""
 
+    one_block = False
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The state after every sample ran through its block."""
         out = super().__call__(*args, **kwargs)
@@ -76,6 +78,10 @@ class _Position(Walked):
                 "which cannot be put together again from samples in orders of their own",
                 hint="use one order for the whole batch",
             )
+        if self._host is not None and self._host.writes:
+            # As the blocks do it, for a host that reads the state by another name.
+            given = state_first(self._module, args=args, kwargs=kwargs)[0]
+            return self._host.form.filled(given.copy_(state_of(out)))
         return out
 
 
@@ -111,7 +117,7 @@ def calls_seen(model: nn.Module, stack: nn.Module, *, samples: SampleOrders) -> 
         samples.called -= ours()
 
     with ExitStack() as hooks:
-        for module in _holders(model, stack) or [stack]:
+        for module in holders(model, stack) or [stack]:
             handle = module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
             hooks.callback(handle.remove)
             hooks.callback(module.register_forward_hook(after, always_call=True).remove)
@@ -130,8 +136,8 @@ def _refuse_hidden_states(module: nn.Module, kwargs: dict[str, Any]) -> None:
         )
 
 
-def _holders(module: nn.Module, stack: nn.Module) -> list[nn.Module]:
+def holders(module: nn.Module, stack: nn.Module) -> list[nn.Module]:
     """`module` and the modules in it that hold `stack`: their calls run it."""
     children = [child for child in module._modules.values() if child is not None]
-    inner = [h for child in children if child is not stack for h in _holders(child, stack)]
+    inner = [h for child in children if child is not stack for h in holders(child, stack)]
     return [module, *inner] if inner or stack in children else []

@@ -108,7 +108,7 @@ class Guesses:
     def before(self, state: Tensor, step: Step) -> Tensor:
         """Leaves the input alone; a new forward begins a new collection."""
         # Together the guesses of two forwards would count every sample twice.
-        if begins_forward(step, (guess.step for guess in self.items)):
+        if begins_forward(step, [guess.step for guess in self.items]):
             self.items = []
         return state
 

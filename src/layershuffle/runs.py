@@ -8,6 +8,7 @@ so that blocks which are left out of turn (an `ExitStack`, a generator) leave no
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointFunction
 
 from layershuffle.errors import StackError
 from layershuffle.hooks import BlockHook
@@ -172,6 +174,11 @@ def in_eval(*models: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a call of `module` runs a graph that torch.compile made of it."""
+    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
+
+
 def in_backward() -> bool:
     """Is this call a replay by gradient checkpointing? torch's own checkpointing asks this way."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
@@ -179,6 +186,13 @@ def in_backward() -> bool:
 
 def in_checkpoint() -> bool:
     """Is this call inside a region that gradient checkpointing will replay as a whole?"""
-    # Non-reentrant checkpointing hooks what autograd saves. Reentrant regions leave no trace.
-    hooked = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
-    return hooked and torch.is_grad_enabled()
+    if torch.is_grad_enabled():
+        # Non-reentrant checkpointing hooks what autograd saves.
+        return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    # Reentrant checkpointing leaves no other trace than that it is among the callers.
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code is CheckpointFunction.forward.__code__:
+            return True
+    return False

@@ -27,7 +27,7 @@ from layershuffle.entries import HOSTS, Placed, Walk, Walked
 from layershuffle.errors import StackError
 from layershuffle.hooks import BlockHook, Step, Tap
 from layershuffle.orders import ExecutionOrder, order_of
-from layershuffle.per_sample import SampleOrders, calls_seen
+from layershuffle.per_sample import SampleOrders, calls_seen, holders
 from layershuffle.runs import (
     PLAIN,
     Asked,
@@ -37,6 +37,7 @@ from layershuffle.runs import (
     in_backward,
     in_checkpoint,
     in_place,
+    is_compiled,
     run_of,
 )
 
@@ -139,8 +140,8 @@ class BlockStack(nn.ModuleList):
             raise StackError(
                 "Gradient checkpointing runs the whole stack again in the backward pass, and its "
                 "forwards had several execution orders, of which only one is set now",
-                hint="checkpoint the blocks one by one, or call backward() for each order inside "
-                "its `with running(...)`; forwards without a backward belong under torch.no_grad()",
+                hint="checkpoint the blocks one by one, or call backward() after each forward, "
+                "inside its `with running(...)`; other forwards belong under torch.no_grad()",
             )
 
     def block(self, index: int) -> nn.Module:
@@ -207,13 +208,45 @@ def _refuse_order(module: nn.Module, _args: object) -> None:
         return
     for stack in changed_stacks():
         if any(module is part for part in _watched_parts(stack)):
-            raise StackError(
-                f"A block ({type(module).__name__}) runs although the host model never asked its "
-                "block stack, so the execution order and what is to run around blocks would be "
-                "ignored",
-                hint="iterate over the container itself (for block in self.blocks) in the forward, "
-                "not over its children() or _modules, nor over a list made before",
-            )
+            raise _never_asked(f"A block ({type(module).__name__}) runs although the host model")
+
+
+def _never_asked(what: str) -> StackError:
+    return StackError(
+        f"{what} never asked its block stack, so the execution order and what is to run around "
+        "blocks would be ignored",
+        hint="iterate over the container itself (for block in self.blocks) in the forward, not "
+        "over its children() or _modules, nor over a list made before",
+    )
+
+
+def _refuse_call(module: nn.Module, *_: object) -> None:
+    """A hook on models whose order or hooks are set: their call ran, and asked for no block.
+
+    Of the module, not of a closure, because a copy of a model keeps its hooks.
+    """
+    if torch.compiler.is_compiling():
+        return
+    for stack in changed_stacks():
+        asked = run_of(stack).asked
+        if asked is not None and not asked.length:
+            around = holders(module, stack)
+            # A compiled model asks while it is compiled, and then runs as it was.
+            if around and not any(map(is_compiled, around)):
+                raise _never_asked(f"{type(module).__name__} ran and")
+
+
+@contextmanager
+def _calls_watched(model: nn.Module) -> Iterator[None]:
+    # A hook would be compiled into the model.
+    if is_compiled(model):
+        yield
+        return
+    handle = model.register_forward_hook(_refuse_call)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _remove_watches(stack: nn.Module) -> None:
@@ -306,6 +339,7 @@ def running(
                 )
             )
             contexts.enter_context(calls_seen(model, stack, samples=samples))
+            contexts.enter_context(_calls_watched(model))
             _say_batch_norm(stack, "an order per sample splits the batch for their statistics")
             yield orders
         else:
@@ -313,6 +347,7 @@ def running(
             contexts.enter_context(
                 changed(stack, order=shared.blocks, samples=None, entries=None, asked=asked)
             )
+            contexts.enter_context(_calls_watched(model))
             yield shared
     asked.refuse_cut(model)
 
@@ -356,7 +391,9 @@ def recomputing(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def with_hooks(model: nn.Module, *hooks: BlockHook) -> Iterator[None]:
     """Add `hooks` around every block inside the `with` block, after those already there."""
-    with changed(stack_of(model), *hooks):
+    stack = stack_of(model)
+    asked = run_of(stack).asked or Asked(stack.depth)
+    with changed(stack, *hooks, asked=asked), _calls_watched(model):
         yield
 
 

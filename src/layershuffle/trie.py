@@ -183,8 +183,8 @@ def _is_chain(model: nn.Module, images: Tensor, *, forward: Callable[[Tensor], T
     if not chain and stack not in _LOOPS_SAID:
         _LOOPS_SAID.add(stack)
         _log.warning(
-            "%s seems to do more between its blocks than hand on the state, so its orders run one "
-            "by one: the scores are the same, and take longer",
+            "%s seems to do more between its blocks than hand on the state, or they write into it, "
+            "so its orders run one by one: the scores are the same, and take longer",
             type(model).__name__,
         )
     return chain

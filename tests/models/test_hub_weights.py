@@ -64,6 +64,19 @@ def test_timm_weights_come_from_the_cache(
     assert front_matter(tmp_path / "m")["base_model"] == TIMM_HUB
 
 
+@pytest.mark.usefixtures("timm_weights")
+def test_trained_timm_models_name_imagenet(tmp_path: Path) -> None:
+    """Published weights carry no names; the folders of ImageNet in another order are renumbered."""
+    model = ls.load("timm:test_vit")
+    names = ls.models.class_names_of(model)
+    assert names is not None
+    assert (len(set(names)), names[0], names[-1]) == (1000, "n01440764", "n15075141")
+    ls.save(model, tmp_path / "m")
+    assert ls.models.class_names_of(ls.load(str(tmp_path / "m"))) == names
+    for spec in ("timm:test_vit?num_classes=7", "timm:test_vit?pretrained=false"):
+        assert ls.models.class_names_of(ls.load(spec)) is None
+
+
 @pytest.mark.parametrize("way", ["argument", "spec"])
 def test_a_trained_timm_model_loses_its_head_loudly(
     way: str, timm_weights: dict[str, torch.Tensor], caplog: pytest.LogCaptureFixture

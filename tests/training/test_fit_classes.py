@@ -13,7 +13,7 @@ import transformers
 from PIL import Image
 
 import layershuffle as ls
-from common import FAMILIES, redraw
+from common import FAMILIES, assert_close, images, redraw
 from layershuffle.errors import DataError
 from layershuffle.evaluation import evaluate_spec
 from layershuffle.models import class_names_of, host_of, image_view, set_class_names
@@ -53,10 +53,8 @@ def base(place: Path, names: tuple[str, ...] | None, *, family: str = "hf-vit") 
 
 def fitted(out: Path, model: str, data: Path, **changes: Any) -> Path:
     fields = {"steps": 1, "batch_size": 6, "eval_batch_size": 8, "workers": 0, "lr": 1e-6}
-    settings = FitSettings(
-        method="baseline", model=model, data=f"folder:{data}", **{**fields, **changes}
-    )
-    fit(settings, out)
+    fields |= {"method": "baseline", **changes}
+    fit(FitSettings(model=model, data=f"folder:{data}", **fields), out)
     return out
 
 
@@ -141,6 +139,16 @@ def test_other_names_are_refused_and_listed(data: Path, tmp_path: Path) -> None:
     model = base(tmp_path / "base", ("stripe", "disk", "line"))
     with pytest.raises(DataError, match=r"model only \(line\), 1 in the data only \(grid\)"):
         top1(model, data)
+
+
+def test_a_model_of_one_block_is_trained_saved_and_scored(data: Path, tmp_path: Path) -> None:
+    model = base(tmp_path / "base", FOLDERS)
+    out = fitted(tmp_path / "out", model, data, method="truncated", kept=1)
+    again, whole = ls.load(str(out)), ls.load(model)
+    assert ls.depth_of(again) == 1
+    with torch.no_grad(), ls.running(whole, "0"):  # a step at 1e-6 changes next to nothing
+        assert_close(again(images()).logits, whole(images()).logits, tolerance=1e-3)
+    assert top1(out, data) == pytest.approx(stock_top1(out / "model", data))
 
 
 def test_timm_models_carry_the_names_too(data: Path, tmp_path: Path) -> None:

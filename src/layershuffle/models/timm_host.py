@@ -23,7 +23,7 @@ from huggingface_hub.errors import (
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
 )
-from timm.data import resolve_data_config
+from timm.data import ImageNetInfo, infer_imagenet_subset, resolve_data_config
 from timm.models import get_pretrained_cfg
 from torch import nn
 
@@ -110,6 +110,8 @@ def build(name: str, settings: Mapping[str, Any], *, seed: int) -> nn.Module:
     if checkpoint is not None:
         load_checkpoint(host, Path(str(checkpoint)).expanduser())
     set_view(host, view)
+    if pretrained:
+        _name_imagenet(host)
     if classes is not None and classes != num_classes(host):
         resize_head(host, classes, seed=seed)
     return remember(host, Origin(model_args=args, base_model=base))
@@ -140,6 +142,13 @@ def class_names(host: Host) -> tuple[str, ...] | None:
         names = [by_index.get(str(index)) for index in range(len(by_index))]
         names = None if None in names else names
     return listed_names(names, num_classes(host), place="label_names")
+
+
+def _name_imagenet(host: Host) -> None:
+    """Name the classes of weights that timm trained on ImageNet or a part of it, as timm infers."""
+    subset = infer_imagenet_subset(host)
+    if subset is not None and class_names(host) is None:
+        set_class_names(host, ImageNetInfo(subset).label_names())
 
 
 def set_class_names(host: Host, names: Sequence[str]) -> None:

@@ -51,6 +51,8 @@ MAX_SCANS = 32
 """Of a JPEG. Progressive ones have about ten."""
 MAX_MARKERS = 2000
 """Of a JPEG. Those of cameras have about twenty, and one of 16 MB has 250 if all is metadata."""
+MAX_CHUNKS = 10_000
+"""Of a PNG. One of 16 MB has 2,000 as libpng writes it, and 1,400,000 if they are empty."""
 _HEAD_READS = 4 * MAX_MARKERS  # two for a marker, one each for its length and its content
 
 _PLAIN_HINT = "save it as a plain JPEG, or as a progressive one with the usual scans"
@@ -320,8 +322,8 @@ class Decoder:
                 raise DataError(
                     f"The image has more than {most} {kind}", place=place, hint=_PLAIN_HINT
                 )
-        content = _BoundedFile(without_metadata(file))
         with _data_errors(place, self.limits):
+            content = _BoundedFile(without_metadata(file))
             image = Image.open(content, formats=FORMATS)
         content.left = None  # a decoder reads in large pieces, and the pixels are bounded
         return image
@@ -346,12 +348,16 @@ def without_metadata(file: bytes) -> bytes:
     """A PNG without the chunks that its pixels do not need; other files as they are.
 
     Pillow unpacks every compressed text and profile of a PNG. It bounds the texts, but not the
-    number of profiles: 1 MB of them took it 4.8 s under the strictest limits it knows.
+    number of profiles: 1 MB of them took it 4.8 s under the strictest limits it knows. Raises
+    `ValueError` where there are more than `MAX_CHUNKS` chunks of any kind.
     """
     if not file.startswith(_PNG):
         return file
-    parts, start = [_PNG], len(_PNG)
+    parts, start, chunks = [_PNG], len(_PNG), 0
     while start + 8 <= len(file):
+        chunks += 1
+        if chunks > MAX_CHUNKS:
+            raise ValueError("the image has too many chunks")
         kind = file[start + 4 : start + 8]
         end = start + 12 + int.from_bytes(file[start : start + 4])
         # Upper case marks chunks that no decoder may skip. Transparency is kept beside them: an
