@@ -218,6 +218,19 @@ def test_effective_images_in_closed_form():
     assert alone.effective(right) == pytest.approx(60, rel=1e-12)
 
 
+def test_half_an_interval_is_the_t_intervals_and_that_of_the_groups_means():
+    values = np.random.default_rng(4).normal(5.0, 2.0, 30)
+    influence = (values - values.mean()) / 30
+    low, high = t_interval(values.tolist())
+    alone = ImageGroups(np.arange(30)[:, None])
+    assert 2 * alone.half_width(influence) == pytest.approx(high - low, rel=1e-12)
+    # Each value twice, as two images of a group: the same interval, not a narrower one.
+    pairs = ImageGroups((np.arange(60) // 2)[:, None])
+    assert 2 * pairs.half_width(np.repeat(influence, 2) / 2) == pytest.approx(high - low, rel=1e-12)
+    with pytest.raises(ValueError, match="at least two images"):
+        ImageGroups(np.zeros((1, 1), dtype=np.int64)).half_width(np.zeros(1))
+
+
 def test_more_groups_than_images_make_no_image_count_twice():
     groups = np.arange(20).reshape(10, 2)
     assert ImageGroups(groups).effective(np.arange(10) < 5) == 10

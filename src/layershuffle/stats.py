@@ -262,8 +262,8 @@ class ImageGroups:
             _, group = np.unique(np.concatenate(names), axis=0, return_inverse=True)
             self._sums.append(((-1) ** (size + 1), np.concatenate(members), group.ravel()))
 
-    def effective(self, right: NDArray[np.bool_]) -> float:
-        """How many independent images would show the share of `right` [n] as exactly as these do.
+    def effective(self, right: NDArray[Any]) -> float:
+        """How many independent images would show the mean of `right` [n] as exactly as these do.
 
         Between 1 and n (Kish's effective sample size); fewer where the variance of few groups is
         itself uncertain, by the t-quantiles of groups and images (Korn and Graubard 1998). Where
@@ -290,6 +290,24 @@ class ImageGroups:
         effective = self.images / max(1.0, effect) * (narrow / wide) ** 2
         # With two columns there may be more groups than images, and then the quantiles widen it.
         return max(1.0, min(float(self.images), effective))
+
+    def half_width(self, influence: NDArray[np.float64]) -> float:
+        """Half the width of the 95 % interval of a number that each image moves by `influence` [n].
+
+        Of a mean the influence of an image is its distance to the mean, divided by n; of another
+        smooth number it is the derivative (Hampel 1974, doi 10.1080/01621459.1974.10482962). For a
+        mean of images without common groups this is the t-interval. Raises `ValueError` for fewer
+        than two images, and for another number of them.
+        """
+        from scipy import stats
+
+        if self.images < 2:
+            raise ValueError("an interval needs at least two images")
+        widening = self.images / self.effective(influence)
+        alone = float(((influence - influence.mean()) ** 2).sum()) / (1 - 1 / self.images)
+        return float(stats.t.ppf((1 + _CONFIDENCE) / 2, self.images - 1)) * math.sqrt(
+            alone * widening
+        )
 
 
 def _interval(

@@ -313,7 +313,20 @@ def test_cka_closed_form_and_invariances():
 def test_cka_matrix_is_cka_of_every_pair():
     one, two = features(3, 3, 20, 5), features(4, 3, 20, 5)
     expected = [[linear_cka(a, b) for b in two] for a in one]
-    assert np.allclose(cka_matrix(one, two), expected)
+    values, influences = cka_matrix(one, two)
+    assert np.allclose(values, expected)
+    # An image of a little more weight moves a CKA by its influence. Weights shift the mean too.
+    weights = torch.ones(20, dtype=torch.double)
+    weights[4] += 1e-6
+    moved = _weighted_cka(one[1], two[2], weights) - values[1, 2]
+    assert moved / 1e-6 == pytest.approx(influences[1, 2, 4], rel=1e-4)
+    assert np.allclose(influences.sum(2), 0.0, atol=1e-12)
+
+
+def _weighted_cka(x, y, weights):
+    a, b = (z - (weights[:, None] * z).sum(0) / weights.sum() for z in (x, y))
+    cross, own, other = (p.T @ (weights[:, None] * q) for p, q in ((a, b), (a, a), (b, b)))
+    return float(cross.norm() ** 2 / (own.norm() * other.norm()))
 
 
 def test_cka_of_a_model():

@@ -20,6 +20,7 @@ from layershuffle.analysis.subject import Subject
 from layershuffle.data import Split
 from layershuffle.errors import UsageError
 from layershuffle.stack import running
+from layershuffle.stats import ImageGroups
 
 
 @pytest.mark.parametrize("name", ["timm-vit", "hf-dinov2", "torchvision-vit", "hf-siglip"])
@@ -55,6 +56,15 @@ def test_numbers_of_separate_clusters():
     assert found["silhouette"] > 0.9
     assert found["early_gap"] == pytest.approx(3.0, rel=0.05)
     assert found["early_held"] == 1.0
+
+
+def test_the_interval_of_purity_is_over_points():
+    points, positions = clusters([1.0, 1.0, 1.0, 1.0], noise=1.0)
+    alone = ImageGroups(np.arange(len(points))[:, None])
+    near = umap.describe(points, positions, neighbours=5, clusters=alone)
+    # A share of 5 neighbours differs between points by at most 1.
+    assert 0.0 < near["purity_half"] < 1.98 * 0.5 / np.sqrt(150)
+    assert np.isnan(umap.describe(points, positions, neighbours=5)["purity_half"])
 
 
 def test_even_steps_are_no_early_cluster():

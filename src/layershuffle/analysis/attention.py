@@ -20,7 +20,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from layershuffle.analysis.position_table import PositionMeans, draw_maps, grid, position_table
+from layershuffle.analysis.intervals import apart, interval, said_with, with_bounds
+from layershuffle.analysis.position_table import (
+    Floats,
+    PositionMeans,
+    at_position,
+    draw_maps,
+    grid,
+    position_table,
+    read_map,
+)
 from layershuffle.analysis.results import Facts, Measurement
 from layershuffle.analysis.subject import DoesNotApply, Subject
 from layershuffle.hooks import Step
@@ -134,7 +143,10 @@ def entropies(weights: Tensor) -> Tensor:
 
 
 def measure(subject: Subject) -> Measurement:
-    """attention.csv: block, position, distance (patches), entropy (nats), even (share of ln T)."""
+    """attention.csv: block, position, distance (patches), entropy (nats), even (share of ln T).
+
+    distance_half, entropy_half and even_half are half their 95 % intervals.
+    """
     watch, depth = AttentionWatch(), subject.depth
     means = {name: PositionMeans(depth) for name in ("distance", "entropy", "even")}
     images = orders = tokens = 0
@@ -151,16 +163,30 @@ def measure(subject: Subject) -> Measurement:
                     "scaled_dot_product_attention, so there is none to look at"
                 )
             for attention in watch.seen:
-                tokens = _add(means, attention, watch.grid)
-    table = position_table({name: mean.mean() for name, mean in means.items()})
+                tokens = _add(means, attention, watch.grid, batch.first)
+    clusters = subject.clusters(images, by_batch=True)
+    columns: dict[str, Floats] = {}
+    for name, mean in means.items():
+        columns |= mean.columns(name, clusters)
+    table = position_table(columns)
     facts = _facts(table, tokens, watch.grid or (1, 1))
+    # The difference has an interval of its own: the same images look at both positions.
+    last_less_first = at_position(depth, depth - 1) - at_position(depth, 0)
+    for name in ("distance", "even"):
+        by_position = facts[f"{name}_by_position"]
+        half = means[name].half_width(clusters, last_less_first)
+        facts[f"{name}_change"] = by_position[-1] - by_position[0]
+        facts["intervals"][name] = interval(facts[f"{name}_change"], half)
     return Measurement(
         tables={"attention": table}, facts={"images": images, "orders": orders, **facts}
     )
 
 
 def _add(
-    means: dict[str, PositionMeans], attention: Attention, grid: tuple[int, int] | None
+    means: dict[str, PositionMeans],
+    attention: Attention,
+    grid: tuple[int, int] | None,
+    first: int,
 ) -> int:
     """Add the attention of one block's turn; the number of tokens."""
     weights, step = attention.weights, attention.step
@@ -172,8 +198,9 @@ def _add(
         "even": entropy / math.log(tokens),
     }
     for name, value in values.items():
-        total = float(value.double().sum())
-        means[name].add(step.block, step.position, total=total, count=value.numel())
+        # Heads and tokens of an image are one value of it: they go right and wrong together.
+        of_image = value.double().flatten(1).mean(1)
+        means[name].add(step.block, step.position, values=of_image, first=first)
     return tokens
 
 
@@ -197,33 +224,43 @@ def _facts(table: DataFrame, tokens: int, patches: tuple[int, int]) -> Facts:
         "spread_over_blocks": float(distance.mean(1).std()),
         "spread_over_positions": float(distance.mean(0).std()),
         "sharpest": float(even.min()),
+        "intervals": {},
     }
 
 
 def finding(facts: Facts) -> str:
     """The main numbers in a sentence."""
-    far, even = facts["distance_by_position"], facts["even_by_position"]
-    return (
-        f"Tokens look {far[0]:.2f} patches away at the first position and {far[-1]:.2f} at the "
-        f"last ({facts['even_distance']:.2f} with even attention), with {even[0]:.0%} and "
-        f"{even[-1]:.0%} of the largest possible entropy."
+    far, even, intervals = (
+        facts[name] for name in ("distance_by_position", "even_by_position", "intervals")
     )
+    sentence = (
+        f"Tokens look {far[0]:.2f} patches away at the first position and {far[-1]:.2f} at the "
+        f"last ({facts['even_distance']:.2f} with even attention), with {even[0]:.1%} and "
+        f"{even[-1]:.1%} of the largest possible entropy"
+    )
+    for name, what, form in (("distance", "distance", "+z.3f"), ("even", "share", "+z.1%")):
+        change = with_bounds(facts[f"{name}_change"], intervals[name], form=form)
+        if apart(intervals[name]):
+            moves = "rises" if facts[f"{name}_change"] > 0 else "falls"
+            sentence += f"; the {what} {moves} by {change}"
+        elif intervals[name] is not None:
+            sentence += f"; the {what} does not change measurably: {change}"
+    return said_with(sentence, intervals)
 
 
 def figures(tables: Tables) -> dict[str, Figure]:
     """attention.svg: maps of distance and entropy; attention-positions.svg: both by position."""
     table = tables["attention"]
-    distance, entropy = grid(table, "distance"), grid(table, "entropy")
     maps = [
-        ("attention distance", "patches", distance),
-        ("attention entropy", "nats", entropy),
+        read_map(table, "distance", title="attention distance", meaning="patches"),
+        read_map(table, "entropy", title="attention entropy", meaning="nats"),
     ]
     lines = new_figure(9.2, 3.6)
-    for axes, (title, unit, values) in zip(lines.subplots(1, 2), maps, strict=True):
-        positions = range(len(values))
+    for axes, each in zip(lines.subplots(1, 2), maps, strict=True):
+        values, positions = each.values, range(len(each.values))
         # The band is the range over blocks, which a mean alone would hide.
         axes.fill_between(positions, values.min(0), values.max(0), color=RULE, lw=0)
         axes.plot(positions, values.mean(0), color=INK, marker="o", markersize=4)
-        style_axes(axes, f"{title}: mean over blocks, and their range")
-        axes.set(xlabel="position", ylabel=unit)
+        style_axes(axes, f"{each.title}: mean over blocks, and their range")
+        axes.set(xlabel="position", ylabel=each.meaning)
     return {"attention": draw_maps(maps), "attention-positions": lines}

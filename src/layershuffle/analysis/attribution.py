@@ -19,12 +19,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from layershuffle.analysis.intervals import apart, interval, said_with, with_bounds
 from layershuffle.analysis.position_table import (
     PositionMeans,
     draw_maps,
-    grid,
+    evenly,
     home_effect,
+    home_less_elsewhere,
     position_table,
+    read_map,
 )
 from layershuffle.analysis.results import Facts, Measurement
 from layershuffle.analysis.subject import DoesNotApply, Subject
@@ -173,7 +176,10 @@ def _check_sum(split: LogitSplit) -> None:
 
 
 def measure(subject: Subject) -> Measurement:
-    """attribution.csv: block, position, contribution (to the centred logit of the right class)."""
+    """attribution.csv: block, position, contribution (to the centred logit of the right class).
+
+    contribution_half is half its 95 % interval.
+    """
     subject.require_classes()
     means, images, orders, runs = PositionMeans(subject.depth), 0, 0, 0
     sums = {"logit": 0.0, "stem": 0.0, "constant": 0.0}
@@ -183,38 +189,60 @@ def measure(subject: Subject) -> Measurement:
             # The labels choose the logit that is split: each image has its own right class.
             split = split_logits(subject, batch.images, labels=batch.labels, order=order)
             for position, (block, part) in enumerate(zip(order, split.blocks, strict=True)):
-                means.add(block, position, total=float(part.double().sum()), count=len(part))
+                means.add(block, position, values=part, first=batch.first)
             for name in sums:
                 sums[name] += float(getattr(split, name).double().sum())
             runs += len(batch.images)
+    clusters, depth = subject.clusters(images, by_batch=True), subject.depth
     values = means.mean()
+    home = home_effect(values)
+    weights = {"blocks": depth * evenly(depth), "excess": home_less_elsewhere(depth)}
+    numbers = {"blocks": float(values.mean(0).sum()), "excess": home.excess}
     facts = {
         "images": images,
         "orders": orders,
         **{name: total / runs for name, total in sums.items()},
         "by_position": [float(v) for v in values.mean(0)],
         "by_block": [float(v) for v in values.mean(1)],
-        **asdict(home_effect(values)),
+        **asdict(home),
+        **numbers,
+        "intervals": {
+            name: interval(value, means.half_width(clusters, weights[name]))
+            for name, value in numbers.items()
+        },
         "negative_cells": int((values < 0).sum()),
         "cells": values.size,
     }
-    return Measurement(
-        tables={"attribution": position_table({"contribution": values})}, facts=facts
-    )
+    table = position_table(means.columns("contribution", clusters))
+    return Measurement(tables={"attribution": table}, facts=facts)
 
 
 def finding(facts: Facts) -> str:
     """The main numbers in a sentence."""
-    return (
+    intervals = facts["intervals"]
+    sentence = (
         f"Of the {facts['logit']:.2f} by which the right logit exceeds the mean of all classes, "
-        f"{sum(facts['by_position']):+z.2f} come from the blocks; a block adds {facts['home']:.2f} "
-        f"at its home position and {facts['elsewhere']:.2f} elsewhere ({facts['excess']:+z.2f} of "
-        "the difference is left when blocks and positions are accounted for)."
+        f"{with_bounds(facts['blocks'], intervals['blocks'], form='+z.2f')} come from the blocks"
     )
+    difference = with_bounds(facts["excess"], intervals["excess"], form="+z.2f")
+    if apart(intervals["excess"]):
+        more = "more" if facts["excess"] > 0 else "less"
+        sentence += f"; a block adds {more} at its home position than elsewhere: {difference}"
+    elif intervals["excess"] is not None:
+        sentence += (
+            "; what a block adds at its home position and elsewhere cannot be told apart: "
+            f"{difference}"
+        )
+    return said_with(sentence, intervals)
 
 
 def figures(tables: Tables) -> dict[str, Figure]:
     """attribution.svg: contribution per block and position."""
-    values = grid(tables["attribution"], "contribution")
-    title = "contribution to the right class"
-    return {"attribution": draw_maps([(title, "logit (centred)", values)])}
+    contribution = read_map(
+        tables["attribution"],
+        "contribution",
+        title="contribution to the right class",
+        meaning="logit (centred)",
+        signed=True,
+    )
+    return {"attribution": draw_maps([contribution])}

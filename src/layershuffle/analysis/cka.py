@@ -7,6 +7,7 @@ block differs between them even if the position does not. So every pair of posit
 between two independent Latin squares of orders: the diagonal then says how alike a block's
 outputs are at one position under two orders, and what is off the diagonal is to be held against it.
 CKA of few images is biased upwards; `floor` is its value when the images of one side are shuffled.
+Intervals are over images, under these two squares of orders.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from pandas import DataFrame
 from torch import Tensor
 
 from layershuffle.analysis.features import FeatureWatch
+from layershuffle.analysis.intervals import Interval, apart, interval, said_with, with_bounds
 from layershuffle.analysis.latin_squares import balanced_orders
-from layershuffle.analysis.position_table import Floats, draw_maps, grid
+from layershuffle.analysis.position_table import Floats, Map, draw_maps, grid
 from layershuffle.analysis.results import Facts, Measurement
 from layershuffle.analysis.subject import Subject
 
@@ -28,6 +30,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from layershuffle.analysis.results import Tables
+    from layershuffle.stats import ImageGroups
+
+
+_TINY = 1e-300  # below any square that is not 0
 
 
 def linear_cka(first: Tensor, second: Tensor) -> float:
@@ -40,32 +46,51 @@ def linear_cka(first: Tensor, second: Tensor) -> float:
     return float((y.T @ x).square().sum()) / below if below else 0.0
 
 
-def cka_matrix(first: Tensor, second: Tensor) -> Floats:
-    """CKA `[positions, positions]` between features `[positions, images, width]`."""
+def cka_matrix(first: Tensor, second: Tensor) -> tuple[Floats, Floats]:
+    """CKA `[positions, positions]` between features `[positions, images, width]`, and influences.
+
+    Influences `[positions, positions, images]`: how far each image moves each CKA, the derivative
+    by its weight: CKA (2 x'(X'Y)y / |X'Y|^2 - x'(X'X)x / |X'X|^2 - y'(Y'Y)y / |Y'Y|^2).
+    """
     x, y = (z.double() - z.double().mean(1, keepdim=True) for z in (first, second))
-    sizes = [torch.linalg.matrix_norm(z.transpose(1, 2) @ z) for z in (x, y)]
+    own = [z.transpose(1, 2) @ z for z in (x, y)]
+    squares = [kernel.square().sum((1, 2)) for kernel in own]
+    shares = [
+        ((z @ kernel) * z).sum(2) / square.clamp_min(_TINY)[:, None]
+        for z, kernel, square in zip((x, y), own, squares, strict=True)
+    ]
+    values, influences = [], []
     # All positions of `second` at a time, not all pairs: a pair is a matrix of width x width.
-    cross = torch.stack([(y.transpose(1, 2) @ left).square().sum((1, 2)) for left in x])
-    below = sizes[0][:, None] * sizes[1][None, :]
-    values: Floats = torch.where(below > 0, cross / below.clamp_min(1e-300), 0.0).numpy()
-    return values
+    for left, square, share in zip(x, squares[0], shares[0], strict=True):
+        cross = y.transpose(1, 2) @ left
+        above, below = cross.square().sum((1, 2)), (square * squares[1]).sqrt()
+        cka = torch.where(below > 0, above / below.clamp_min(_TINY), 0.0)
+        common = 2 * ((y @ cross) * left).sum(2) / above.clamp_min(_TINY)[:, None]
+        values.append(cka)
+        influences.append(cka[:, None] * (common - share - shares[1]))
+    return torch.stack(values).numpy(), torch.stack(influences).numpy()
 
 
 def measure(subject: Subject) -> Measurement:
     """cka.csv: block, position, other (position), cka, mean of both directions."""
     first, second = _features(subject)  # each [blocks, positions, images, width]
-    rows, floors = [], []
+    rows, floors, depth = [], [], subject.depth
+    influence = np.zeros((depth, depth, first.shape[2]))
     shuffle = np.random.default_rng(subject.settings.seed).permutation(first.shape[2])
     for block, (ours, others) in enumerate(zip(first, second, strict=True)):
         subject.progress(f"comparing positions, block {block + 1} of {subject.depth}")
-        matrix = cka_matrix(ours, others)
+        matrix, moved = cka_matrix(ours, others)
+        influence += moved / depth
         # The two squares of orders are equals, so neither direction is the right one.
         matrix = (matrix + matrix.T) / 2
         rows += [(block, p, q, float(value)) for (p, q), value in np.ndenumerate(matrix)]
         floors.append(linear_cka(ours[-1], others[-1][torch.from_numpy(shuffle)]))
     table = DataFrame(rows, columns=["block", "position", "other", "cka"])
     images, floor = first.shape[2], float(np.mean(floors))
-    return Measurement(tables={"cka": table}, facts={"images": images, **_facts(table, floor)})
+    # All images share the two squares, so orders are no reason for them to go together.
+    clusters = subject.clusters(images, by_batch=False)
+    facts = {"images": images, **_facts(table, floor, influence, clusters)}
+    return Measurement(tables={"cka": table}, facts=facts)
 
 
 def _features(subject: Subject) -> tuple[Tensor, Tensor]:
@@ -86,22 +111,38 @@ def _features(subject: Subject) -> tuple[Tensor, Tensor]:
     return torch.cat(chunks[0], dim=2), torch.cat(chunks[1], dim=2)
 
 
-def _facts(table: DataFrame, floor: float) -> Facts:
+def _facts(
+    table: DataFrame, floor: float, influence: Floats, clusters: ImageGroups | None
+) -> Facts:
     mean = _mean_matrix(table)
+    depth = len(mean)
     # Distance 0 is the baseline of all others: the same position, under two orders.
-    apart = abs(np.subtract.outer(np.arange(len(mean)), np.arange(len(mean))))
-    by_distance = [float(mean[apart == d].mean()) for d in range(len(mean))]
-    blocks = [float(_matrix(table, b)[apart > 0].mean()) for b in range(len(mean))]
+    apart_by = abs(np.subtract.outer(np.arange(depth), np.arange(depth)))
+    by_distance = [float(mean[apart_by == d].mean()) for d in range(depth)]
+    blocks = [float(_matrix(table, b)[apart_by > 0].mean()) for b in range(depth)]
+    # The matrix is the mean of both directions, and every distance has as many cells of either.
+    moved = [influence[apart_by == d].mean(0) for d in range(depth)]
+
+    def bounds(value: float, part: Floats) -> Interval:
+        return interval(value, None if clusters is None else clusters.half_width(part))
+
+    near = by_distance[1] - by_distance[0]
     return {
         "same_position": by_distance[0],
         "by_distance": by_distance,
-        "first_and_last": float(mean[0, -1]),
+        "first_and_last": by_distance[-1],
         "first_and_second": float(mean[0, 1]),
         "least_alike_block": int(np.argmin(blocks)),
         "least_alike": min(blocks),
         "most_alike_block": int(np.argmax(blocks)),
         "most_alike": max(blocks),
         "floor": floor,
+        "neighbours_less_same": near,
+        "intervals": {
+            "same_position": bounds(by_distance[0], moved[0]),
+            "first_and_last": bounds(by_distance[-1], moved[-1]),
+            "neighbours_less_same": bounds(near, moved[1] - moved[0]),
+        },
     }
 
 
@@ -117,22 +158,38 @@ def _mean_matrix(table: DataFrame) -> Floats:
 
 def finding(facts: Facts) -> str:
     """The main numbers in a sentence."""
-    return (
-        f"A block's outputs have a linear CKA of {facts['same_position']:.2f} at one position "
-        f"under two orders, {facts['by_distance'][1]:.2f} at neighbouring positions and "
-        f"{facts['by_distance'][-1]:.2f} at the first and the last ({facts['floor']:.2f} if they "
-        "were unrelated)."
+    intervals = facts["intervals"]
+    same, last, change = (
+        with_bounds(facts[name], intervals[name], form=form)
+        for name, form in (
+            ("same_position", ".2f"),
+            ("first_and_last", ".2f"),
+            ("neighbours_less_same", "+z.3f"),
+        )
     )
+    sentence = (
+        f"A block's outputs have a linear CKA of {same} at one position under two orders and "
+        f"{last} at the first and the last ({facts['floor']:.2f} if they were unrelated)"
+    )
+    if apart(intervals["neighbours_less_same"]):
+        differs = "lower" if facts["neighbours_less_same"] < 0 else "higher"
+        sentence += f"; at neighbouring positions it is {differs} than at one position: {change}"
+    elif intervals["neighbours_less_same"] is not None:
+        sentence += f"; neighbouring positions cannot be told from one position: {change}"
+    return said_with(sentence, intervals)
 
 
 def figures(tables: Tables) -> dict[str, Figure]:
     """cka.svg: mean over blocks; cka-blocks.svg: every block."""
     table = tables["cka"]
-    blocks = sorted(set(table.block))
-    names = {"x": "position", "y": "position under another order", "limits": (0.0, 1.0)}
-    mean = [("CKA across positions, mean over blocks", "linear CKA", _mean_matrix(table))]
-    pages = [(f"block {block}", "linear CKA", _matrix(table, block)) for block in blocks]
+
+    def drawn(title: str, values: Floats) -> Map:
+        return Map(title=title, meaning="linear CKA", values=values, limits=(0.0, 1.0))
+
+    mean = [drawn("CKA across positions, mean over blocks", _mean_matrix(table))]
+    pages = [drawn(f"block {block}", _matrix(table, block)) for block in sorted(set(table.block))]
+    other = "position under another order"
     return {
-        "cka": draw_maps(mean, **names),  # type: ignore[arg-type]
-        "cka-blocks": draw_maps(pages, columns=3, **names),  # type: ignore[arg-type]
+        "cka": draw_maps(mean, y=other, x="position"),
+        "cka-blocks": draw_maps(pages, y=other, x="position", columns=3),
     }

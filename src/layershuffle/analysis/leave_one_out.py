@@ -14,13 +14,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
+from layershuffle.analysis.intervals import apart, interval, said_with, with_bounds
 from layershuffle.analysis.position_table import (
     PositionMeans,
     draw_maps,
-    grid,
+    evenly,
     home_effect,
+    home_less_elsewhere,
     position_table,
+    read_map,
 )
 from layershuffle.analysis.results import Facts, Measurement
 from layershuffle.analysis.subject import Batch, Subject
@@ -31,6 +35,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from layershuffle.analysis.results import Tables
+    from layershuffle.stats import ImageGroups
 
 _SHARE = 0.25  # an order costs depth (depth + 1) / 2 block runs here, against depth elsewhere
 
@@ -42,7 +47,10 @@ def without(order: ExecutionOrder, position: int) -> ExecutionOrder:
 
 
 def measure(subject: Subject) -> Measurement:
-    """leave-one-out.csv: block, position, cross_entropy and top1 (changes: without less with)."""
+    """leave-one-out.csv: block, position, cross_entropy and top1 (changes: without less with).
+
+    cross_entropy_half and top1_half are half their 95 % intervals.
+    """
     subject.require_classes()
     depth = subject.depth
     loss_changes, top1_changes = PositionMeans(depth), PositionMeans(depth)
@@ -66,15 +74,16 @@ def measure(subject: Subject) -> Measurement:
                 loss_whole, right_whole = scores[first]
                 for position, block in enumerate(order):
                     less_loss, less_right = scores[first + 1 + position]
-                    loss_changes.add(block, position, total=less_loss - loss_whole, count=count)
-                    top1_changes.add(
-                        block, position, total=100 * (less_right - right_whole), count=count
-                    )
-                whole_loss, whole_right = whole_loss + loss_whole, whole_right + 100 * right_whole
+                    loss, right = less_loss - loss_whole, 100 * (less_right - right_whole)
+                    loss_changes.add(block, position, values=loss, first=batch.first)
+                    top1_changes.add(block, position, values=right, first=batch.first)
+                whole_loss += float(loss_whole.sum())
+                whole_right += 100 * float(right_whole.sum())
                 runs += count
-    # Positive: the answer is worse without the block.
-    loss, top1 = loss_changes.mean(), top1_changes.mean()
-    worst_block, worst_position = np.unravel_index(int(loss.argmax()), loss.shape)
+    clusters = subject.clusters(images, by_batch=True)
+    table = position_table(
+        loss_changes.columns("cross_entropy", clusters) | top1_changes.columns("top1", clusters)
+    )
     facts = {
         "images": images,
         "orders": orders,
@@ -82,49 +91,85 @@ def measure(subject: Subject) -> Measurement:
         "block_executions_without_trie": naive,
         "whole_cross_entropy": whole_loss / runs,
         "whole_top1": whole_right / runs,
-        "mean_cross_entropy": float(loss.mean()),
-        "mean_top1": float(top1.mean()),
+        **_facts(loss_changes, top1_changes, clusters),
+    }
+    return Measurement(tables={"leave-one-out": table}, facts=facts)
+
+
+def _facts(
+    loss_changes: PositionMeans, top1_changes: PositionMeans, clusters: ImageGroups | None
+) -> Facts:
+    # Positive: the answer is worse without the block.
+    loss, top1 = loss_changes.mean(), top1_changes.mean()
+    worst_block, worst_position = np.unravel_index(int(loss.argmax()), loss.shape)
+    home, depth = home_effect(loss), len(loss)
+    numbers = {
+        "mean_cross_entropy": (loss_changes, float(loss.mean()), evenly(depth)),
+        "mean_top1": (top1_changes, float(top1.mean()), evenly(depth)),
+        "excess": (loss_changes, home.excess, home_less_elsewhere(depth)),
+    }
+    return {
+        **asdict(home),
+        **{name: value for name, (_, value, _) in numbers.items()},
+        "intervals": {
+            name: interval(value, means.half_width(clusters, weights))
+            for name, (means, value, weights) in numbers.items()
+        },
         "by_position": [float(v) for v in loss.mean(0)],
         "by_block": [float(v) for v in loss.mean(1)],
         "worst": float(loss.max()),
         "worst_block": int(worst_block),
         "worst_position": int(worst_position),
-        **asdict(home_effect(loss)),
         "helpful_cells": int((loss < 0).sum()),
         "cells": loss.size,
     }
-    table = position_table({"cross_entropy": loss, "top1": top1})
-    return Measurement(tables={"leave-one-out": table}, facts=facts)
 
 
-def _scores(subject: Subject, batch: Batch, trie: TrieNode) -> dict[int, tuple[float, float]]:
-    """(sum of cross-entropies, number of right answers) of every order in the trie."""
+def _scores(subject: Subject, batch: Batch, trie: TrieNode) -> dict[int, tuple[Tensor, Tensor]]:
+    """(cross-entropies, right answers), each `[images]`, of every order in the trie."""
     scores = {}
     results = forward_trie(subject.model, batch.images, trie=trie, forward=subject.logits)
     for indices, logits in results:
-        # In float64, because a change is a small difference of two large sums.
-        loss = float(F.cross_entropy(logits.double(), batch.labels, reduction="sum"))
-        right = float((logits.argmax(1) == batch.labels).sum())
+        # In float64, because a change is a small difference of two large numbers.
+        loss = F.cross_entropy(logits.double(), batch.labels, reduction="none")
+        right = (logits.argmax(1) == batch.labels).double()
         scores.update(dict.fromkeys(indices, (loss, right)))
     return scores
 
 
 def finding(facts: Facts) -> str:
     """The main numbers in a sentence."""
-    return (
-        f"Leaving one block out changes cross-entropy by {facts['mean_cross_entropy']:+z.3f} nats "
-        f"and top-1 by {facts['mean_top1']:+z.1f} points on average; a block is worth "
-        f"{facts['home']:+z.3f} nats at its home position and {facts['elsewhere']:+z.3f} elsewhere "
-        f"({facts['excess']:+z.3f} of the difference is left when blocks and positions are "
-        "accounted for)."
+    intervals = facts["intervals"]
+    loss, top1 = (
+        with_bounds(facts[name], intervals[name], form=form, unit=unit)
+        for name, form, unit in (
+            ("mean_cross_entropy", "+z.3f", " nats"),
+            ("mean_top1", "+z.1f", " points"),
+        )
     )
+    sentence = (
+        f"Leaving one block out changes cross-entropy by {loss} and top-1 by {top1} on average"
+    )
+    difference = with_bounds(facts["excess"], intervals["excess"], form="+z.3f", unit=" nats")
+    if apart(intervals["excess"]):
+        more = "more" if facts["excess"] > 0 else "less"
+        sentence += f"; a block is worth {more} at its home position than elsewhere: {difference}"
+    elif intervals["excess"] is not None:
+        sentence += (
+            "; what a block is worth at its home position and elsewhere cannot be told apart: "
+            f"{difference}"
+        )
+    return said_with(sentence, intervals)
 
 
 def figures(tables: Tables) -> dict[str, Figure]:
     """leave-one-out.svg: change in cross-entropy and in top-1."""
     table = tables["leave-one-out"]
     maps = [
-        ("left out: cross-entropy", "change (nats)", grid(table, "cross_entropy")),
-        ("left out: top-1", "change (points)", grid(table, "top1")),
+        read_map(table, name, title=f"left out: {title}", meaning=f"change ({unit})", signed=True)
+        for name, title, unit in (
+            ("cross_entropy", "cross-entropy", "nats"),
+            ("top1", "top-1", "points"),
+        )
     ]
     return {"leave-one-out": draw_maps(maps)}

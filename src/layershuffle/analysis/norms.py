@@ -10,18 +10,23 @@ norms in a row were given. That holds whatever scales stand behind the branch (L
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import exp
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 from torch import Tensor, nn
 
+from layershuffle.analysis.intervals import apart, interval, said_with, with_bounds
 from layershuffle.analysis.position_table import (
+    Floats,
     PositionMeans,
     draw_maps,
-    grid,
+    evenly,
     home_effect,
+    home_less_elsewhere,
     position_table,
+    read_map,
 )
 from layershuffle.analysis.results import Facts, Measurement
 from layershuffle.analysis.subject import DoesNotApply, Subject
@@ -110,10 +115,14 @@ def _not_in_branches(block: nn.Module) -> DoesNotApply:
 
 @dataclass
 class _NormMeans:
-    """Running means per branch of added norm, stream norm, and their ratio."""
+    """Running means per branch of added norm, stream norm, and their ratio.
+
+    `first` is the number of the first image of the batch that runs.
+    """
 
     watch: BranchWatch
     depth: int
+    first: int = 0
     means: dict[str, tuple[PositionMeans, PositionMeans, PositionMeans]] = field(
         default_factory=dict
     )
@@ -135,26 +144,41 @@ class _NormMeans:
                 branch.name, (PositionMeans(depth), PositionMeans(depth), PositionMeans(depth))
             )
             for mean, value in zip(means, (added, stream, added / stream), strict=True):
-                mean.add(step.block, step.position, total=float(value.sum()), count=value.numel())
+                mean.add(step.block, step.position, values=value.mean(-1), first=self.first)
 
 
 def measure(subject: Subject) -> Measurement:
-    """norms.csv: branch, block, position, norm (of what is added), stream, ratio."""
+    """norms.csv: branch, block, position, norm (of what is added), stream, ratio.
+
+    norm_half, stream_half and ratio_half are half their 95 % intervals.
+    """
     images = orders = 0
     with BranchWatch(subject.model) as watch:
         sums = _NormMeans(watch, subject.depth)
         for batch in subject.batches():
             images, orders = images + len(batch.images), orders + len(batch.orders)
+            sums.first = batch.first
             for order in batch.orders:
                 subject.run(batch.images, order, sums)
+    clusters, depth = subject.clusters(images, by_batch=True), subject.depth
     tables, branches = [], {}
     for name, means in sums.means.items():
-        norm, stream, ratio = (mean.mean() for mean in means)
-        columns = {"norm": norm, "stream": stream, "ratio": ratio}
+        columns: dict[str, Floats] = {}
+        for column, mean in zip(("norm", "stream", "ratio"), means, strict=True):
+            columns |= mean.columns(column, clusters)
         tables.append(position_table(columns, branch=name))
+        stream, ratio = columns["stream"], columns["ratio"]
         # Of logarithms: blocks and positions change a ratio by a factor, not by a difference.
         home = home_effect(np.log(ratio))
+        ratio_half = means[2].half_width(clusters, evenly(depth))
+        # The derivative of a logarithm is 1 / ratio.
+        log_half = means[2].half_width(clusters, home_less_elsewhere(depth) / ratio)
+        log_bounds = interval(home.excess, log_half)
         branches[name] = {
+            "intervals": {
+                "ratio": interval(float(ratio.mean()), ratio_half),
+                "home_factor": log_bounds and {end: exp(v) for end, v in log_bounds.items()},
+            },
             "ratio": float(ratio.mean()),
             "ratio_home": float(np.diag(ratio).mean()),
             "ratio_elsewhere": float(ratio[~np.eye(len(ratio), dtype=bool)].mean()),
@@ -170,19 +194,28 @@ def measure(subject: Subject) -> Measurement:
 
 def finding(facts: Facts) -> str:
     """The main numbers in a sentence per branch."""
-    return " ".join(
-        f"The {name} branch adds {branch['ratio']:.2f} of the stream's norm, "
-        f"{branch['ratio_home']:.2f} at a block's home position and "
-        f"{branch['ratio_elsewhere']:.2f} elsewhere ({branch['home_factor']:.2f} times as much "
-        "when blocks and positions are accounted for)."
-        for name, branch in facts["branches"].items()
-    )
+    return " ".join(_of_branch(name, branch) for name, branch in facts["branches"].items())
+
+
+def _of_branch(name: str, branch: Facts) -> str:
+    intervals, factor = branch["intervals"], branch["home_factor"]
+    ratio = with_bounds(branch["ratio"], intervals["ratio"])
+    sentence = f"The {name} branch adds {ratio} of the stream's norm"
+    at_home = with_bounds(factor, intervals["home_factor"])
+    if apart(intervals["home_factor"], 1.0):
+        sentence += f", at a block's home position {at_home} times as much as elsewhere"
+    elif intervals["home_factor"] is not None:
+        sentence += f", no different at a block's home position ({at_home} times as much)"
+    return said_with(sentence, intervals)
 
 
 def figures(tables: Tables) -> dict[str, Figure]:
     """norms.svg: per branch the ratio to the stream, and the norm itself."""
     maps = []
     for name, rows in tables["norms"].groupby("branch", sort=False):
-        maps.append((f"{name}: share of the stream", "|added| / |stream|", grid(rows, "ratio")))
-        maps.append((f"{name}: norm of what is added", "L2 norm", grid(rows, "norm")))
+        for column, title, meaning in (
+            ("ratio", "share of the stream", "|added| / |stream|"),
+            ("norm", "norm of what is added", "L2 norm"),
+        ):
+            maps.append(read_map(rows, column, title=f"{name}: {title}", meaning=meaning))
     return {"norms": draw_maps(maps)}

@@ -23,10 +23,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from layershuffle.analysis.features import FeatureWatch, Seen, Token
-from layershuffle.analysis.position_table import PositionMeans, draw_maps, grid, position_table
+from layershuffle.analysis.intervals import Interval, apart, interval, said_with, with_bounds
+from layershuffle.analysis.position_table import (
+    PositionMeans,
+    draw_maps,
+    evenly,
+    position_table,
+    read_map,
+)
 from layershuffle.analysis.results import Facts, Measurement
 from layershuffle.analysis.subject import Batch, Subject
 from layershuffle.position import Guesses, PositionedModel
+from layershuffle.stats import ImageGroups, wilson_interval
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -40,17 +48,22 @@ _PAPER = 99.99
 
 
 def measure(subject: Subject) -> Measurement:
-    """position.csv: source, block, position, accuracy (% of test images)."""
+    """position.csv: source, block, position, accuracy (% of test images), accuracy_half.
+
+    The last is half the 95 % interval of the accuracy.
+    """
     probes = _fit(subject)
     means = {name: PositionMeans(subject.depth) for name in _SOURCES.values()}
     images = orders = 0
     for batch in subject.batches():
         images, orders = images + len(batch.images), orders + len(batch.orders)
         _score(subject, batch, probes, means)
-    tables, sources = [], {}
+    clusters = subject.clusters(images, by_batch=True)
+    tables, sources, intervals = [], {}, {}
     for source, mean in means.items():
         values = mean.mean()
-        tables.append(position_table({"accuracy": values}, source=source))
+        tables.append(position_table(mean.columns("accuracy", clusters), source=source))
+        intervals[source] = _bounds(mean, clusters)
         block, position = np.unravel_index(int(values.argmin()), values.shape)
         sources[source] = {
             "accuracy": float(values.mean()),
@@ -66,8 +79,19 @@ def measure(subject: Subject) -> Measurement:
         "chance": 100.0 / subject.depth,
         "paper_percent": _PAPER,
         "sources": sources,
+        "intervals": intervals,
     }
     return Measurement(tables={"position": pd.concat(tables, ignore_index=True)}, facts=facts)
+
+
+def _bounds(accuracy: PositionMeans, clusters: ImageGroups | None) -> Interval:
+    values = accuracy.mean()
+    half = accuracy.half_width(clusters, evenly(len(values)))
+    if clusters is not None and half == 0:
+        # All right, or none: nothing shows how errors come together, but other images may be wrong.
+        low, high = wilson_interval(values.mean(), clusters.effective(np.zeros(clusters.images)))
+        return {"low": low, "high": high}
+    return interval(float(values.mean()), half, limits=(0.0, 100.0))
 
 
 def _guessing(model: nn.Module) -> AbstractContextManager[Guesses | None]:
@@ -136,31 +160,36 @@ def _score(
             # A probe per block: one for all would have to find the block out first.
             for source, rows in _probed(seen, token).items():
                 predicted = probes[source, block].predict(rows.numpy())
-                right = 100.0 * int((predicted == position).sum())
-                means[_SOURCES[source]].add(block, position, total=right, count=len(rows))
+                right = 100.0 * torch.from_numpy(predicted == position)
+                means[_SOURCES[source]].add(block, position, values=right, first=batch.first)
         for guess in guesses.items if guesses else ():
             block, position = guess.step.block, guess.step.position
-            right = 100.0 * int((guess.logits.argmax(-1) == position).sum())
+            right = 100.0 * (guess.logits.argmax(-1) == position)
             # Only models with a prediction part get this source; it is added when first met.
             part = means.setdefault(_PART, PositionMeans(subject.depth))
-            part.add(block, position, total=right, count=len(guess.logits))
+            part.add(block, position, values=right, first=batch.first)
 
 
 def finding(facts: Facts) -> str:
     """The main numbers in a sentence."""
-    parts = [
-        f"{source} {numbers['accuracy']:.2f} %"
-        + (f" (the paper: {facts['paper_percent']} %)" if source == _PART else "")
-        for source, numbers in facts["sources"].items()
-    ]
-    return f"The position is named right by: {', '.join(parts)}; chance {facts['chance']:.1f} %."
+    intervals, parts = facts["intervals"], []
+    for source, numbers in facts["sources"].items():
+        part = f"{source} {with_bounds(numbers['accuracy'], intervals[source], unit=' %')}"
+        if source == _PART:
+            part += f" (the paper: {facts['paper_percent']} %)"
+        elif intervals[source] is not None and not apart(intervals[source], facts["chance"]):
+            part += ", which may be chance"
+        parts.append(part)
+    return said_with(
+        f"The position is named right by: {', '.join(parts)}; chance {facts['chance']:.1f} %",
+        intervals,
+    )
 
 
 def figures(tables: Tables) -> dict[str, Figure]:
     """position.svg: accuracy per block and position, a map per source."""
-    table = tables["position"]
     maps = [
-        (source, "right (%)", grid(rows, "accuracy"))
-        for source, rows in table.groupby("source", sort=False)
+        read_map(rows, "accuracy", title=source, meaning="right (%)", limits=(0.0, 100.0))
+        for source, rows in tables["position"].groupby("source", sort=False)
     ]
     return {"position": draw_maps(maps, columns=3)}

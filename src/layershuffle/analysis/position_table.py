@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 from pandas import DataFrame
+from torch import Tensor
 
 from layershuffle.errors import UsageError
 from layershuffle.plotting import GROUND, INK, new_figure, style_axes
+from layershuffle.stats import ImageGroups
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,19 +25,27 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float64]
 # Up to so many blocks, and maps on a page, every cell carries its number.
 _WRITTEN, _WRITTEN_MAPS = 12, 4
+# Half intervals that the colours of a map span at least. 144 values that differ by chance alone lie
+# 2.7 half intervals apart (5.3 standard deviations), which is then a third of the colours.
+_SPAN = 8.0
+_LIGHT = 0.5  # luma of a cell that takes dark ink
 
 
 class PositionMeans:
-    """A running mean per (block, position)."""
+    """A running mean per (block, position), and how far every image moves each of them."""
 
     def __init__(self, depth: int) -> None:
         self._sums: Floats = np.zeros((depth, depth))
         self._counts: Floats = np.zeros((depth, depth))
+        # In float32, as only spreads are made of them; the means are sums in float64.
+        self._parts: list[tuple[int, int, int, NDArray[np.float32]]] = []
 
-    def add(self, block: int, position: int, *, total: float, count: int) -> None:
-        """Count `count` more values that add up to `total`."""
-        self._sums[block, position] += total
-        self._counts[block, position] += count
+    def add(self, block: int, position: int, *, values: Tensor, first: int) -> None:
+        """Count the values `[n]` of image number `first` and those that follow it."""
+        numbers = values.detach().double().cpu().numpy()
+        self._sums[block, position] += numbers.sum()
+        self._counts[block, position] += len(numbers)
+        self._parts.append((block, position, first, numbers.astype(np.float32)))
 
     def mean(self) -> Floats:
         """Means `[block, position]`; raises `UsageError` if a cell was never met."""
@@ -46,6 +56,55 @@ class PositionMeans:
                 hint="raise --orders or --images, or lower --batch-size",
             )
         return self._sums / self._counts
+
+    def half_width(self, clusters: ImageGroups | None, weights: Floats) -> float | None:
+        """Half the 95 % interval of the sum of the means times `weights` `[block, position]`."""
+        if clusters is None:
+            return None
+        means, influence = self.mean(), np.zeros(clusters.images)
+        for block, position, first, values in self._parts:
+            pull = weights[block, position] / self._counts[block, position]
+            influence[first : first + len(values)] += pull * (values - means[block, position])
+        return clusters.half_width(influence)
+
+    def half_widths(self, clusters: ImageGroups | None) -> Floats:
+        """Half the 95 % interval of every mean, `[block, position]`; NaN for too few images."""
+        means = self.mean()
+        halves: Floats = np.full(means.shape, np.nan)
+        if clusters is not None:
+            influence = np.zeros((*means.shape, clusters.images))
+            for block, position, first, values in self._parts:
+                part = influence[block, position, first : first + len(values)]
+                part += (values - means[block, position]) / self._counts[block, position]
+            for cell in np.ndindex(means.shape):
+                halves[cell] = clusters.half_width(influence[cell])
+        return halves
+
+    def columns(self, name: str, clusters: ImageGroups | None) -> dict[str, Floats]:
+        """The means under `name`, and half their intervals under `name`_half."""
+        return {name: self.mean(), f"{name}_half": self.half_widths(clusters)}
+
+
+def evenly(depth: int) -> Floats:
+    """Weights of the mean over all cells."""
+    return np.full((depth, depth), 1.0 / depth**2)
+
+
+def at_position(depth: int, position: int) -> Floats:
+    """Weights of the mean over blocks at one position."""
+    weights = np.zeros((depth, depth))
+    weights[:, position] = 1.0 / depth
+    return weights
+
+
+def home_less_elsewhere(depth: int) -> Floats:
+    """Weights of the home cells' mean less that of the others: the excess of `HomeEffect`.
+
+    Taking the mean of every block and of every position out changes nothing of it, because each
+    block and each position has one home cell.
+    """
+    home = np.eye(depth)
+    return home / depth - (1.0 - home) / max(1, depth**2 - depth)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,15 +158,62 @@ def grid(table: DataFrame, name: str, *, row: str = "block", column: str = "posi
     return values
 
 
+@dataclass(frozen=True, kw_only=True)
+class Map:
+    """A heat map of `values` `[y, x]`; `meaning` names its colours.
+
+    `halves` `[y, x]`: half the 95 % interval of every value, NaN where there are too few images,
+    `None` where the values have none. `signed`: changes, whose sign matters: their colours part at
+    0. `limits`: those of the quantity itself, as 0 and 100 % are.
+    """
+
+    title: str
+    meaning: str
+    values: Floats
+    halves: Floats | None = None
+    signed: bool = False
+    limits: tuple[float, float] | None = None
+
+    @property
+    def colours(self) -> str:
+        """The colour map: light in the middle for signed values."""
+        return "RdBu_r" if self.signed else "cividis"
+
+    @property
+    def uncertain(self) -> bool:
+        """Whether there were too few images for intervals."""
+        return self.halves is not None and bool(np.isnan(self.halves).all())
+
+    def colour_range(self) -> tuple[float, float]:
+        """The values at the ends of the colours, never nearer than `_SPAN` half intervals."""
+        if self.limits is not None:
+            return self.limits
+        values, width = self.values, 0.0
+        if self.halves is not None and not self.uncertain:
+            # Colours that end at the extremes would show noise as strongly as an effect.
+            width = _SPAN * float(np.nanmedian(self.halves))
+        low, high = float(values.min()), float(values.max())
+        if self.signed:
+            # One value everywhere, 0, has no range of its own.
+            reach = max(-low, high, width / 2) or 1.0
+            return -reach, reach
+        if self.uncertain:
+            return min(low, 0.0), max(high, 0.0)  # no spread is known to hold them against
+        middle, width = (low + high) / 2, max(high - low, width)
+        return middle - width / 2, middle + width / 2
+
+
+def read_map(table: DataFrame, name: str, **words: Any) -> Map:
+    """The map of a column with its half intervals, if the table has them; `words` as in `Map`."""
+    # Tables that were written before there were intervals have no such column.
+    halves = grid(table, f"{name}_half") if f"{name}_half" in table else None
+    return Map(values=grid(table, name), halves=halves, **words)
+
+
 def draw_maps(
-    maps: Sequence[tuple[str, str, Floats]],
-    *,
-    y: str = "block",
-    x: str = "position",
-    columns: int = 2,
-    limits: tuple[float, float] | None = None,
+    maps: Sequence[Map], *, y: str = "block", x: str = "position", columns: int = 2
 ) -> Figure:
-    """Heat maps side by side: (title, what the colours mean, values `[y, x]`) each.
+    """Heat maps side by side.
 
     Cells with x == y are framed: there a block runs at its home position.
     """
@@ -115,11 +221,10 @@ def draw_maps(
     lines = -(-len(maps) // columns)
     figure = new_figure(5.0 * columns, 4.3 * lines)
     panels = figure.subplots(lines, columns, squeeze=False).ravel()
-    for axes, (title, meaning, values) in zip(panels, maps, strict=False):
+    for axes, each in zip(panels, maps, strict=False):
         # Numbers are legible in few and large cells only.
-        written = len(values) <= _WRITTEN and len(maps) <= _WRITTEN_MAPS
-        _draw_map(axes, values, meaning=meaning, limits=limits, written=written)
-        style_axes(axes, title)
+        _draw_map(axes, each, written=len(each.values) <= _WRITTEN and len(maps) <= _WRITTEN_MAPS)
+        style_axes(axes, each.title)
         axes.set(xlabel=x, ylabel=y)
         axes.spines["bottom"].set_visible(False)
     # A page of five maps in two columns has a sixth panel.
@@ -128,43 +233,41 @@ def draw_maps(
     return figure
 
 
-def _draw_map(
-    axes: Axes,
-    values: Floats,
-    *,
-    meaning: str,
-    limits: tuple[float, float] | None,
-    written: bool,
-) -> None:
+def _draw_map(axes: Axes, each: Map, *, written: bool) -> None:
     from matplotlib.patches import Rectangle
 
-    low, high = limits or (float(values.min()), float(values.max()))
+    low, high = each.colour_range()
+    values, depth = each.values, len(each.values)
     # With hundreds of cells an SVG of vectors would weigh megabytes.
-    mesh = axes.pcolormesh(values, cmap="cividis", vmin=low, vmax=high, rasterized=not written)
+    mesh = axes.pcolormesh(
+        values, cmap=each.colours, vmin=low, vmax=high, rasterized=not written
+    )  # fmt: skip
     axes.set_aspect("equal")
     axes.invert_yaxis()
-    depth = len(values)
     ticks = range(0, depth, 1 if depth <= _WRITTEN else -(-depth // _WRITTEN))
     axes.set_xticks([tick + 0.5 for tick in ticks], list(map(str, ticks)))
     axes.set_yticks([tick + 0.5 for tick in ticks], list(map(str, ticks)))
     bar = axes.figure.colorbar(mesh, ax=axes, shrink=0.85)
-    bar.set_label(meaning, color=INK)
+    bar.set_label(f"{each.meaning}{'; too few images' if each.uncertain else ''}", color=INK)
     bar.ax.tick_params(colors=INK, length=0)
     bar.outline.set_visible(False)
-    middle = (low + high) / 2
+    # By how light the cell is: signed maps are dark at both ends.
+    light = (
+        np.asarray(mesh.cmap(mesh.norm(values)))[..., :3] @ np.array([0.299, 0.587, 0.114]) > _LIGHT
+    )
     if written:
-        _write_numbers(axes, values, middle)
+        _write_numbers(axes, values, light)
     for home in range(depth):
         box = Rectangle((home + 0.05, home + 0.05), 0.9, 0.9, fill=False, lw=0.8)
-        box.set_edgecolor(INK if values[home, home] > middle else GROUND)
+        box.set_edgecolor(INK if light[home, home] else GROUND)
         axes.add_patch(box)
 
 
-def _write_numbers(axes: Axes, values: Floats, middle: float) -> None:
+def _write_numbers(axes: Axes, values: Floats, light: NDArray[np.bool_]) -> None:
     largest = float(np.abs(values).max())
     # Three digits at most, whatever the size of the values.
     form = ".0f" if largest >= 100 else ".1f" if largest >= 10 else ".2f"
     for (row, column), value in np.ndenumerate(values):
-        style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 5.5}
-        colour = INK if value > middle else GROUND
+        style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 6.0}
+        colour = INK if light[row, column] else GROUND
         axes.text(column + 0.5, row + 0.5, format(value + 0.0, form), color=colour, **style)

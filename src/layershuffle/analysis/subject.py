@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -30,9 +31,12 @@ from layershuffle.models import (
 from layershuffle.models.origin import trained_with
 from layershuffle.orders import ExecutionOrder
 from layershuffle.stack import depth_of, running, with_hooks
+from layershuffle.stats import ImageGroups
 
 Progress = Callable[[str], None]
 AnyOrder = ExecutionOrder | Sequence[ExecutionOrder]
+# Below this the spread of the few clusters is itself too uncertain to judge a difference by.
+FEWEST_CLUSTERS = 10
 
 
 class DoesNotApply(UsageError):
@@ -41,8 +45,12 @@ class DoesNotApply(UsageError):
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Images `[n, channels, height, width]`, labels `[n]`, and the orders they all run in."""
+    """Images `[n, channels, height, width]`, labels `[n]`, and the orders they all run in.
 
+    `first` is the number of the first image.
+    """
+
+    first: int
     images: Tensor
     labels: Tensor
     orders: list[ExecutionOrder]
@@ -97,9 +105,33 @@ class Subject:
             drawn = balanced_orders(
                 self.depth, first=number * orders, count=orders, seed=settings.seed
             )
-            yield Batch(images=images, labels=labels, orders=drawn)
+            yield Batch(
+                first=number * settings.batch_size, images=images, labels=labels, orders=drawn
+            )
         if number < 0:
             raise DataError(f"The {split} split has no image", place=self.data.spec)
+
+    def clusters(self, images: int, *, by_batch: bool) -> ImageGroups | None:
+        """Which of the first `images` test images may be wrong together; `None` for too few.
+
+        They share a group of the data, or, with `by_batch`, a batch and so its orders. An interval
+        needs `FEWEST_CLUSTERS` of either. Raises `DataError` for other groups than images.
+        """
+        columns = []
+        if by_batch:
+            columns.append(np.arange(images)[:, None] // self.settings.batch_size)
+        groups = self.data.splits["test"].groups
+        if groups is not None:
+            if len(groups) < images:
+                raise DataError(
+                    f"There are {images} images, and groups of {len(groups)}", place=self.data.spec
+                )
+            columns.append(groups[:images].numpy() + images)  # apart from the numbers of batches
+        if not columns:
+            columns.append(np.arange(images)[:, None])
+        if min(len(np.unique(column)) for column in columns) < FEWEST_CLUSTERS:
+            return None
+        return ImageGroups(np.concatenate(columns, axis=1).astype(np.int64))
 
     def require_classes(self) -> None:
         """Raises `DataError` unless the data have the model's classes."""

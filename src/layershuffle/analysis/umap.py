@@ -7,7 +7,8 @@ open is done both ways: an output is the class token, or the mean over all token
 picture stand numbers from the original space, as UMAP can make clusters that are not there:
 
 - purity: the share of a point's nearest neighbours whose position differs by at most one; `chance`
-  is that share among all other points. Silhouette: scikit-learn's, by position.
+  is that share among all other points; `purity_half` is half the 95 % interval, over images.
+  Silhouette: scikit-learn's, by position.
 - early cut: distances between the centroids of positions k and k + 1. `early_gap` is the larger one
   of k = 0, 1 over the median of the others: above 1, the step away from the first positions is
   longer than a usual step. `early_held` is the share of neighbours, of points before that cut,
@@ -26,6 +27,7 @@ from numpy.typing import NDArray
 from pandas import DataFrame
 
 from layershuffle.analysis.features import FeatureWatch, Token
+from layershuffle.analysis.intervals import Interval, apart, interval, said_with, with_bounds
 from layershuffle.analysis.results import Facts, Measurement
 from layershuffle.analysis.subject import Subject
 from layershuffle.errors import UsageError
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from layershuffle.analysis.results import Tables
+    from layershuffle.stats import ImageGroups
 
 Array = NDArray[Any]
 _DETACHED_GAP, _DETACHED_HELD = 2.0, 0.95
@@ -49,8 +52,9 @@ _COLOURS = "viridis_r"  # light is early, dark is late; readable in grey
 def measure(subject: Subject) -> Measurement:
     """points.csv (token, block, image, position, x, y), joint.csv (the same) and blocks.csv.
 
-    blocks.csv: token, block, shown (1 for the block shown large), purity, chance, silhouette,
-    early_gap, early_held. Raises `UsageError` for a block that is not there or too few images.
+    blocks.csv: token, block, shown (1 for the block shown large), purity, purity_half, chance,
+    silhouette, early_gap, early_held. Raises `UsageError` for a block that is not there or too few
+    images.
     """
     block, depth = subject.settings.block, subject.depth
     if block is not None and block >= depth:
@@ -65,6 +69,8 @@ def measure(subject: Subject) -> Measurement:
             f"{len(positions)} images are too few for {neighbours} neighbours",
             hint="raise --images or lower --neighbours",
         )
+    # Every image has an order of its own, so batches are no reason for images to go together.
+    clusters = subject.clusters(len(positions), by_batch=False)
     points, rows = [], []
     for token, vectors in features.items():
         for block in range(depth):
@@ -73,7 +79,7 @@ def measure(subject: Subject) -> Measurement:
             images = range(len(at))
             places = embed(outputs, neighbours, seed=seed)
             points.append(_points(places, token=token, block=block, image=images, position=at))
-            numbers = describe(outputs, at, neighbours=neighbours)
+            numbers = describe(outputs, at, neighbours=neighbours, clusters=clusters)
             rows.append({"token": token, "block": block, "shown": int(block == shown), **numbers})
     blocks = DataFrame(rows)
     joint, joint_facts = _joint(subject, features, positions)
@@ -131,7 +137,9 @@ def embed(vectors: Array, neighbours: int, *, seed: int) -> Array:
     return coordinates
 
 
-def describe(vectors: Array, positions: Array, *, neighbours: int) -> dict[str, float]:
+def describe(
+    vectors: Array, positions: Array, *, neighbours: int, clusters: ImageGroups | None = None
+) -> dict[str, float]:
     """The numbers of the module's docstring; NaN where they are not defined."""
     from sklearn.metrics import silhouette_score
 
@@ -143,13 +151,23 @@ def describe(vectors: Array, positions: Array, *, neighbours: int) -> dict[str, 
     if 2 <= len(np.unique(positions)) < len(positions):
         silhouette = float(silhouette_score(vectors, positions))
     gap, early_neighbours = _early(vectors, positions, near)
+    shares = close[np.arange(len(positions))[:, None], near].mean(1)
+    half = _half_width(shares, clusters)
     return {
-        "purity": float(close[np.arange(len(positions))[:, None], near].mean()),
+        "purity": float(shares.mean()),
+        "purity_half": float("nan") if half is None else half,
         "chance": float((close.sum() - len(positions)) / (close.size - len(positions))),
         "silhouette": silhouette,
         "early_gap": gap,
         "early_held": early_neighbours,
     }
+
+
+def _half_width(shares: Array, clusters: ImageGroups | None) -> float | None:
+    """Half the 95 % interval of the mean of a share per image."""
+    if clusters is None:
+        return None
+    return clusters.half_width((shares - shares.mean()) / len(shares))
 
 
 def _neighbours(vectors: Array, count: int) -> NDArray[np.int64]:
@@ -194,44 +212,59 @@ def _joint(
     near = _neighbours(vectors, neighbours)
     at, block = positions[:images].ravel(), np.tile(np.arange(depth), images)
     image = np.repeat(np.arange(images), depth)
-    facts = {
-        "token": token,
-        "images": images,
-        "same_position": float((at[near] == at[:, None]).mean()),
-        "same_block": float((block[near] == block[:, None]).mean()),
-        "chance": 1.0 / depth,
-    }
+    clusters = subject.clusters(images, by_batch=False)
+    facts: Facts = {"token": token, "images": images, "chance": 1.0 / depth, "intervals": {}}
+    for name, labels in (("same_position", at), ("same_block", block)):
+        # The points of an image are one value of it.
+        shares = (labels[near] == labels[:, None]).reshape(images, -1).mean(1)
+        facts[name] = float(shares.mean())
+        half = _half_width(shares, clusters)
+        facts["intervals"][name] = interval(facts[name], half, limits=(0.0, 1.0))
     return _points(places, token=token, block=block, image=image, position=at), facts
 
 
 def _token_facts(blocks: DataFrame) -> Facts:
     detached = (blocks.early_gap >= _DETACHED_GAP) & (blocks.early_held >= _DETACHED_HELD)
-    shown = blocks.shown == 1
+    large = blocks[blocks.shown == 1].iloc[0]
     names = ("purity", "chance", "silhouette", "early_gap", "early_held")
-    numbers = {name: float(blocks[shown][name].iloc[0]) for name in names}
+    numbers = {name: float(large[name]) for name in names}
+    half = None if np.isnan(large.purity_half) else float(large.purity_half)
     return {
         # JSON has no NaN: where a number is not defined it is null.
         **{name: None if np.isnan(value) else value for name, value in numbers.items()},
+        "intervals": {"purity": interval(numbers["purity"], half, limits=(0.0, 1.0))},
         "purities": blocks.purity.tolist(),
         "detached_blocks": int(detached.sum()),
-        "detached": bool(detached[shown].iloc[0]),
+        "detached": bool(detached[blocks.shown == 1].iloc[0]),
     }
 
 
 def finding(facts: Facts) -> str:
     """The main numbers in two sentences."""
     parts = [
-        f"{numbers['purity']:.0%} of a point's neighbours were made within one position of it by "
-        f"the {token} token (chance {numbers['chance']:.0%}), early outputs stand apart in "
-        f"{numbers['detached_blocks']} of {facts['blocks']} blocks"
+        f"{_against(numbers['purity'], numbers['intervals']['purity'], numbers['chance'])} of a "
+        f"point's neighbours were made within one position of it by the {token} token, early "
+        f"outputs stand apart in {numbers['detached_blocks']} of {facts['blocks']} blocks"
         for token, numbers in facts["tokens"].items()
     ]
     joint = facts["joint"]
-    return (
-        f"Block {facts['block']}: {'; '.join(parts)}. With all blocks together "
-        f"{joint['same_position']:.0%} of a point's neighbours share its position and "
-        f"{joint['same_block']:.0%} its block (chance {joint['chance']:.0%})."
+    position, block = (
+        _against(joint[name], joint["intervals"][name], joint["chance"])
+        for name in ("same_position", "same_block")
     )
+    return said_with(
+        f"Block {facts['block']}: {'; '.join(parts)}. With all blocks together {position} of a "
+        f"point's neighbours share its position and {block} its block",
+        joint["intervals"],
+    )
+
+
+def _against(share: float, bounds: Interval, chance: float) -> str:
+    """The share with its interval, and whether it can be told from chance."""
+    text = with_bounds(share, bounds, form=".0%")
+    if bounds is None or apart(bounds, chance):
+        return f"{text}, {chance:.0%} by chance,"
+    return f"{text}, no more than the {chance:.0%} of chance,"
 
 
 def figures(tables: Tables) -> dict[str, Figure]:
