@@ -13,10 +13,13 @@ from matplotlib.container import ErrorbarContainer
 
 from layershuffle.study.figures import (
     STYLES,
+    arm_style,
+    arms_drawn,
     describe_panel,
     draw_figure,
     figure_bytes,
     inline_svg,
+    panels_of,
 )
 from layershuffle.study.paper import NUMBERS
 from layershuffle.study.store import read_study
@@ -55,6 +58,7 @@ def test_lines_and_intervals_equal_the_summary(summary: Summary):
             cells = summary.curve(arm, mode)
             x, y = container.lines[0].get_data()
             assert [round(value) for value in x] == [cell.kept for cell in cells] == [3, 6, 9, 12]
+            assert max(abs(value - round(value)) for value in x) <= 0.2
             assert list(y) == [cell.top1.mean for cell in cells]
             (bars,) = container.lines[2]
             for segment, cell in zip(bars.get_segments(), cells, strict=True):
@@ -169,7 +173,68 @@ def test_hostile_arm_names_are_drawn_as_text(tmp_path: Path):
     assert {"<b>$\\frac$&", "_hidden", "$x$?"} <= texts
 
 
-def test_more_arms_than_styles_still_draw(tmp_path: Path):
-    out = write_study(tmp_path, orders=2, arms={f"arm{i}": "baseline" for i in range(10)})
-    figure = draw_figure(summarise(read_study(out)))
-    assert len(_lines(figure.axes[0])) == 10
+@pytest.fixture(scope="module")
+def crowd(tmp_path_factory: pytest.TempPathFactory) -> Summary:
+    """Thirteen arms with names of any length, LayerShuffle among them for the paper's points."""
+    names = [f"layershuffle-with-a-long-name-and-option-{i}" for i in range(6)]
+    names += [f"arm{i}" for i in range(5)]
+    arms = {
+        "baseline": "baseline",
+        "layershuffle": "layershuffle",
+        **dict.fromkeys(names, "layerdrop"),
+    }
+    return summarise(read_study(write_study(tmp_path_factory.mktemp("crowd"), orders=2, arms=arms)))
+
+
+def test_thirteen_arms_take_three_rows_of_at_most_five(crowd: Summary):
+    figure = draw_figure(crowd)
+    lines = [
+        {name for name in _lines(axes) if not name.startswith("paper ")} for axes in figure.axes
+    ]
+    assert [len(names) for names in lines] == [4, 4, 4, 4, 5, 5]
+    assert set().union(*lines) == set(crowd.arms)
+    assert panels_of([]) == []
+    assert [len(arms) for arms in panels_of("abcdef")] == [3, 3]
+    # Beyond ten arms colours come again, with another marker.
+    assert len({arm_style(crowd, arm)[:2] for arm in crowd.arms}) == 13
+
+
+def test_every_point_is_within_a_fifth_of_its_tick(crowd: Summary):
+    points = [
+        float(x)
+        for axes in draw_figure(crowd).axes
+        for container in axes.containers
+        for x in container.lines[0].get_xdata()
+    ]
+    assert max(abs(x - round(x)) for x in points) <= 0.2
+    assert {round(x) for x in points} == {3, 6, 9, 12}
+
+
+@pytest.mark.parametrize("modes", [("sequential", "arbitrary"), ("sequential",)])
+def test_legends_and_labels_lie_inside_the_canvas(crowd: Summary, modes: tuple[str, ...]):
+    """Measured by matplotlib's own renderer: what lies outside is not in the file."""
+    figure = draw_figure(crowd, modes)
+    figure.canvas.draw()
+    width, height = figure.bbox.width, figure.bbox.height
+    legends = [legend for part in figure.subfigs for legend in part.legends]
+    assert len(legends) == 3
+    boxes = [legend.get_window_extent() for legend in legends]
+    boxes += [axes.get_tightbbox() for axes in figure.axes]
+    for box in boxes:
+        assert min(box.x0, box.y0) >= -0.5, box
+        assert box.x1 <= width + 0.5, box
+        assert box.y1 <= height + 0.5, box
+    for part in figure.subfigs:
+        (legend,) = part.legends
+        below = legend.get_window_extent().y1
+        assert all(below <= axes.get_window_extent().y0 for axes in part.axes), "on the panel"
+
+
+def test_arms_that_were_scored_whole_alone_have_no_line(tmp_path: Path):
+    out = write_study(tmp_path, orders=2)
+    path = out / "runs" / "layerdrop-seed0" / "results.csv"
+    head, *rows = path.read_text().splitlines(keepends=True)
+    path.write_text(head + "".join(row for row in rows if ",12," in row))
+    summary = summarise(read_study(out))
+    assert arms_drawn(summary) == ("baseline", "layershuffle", "layershuffle-depth")
+    assert "LayerDrop" not in describe_panel(summary, "arbitrary")

@@ -6,6 +6,7 @@ import csv
 import html
 import re
 import statistics
+from collections import Counter
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -15,8 +16,10 @@ from fixture import LEVELS, write_study
 
 from layershuffle.errors import LayerShuffleError
 from layershuffle.files import write_bytes
-from layershuffle.stats import estimate
+from layershuffle.stats import compare, estimate
+from layershuffle.study.headline import headline, key_facts
 from layershuffle.study.report import Report, write_report
+from layershuffle.study.score_tables import scores_table
 from layershuffle.study.summary import label
 from layershuffle.study.tables import duration, flatten
 
@@ -154,6 +157,46 @@ def test_headline_is_drawn_from_the_numbers(report: Report, page: Page):
     assert report.html.with_suffix(".md").read_text().startswith(f"# {sentence}")
 
 
+def test_the_headline_names_a_winner_only_with_an_interval(tmp_path: Path):
+    one = write_report(write_study(tmp_path / "one"))
+    assert headline(one.summary).endswith("(too few models for an interval)")
+    assert "no arm can be called best" in key_facts(one.summary)[0]
+    three = write_report(write_study(tmp_path / "three", seeds=(0, 1, 2))).summary
+    means = [three.means(arm, "arbitrary") for arm in ("layershuffle", "baseline")]
+    gap = compare(*means)
+    assert gap.low > 0
+    words = f"{gap.points:.1f} points ({gap.low:.1f} to {gap.high:.1f})"
+    assert headline(three).endswith(f": LayerShuffle is better by {words}")
+    (fact,) = key_facts(three)
+    assert "LayerShuffle-depth is best: " in fact
+    same = {"baseline": "baseline", "layershuffle": "baseline"}
+    alike = write_report(write_study(tmp_path / "same", seeds=(0, 1, 2), arms=same)).summary
+    gap = compare(*(alike.means(arm, "arbitrary") for arm in same))
+    assert gap.low <= 0 <= gap.high
+    assert ", which may be chance: they differ by " in headline(alike)
+
+
+def test_the_contents_lead_to_every_section(page: Page, report: Report):
+    targets = [str(a["href"]).removeprefix("#") for a in page.all("a")]
+    headings = [str(a["id"]) for a in page.all("h2") if "id" in a and a["id"] != "contents"]
+    assert targets == headings
+    assert len(targets) == len(page.all("section"))
+
+
+def test_a_number_stands_once(report: Report, page: Page):
+    """What the main table shows, no table below it shows again."""
+    scores = [
+        report.summary.cell(arm, column).top1 for arm in LEVELS for column in report.summary.columns
+    ]
+    intervals = Counter(f"{score.low:.1f}-{score.high:.1f}" for score in scores)
+    shown = Counter(re.findall(r"(?<![\d.])\d+\.\d-\d+\.\d(?![\d.])", page.text))
+    assert {text: shown[text] for text in intervals} == intervals
+    table = scores_table(report.summary)
+    place = {name: number for number, name in enumerate(table.head)}
+    assert {row[place["Top-1"]] for row in table.rows} == {"-"}
+    assert {row[place["95 %"]] for row in table.rows} == {"-"}
+
+
 def test_the_papers_numbers_stand_beside_ours(report: Report, page: Page):
     for number in ("82.61", "0.13", "75.22", "62.77", "~18", "~70-80", "~0"):
         assert f"paper {number}" in page.text
@@ -253,7 +296,7 @@ def test_a_half_done_study_says_what_is_missing(tmp_path: Path):
     assert "FAILED layerdrop-seed1: The loss became NaN at step 812." in report.text
     assert "Not done yet: layershuffle-seed2. Run the same command again" in report.text
     markdown = report.html.with_suffix(".md").read_text()
-    assert "- layershuffle-seed2 not done yet\n\n## Top-1" in markdown
+    assert "- layershuffle-seed2 not done yet\n\n## Table 1" in markdown
 
 
 def test_an_arm_without_results_is_shown_as_not_measured(tmp_path: Path):

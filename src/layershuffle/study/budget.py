@@ -6,15 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from layershuffle.plotting import INK, RULE, new_figure, style_axes
+from layershuffle.plotting import RULE, legend_below, new_figure, style_axes
 from layershuffle.results import MODES, ScoreRow
 from layershuffle.stats import Estimate, estimate
-from layershuffle.study.figures import STYLES, error_bars
+from layershuffle.study.figures import STYLES, error_bars, panels_of
 from layershuffle.study.summary import Summary, base_arm, label
 from layershuffle.study.tables import NONE, Picture, Section, Table, interval_text
 from layershuffle.study.tasks import Study
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.container import ErrorbarContainer
     from matplotlib.figure import Figure
 
 
@@ -69,14 +71,8 @@ def budget_section(summary: Summary) -> Section | None:
             curve = {p.steps: p.top1 for p in points if (p.arm, p.mode) == (arm, mode)}
             if curve:
                 curves[arm, mode] = curve
-    sentences = []
     rows = []
     for (arm, mode), curve in curves.items():
-        first, last = min(curve), max(curve)
-        sentences.append(
-            f"{label(arm)} in {mode} order goes from {curve[first].mean:.1f} % after {first:,} "
-            f"steps to {curve[last].mean:.1f} % after {last:,}."
-        )
         scores = (curve.get(steps) for steps in lengths)
         texts = (
             "-" if s is None else f"{s.mean:.1f} ({interval_text(s)}; {s.models})" for s in scores
@@ -84,7 +80,6 @@ def budget_section(summary: Summary) -> Section | None:
         rows.append((label(arm), mode, *texts))
     return Section(
         title="Budget: how much of the gap is training",
-        sentences=(" ".join(sentences),),
         pictures=(
             Picture(
                 file="budget",
@@ -129,30 +124,44 @@ def _position_tables(summary: Summary, lengths: Sequence[int]) -> tuple[Table, .
 
 
 def _draw(curves: dict[tuple[str, str], dict[int, Estimate]], lengths: Sequence[int]) -> Figure:
-    figure = new_figure(6.4, 4.2)
-    axes = figure.subplots()
-    style_axes(axes)
-    axes.set(xlabel="optimiser steps", ylabel="top-1 accuracy (%)")
-    axes.grid(axis="y", color=RULE, linewidth=0.8)
     arms = list(dict.fromkeys(arm for arm, _ in curves))
-    for (arm, mode), curve in curves.items():
-        colour, marker, _ = STYLES[arms.index(arm) % len(STYLES)]
-        axes.errorbar(
-            list(curve),
-            [score.mean for score in curve.values()],
-            yerr=error_bars(list(curve.values())),
-            color=colour,
-            marker=marker,
-            # Colour and marker tell the arm, the line tells the order mode.
-            linestyle="-" if mode == "sequential" else "--",
-            capsize=2.5,
-            label=f"{label(arm)}, {mode}",
-        )
-    # Lengths differ by factors; on a linear axis the short ones would lie on each other.
-    axes.set_xscale("log")
-    axes.set_xticks(lengths, [f"{steps:,}" for steps in lengths], minor=False)
-    axes.minorticks_off()
-    # Room for the markers of scores near 0 and 100 %.
-    axes.set_ylim(-2, 102)
-    axes.legend(frameon=False, labelcolor=INK, fontsize=8)
+    rows = panels_of(arms)
+    figure = new_figure(6.4, 4.6 * len(rows))
+    for part, shown in zip(figure.subfigures(len(rows), 1, squeeze=False)[:, 0], rows, strict=True):
+        part.set_facecolor("none")
+        axes = part.subplots()
+        style_axes(axes)
+        axes.set(xlabel="optimiser steps", ylabel="top-1 accuracy (%)")
+        axes.grid(axis="y", color=RULE, linewidth=0.8)
+        entries = [
+            (
+                _draw_curve(axes, curve, mode=mode, style=STYLES[arms.index(arm) % len(STYLES)]),
+                f"{label(arm)}, {mode}",
+            )
+            for (arm, mode), curve in curves.items()
+            if arm in shown
+        ]
+        # Lengths differ by factors; on a linear axis the short ones would lie on each other.
+        axes.set_xscale("log")
+        axes.set_xticks(lengths, [f"{steps:,}" for steps in lengths], minor=False)
+        axes.minorticks_off()
+        # Room for the markers of scores near 0 and 100 %.
+        axes.set_ylim(-2, 102)
+        # Below the panel: inside it, whatever the place, some study has a line there.
+        legend_below(part, entries)
     return figure
+
+
+def _draw_curve(
+    axes: Axes, curve: dict[int, Estimate], *, mode: str, style: tuple[str, str, str]
+) -> ErrorbarContainer:
+    return axes.errorbar(
+        list(curve),
+        [score.mean for score in curve.values()],
+        yerr=error_bars(list(curve.values())),
+        color=style[0],
+        marker=style[1],
+        # Colour and marker tell the arm, the line tells the order mode.
+        linestyle="-" if mode == "sequential" else "--",
+        capsize=2.5,
+    )

@@ -1,8 +1,7 @@
 """Accuracy against blocks kept: the paper's Figures 1b (sequential) and 1c (arbitrary).
 
 The paper's own axis counts removed blocks in its caption and kept blocks in its text; ours always
-counts blocks kept. Drawn with matplotlib's object interface on a fixed canvas: no global state is
-changed for good, no display is needed, and the same summary gives the same bytes.
+counts blocks kept. The same summary gives the same bytes.
 """
 
 from __future__ import annotations
@@ -10,9 +9,18 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from html import escape
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
-from layershuffle.plotting import GROUND, INK, RULE, figure_bytes, new_figure, style_axes
+from layershuffle.plotting import (
+    GROUND,
+    INK,
+    RULE,
+    figure_bytes,
+    legend_below,
+    new_figure,
+    style_axes,
+)
 from layershuffle.stats import Estimate
 from layershuffle.study.paper import PaperNumber
 from layershuffle.study.summary import Cell, Column, Summary, label
@@ -40,30 +48,46 @@ PANELS = {
     "sequential": "Sequential order (the paper's Figure 1b)",
     "arbitrary": "Arbitrary order (the paper's Figure 1c)",
 }
-_DODGE = 0.14  # blocks between neighbouring arms, so that intervals of near values stay apart
-_PAPER_SHIFT = 0.45  # blocks between an arm's point and the paper's
+ARMS_PER_PANEL = 5  # more lines cannot be told apart
+# Blocks between the outermost arms of a panel, so that intervals of near values stay apart, and
+# between an arm's point and the paper's: every point is within 0.2 of the number it stands for.
+_DODGE, _PAPER_SHIFT = 0.3, 0.04
 
 
 def draw_figure(summary: Summary, modes: Sequence[str] = tuple(PANELS)) -> Figure:
     """One panel per mode, side by side: per arm a line with its 95 % intervals.
 
-    The paper's points stand beside it, hollow; "~" marks those that its text only describes.
+    At most `ARMS_PER_PANEL` arms a panel: more take further rows, each with a legend. The paper's
+    points stand beside ours, hollow; "~" marks those that its text only describes.
     """
     alone = len(modes) == 1
-    figure = new_figure(*((4.6, 4.5) if alone else (9.2, 4.4)))
-    # One scale for both panels, because their heights are compared.
-    panels = figure.subplots(1, len(modes), sharey=True, squeeze=False)[0]
-    for axes, mode in zip(panels, modes, strict=True):
-        _draw_panel(axes, summary, mode)
-    panels[0].set_ylabel("top-1 accuracy (%)", color=INK)
-    handles, names = _legend_entries(panels, summary)
-    legend = figure.legend(
-        handles, names, loc="outside lower center", ncols=2 if alone else 5, frameon=False
-    )
-    for text in legend.get_texts():
-        # matplotlib would read a "$" in the name of an arm as mathematics.
-        text.set(color=INK, parse_math=False)
+    rows = panels_of(arms_drawn(summary)) or [()]
+    figure = new_figure(4.6 if alone else 9.2, 4.4 * len(rows))
+    for part, arms in zip(figure.subfigures(len(rows), 1, squeeze=False)[:, 0], rows, strict=True):
+        part.set_facecolor("none")
+        # One scale for all panels, because their heights are compared.
+        panels = part.subplots(1, len(modes), sharey=True, squeeze=False)[0]
+        for axes, mode in zip(panels, modes, strict=True):
+            _draw_panel(axes, summary, mode, arms)
+        panels[0].set_ylabel("top-1 accuracy (%)", color=INK)
+        legend_below(part, _legend_entries(panels, summary, arms))
     return figure
+
+
+def arms_drawn(summary: Summary) -> tuple[str, ...]:
+    """The arms with a line: those scored with blocks missing, or all where none is."""
+    curves = {
+        arm: [cell for mode in PANELS for cell in summary.curve(arm, mode)] for arm in summary.arms
+    }
+    pruned = (a for a, cells in curves.items() if any(c.kept < summary.depth for c in cells))
+    return tuple(pruned) or tuple(arm for arm, cells in curves.items() if cells)
+
+
+def panels_of(arms: Sequence[str]) -> list[tuple[str, ...]]:
+    """The arms in as few panels as `ARMS_PER_PANEL` allows, and about as many in each."""
+    count = -(-len(arms) // ARMS_PER_PANEL)
+    bounds = [len(arms) * panel // max(1, count) for panel in range(count + 1)]
+    return [tuple(arms[first:last]) for first, last in pairwise(bounds)]
 
 
 def inline_svg(summary: Summary, mode: str) -> str:
@@ -95,7 +119,7 @@ def describe_panel(summary: Summary, mode: str) -> str:
     """The panel in words: every line with its numbers."""
     parts = [
         f"{label(arm)}: " + ", ".join(f"{cell.top1.mean:.1f} % with {cell.kept}" for cell in cells)
-        for arm in summary.arms
+        for arm in arms_drawn(summary)
         if (cells := summary.curve(arm, mode))
     ]
     return f"Top-1 accuracy against blocks kept, {mode} order. {'; '.join(parts) or 'No data'}."
@@ -103,27 +127,31 @@ def describe_panel(summary: Summary, mode: str) -> str:
 
 def arm_style(summary: Summary, arm: str) -> tuple[str, str, _Dash]:
     """Colour, marker and dash of an arm."""
-    return STYLES[summary.arms.index(arm) % len(STYLES)]
+    turn, index = divmod(summary.arms.index(arm), len(STYLES))
+    # Where colours come again, they have other markers and dashes.
+    _, marker, dash = STYLES[(index + turn) % len(STYLES)]
+    return STYLES[index][0], marker, dash
 
 
-def _draw_panel(axes: Axes, summary: Summary, mode: str) -> None:
-    for arm in summary.arms:
+def _draw_panel(axes: Axes, summary: Summary, mode: str, arms: Sequence[str]) -> None:
+    for place, arm in enumerate(arms):
         cells = summary.curve(arm, mode)
         if cells:
-            _draw_arm(axes, summary, arm, cells)
+            shift = _DODGE * (place / (len(arms) - 1) - 0.5) if len(arms) > 1 else 0.0
+            _draw_arm(axes, summary, cells, shift)
     ticks = sorted({cell.kept for cell in summary.cells})
     # More than a dozen labels would run into each other.
     axes.set_xticks(ticks if len(ticks) <= 12 else ticks[:: (len(ticks) + 11) // 12])
-    axes.set(xlim=(min(ticks, default=1) - 1, summary.depth + 1), ylim=(-2, 102))
+    axes.set(xlim=(min(ticks, default=1) - 0.6, summary.depth + 0.6), ylim=(-2, 102))
     axes.set_xlabel(f"blocks kept (of {summary.depth})", color=INK)
     style_axes(axes, PANELS.get(mode, mode))
     axes.grid(axis="y", color=RULE, linewidth=0.8)
     axes.set_axisbelow(True)
 
 
-def _draw_arm(axes: Axes, summary: Summary, arm: str, cells: Sequence[Cell]) -> None:
+def _draw_arm(axes: Axes, summary: Summary, cells: Sequence[Cell], shift: float) -> None:
+    arm = cells[0].arm
     colour, marker, dash = arm_style(summary, arm)
-    shift = _DODGE * (summary.arms.index(arm) - (len(summary.arms) - 1) / 2)
     axes.errorbar(
         [cell.kept + shift for cell in cells],
         [cell.top1.mean for cell in cells],
@@ -131,9 +159,9 @@ def _draw_arm(axes: Axes, summary: Summary, arm: str, cells: Sequence[Cell]) -> 
         color=colour,
         marker=marker,
         linestyle=dash,
-        markersize=5.5,
-        linewidth=1.6,
-        capsize=2.5,
+        markersize=4.5,
+        linewidth=1.4,
+        capsize=2,
         label=arm,
     )
     for cell in cells:
@@ -170,23 +198,23 @@ def error_bars(scores: Sequence[Estimate]) -> tuple[list[float], list[float]]:
     )
 
 
-def _legend_entries(panels: Sequence[Axes], summary: Summary) -> tuple[list[Any], list[str]]:
+def _legend_entries(
+    panels: Sequence[Axes], summary: Summary, arms: Sequence[str]
+) -> list[tuple[Any, str]]:
     from matplotlib.lines import Line2D
 
     # A study that is half done has arms without a line in any panel.
     drawn = {str(box.get_label()) for axes in panels for box in axes.containers}
-    handles, names = [], []
-    for arm in summary.arms:
+    entries: list[tuple[Any, str]] = []
+    for arm in arms:
         if arm in drawn:
             colour, marker, dash = arm_style(summary, arm)
-            handles.append(Line2D([], [], color=colour, marker=marker, linestyle=dash))
-            names.append(label(arm))
+            line = Line2D([], [], color=colour, marker=marker, linestyle=dash)
+            entries.append((line, label(arm)))
     if any(name.startswith("paper ") for name in drawn):
-        handles.append(
-            Line2D([], [], color=INK, marker="o", markerfacecolor=GROUND, linestyle="none")
-        )
-        names.append("hollow: the paper (~ from its words)")
-    return handles, names
+        mark = Line2D([], [], color=INK, marker="o", markerfacecolor=GROUND, linestyle="none")
+        entries.append((mark, "hollow: the paper (~ from its words)"))
+    return entries
 
 
 def _variables() -> dict[str, str]:

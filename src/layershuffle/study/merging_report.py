@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import count
+from itertools import accumulate, count
 from typing import TYPE_CHECKING
 
 from layershuffle.merging.rows import MergingRow, by_model, group_rows, score_of
@@ -26,25 +26,25 @@ _HEAD = (
     "Models", "Order", "Stem and head", "Number", "Top-1", "sd", "Lowest", "Highest", "95 %",
     "Top-5", "sd top-5", "Paper: top-1", "Paper: top-5", "Ours - paper",
 )  # fmt: skip
-_DOT_POINTS = 2.2  # diameter of a dot
-_HEIGHT, _RANGE = 4.6, 104.0  # of the axes, in inches and in percentage points
-_DOT_HEIGHT = _RANGE * _DOT_POINTS / 72 / _HEIGHT  # of a dot, in percentage points
-_ACROSS = 0.9  # of the distance between two columns that dots may fill
+_DOT_POINTS = 2.4  # diameter of a dot
+_DOT_INCHES = _DOT_POINTS / 72
+_WIDTH = 9.2  # inches: on 1,200 pixels the smallest letters are 15 pixels high
+_PLOT, _RANGE = 5.5, 104.0  # least width of the panels in inches, and what it stands for in points
+_DOT_WIDTH = _RANGE * _DOT_INCHES / _PLOT  # of a dot, in percentage points
+_ROW, _ACROSS = 0.24, 0.8  # least height of a row in inches, and how much of it dots may fill
 
 
 def merging_section(study: Study) -> Section | None:
     """The section, or `None` while no merging is done."""
     groups: list[Group] = []
-    sentences = []
     for merging in study.mergings:
         if merging.result is None or not merging.result.rows:
             continue
         arm, rows = merging.task.arm, merging.result.rows
         groups += [(arm, key, list(group)) for key, group in group_rows(rows).items()]
-        sentences.append(_sentence(arm, rows))
     if not groups:
         return None
-    sentences.append(
+    sentence = (
         "The models of an arm differ in their seed alone. A single model's score is its mean over "
         "the drawn orders, so its spread is over models; a merge has one order, so the spread of "
         "merges is over merges and orders together, as in the paper. The greedy soup is chosen on "
@@ -52,7 +52,7 @@ def merging_section(study: Study) -> Section | None:
     )
     return Section(
         title="Table 2 and Figure 5: merges, soups and ensembles",
-        sentences=tuple(sentences),
+        sentences=(sentence,),
         pictures=(
             Picture(
                 file="figure5",
@@ -91,45 +91,48 @@ def _with_sd(value: float, sd: float | None) -> str:
     return f"{value:.2f}" if sd is None else f"{value:.2f} +-{sd:.2f}"
 
 
-def _sentence(arm: str, rows: Sequence[MergingRow]) -> str:
-    groups = group_rows(rows)
-    single = score_of(next(group for key, group in groups.items() if key[0] == "donor"))
-    merges = [(key, score_of(group)) for key, group in groups.items() if key[0] == "merge"]
-    scores = "; ".join(
-        f"{score.mean:.1f} % ({f'{name}, ' if name else ''}stem and head: {ends}), "
-        f"{score.mean - single.mean:+.1f} points"
-        for (_, name, ends), score in merges
-    )
-    return (
-        f"{label(arm)} in {rows[0].mode} order: single models {single.mean:.1f} %, merges {scores}."
-    )
-
-
 def draw_merges(groups: Sequence[Group]) -> Figure:
-    """Figure 5: a column of dots per group of models, every model one dot."""
-    columns = [[mean(scores) for scores in by_model(rows).values()] for _, _, rows in groups]
-    offsets = [beeswarm_offsets(values, height=_DOT_HEIGHT) for values in columns]
-    # The fullest column decides for all, so that no dot covers another.
-    widest = max(1 + 2 * max(map(abs, shifts)) for shifts in offsets)  # dots side by side
-    inches = max(0.8, widest * _DOT_POINTS / 72 / _ACROSS)  # of a column
-    figure = new_figure(1.0 + inches * len(columns), _HEIGHT + 1.4)
-    axes = figure.subplots()
-    style_axes(axes)
-    axes.set(ylabel="top-1 accuracy (%)", ylim=(-2, 102), xlim=(-0.6, len(columns) - 0.4))
-    axes.grid(axis="y", color=RULE, linewidth=0.8)
-    axes.set_axisbelow(True)
-    arms = list(dict.fromkeys(arm for arm, _, _ in groups))
-    names = []
-    step = _DOT_POINTS / 72 / inches
-    for place, (arm, (kind, name, ends), _) in enumerate(groups):
-        values = columns[place]
-        across = [place + step * shift for shift in offsets[place]]
-        colour = STYLES[arms.index(arm) % len(STYLES)][0]
-        axes.scatter(across, values, s=_DOT_POINTS**2, color=colour, linewidths=0)
-        axes.plot([place - 0.4, place + 0.4], [mean(values)] * 2, color=INK, linewidth=1.1)
-        names.append(" ".join(word for word in (label(arm), _KINDS[kind], name, ends) if word))
-    axes.set_xticks(range(len(columns)), names, rotation=40, ha="right", fontsize=8)
+    """Figure 5: a panel per arm, in it a row of dots per group of models, every model one dot."""
+    by_arm: dict[str, list[tuple[str, list[float], list[float]]]] = {}
+    for arm, (kind, name, ends), rows in groups:
+        words = ", ".join(filter(None, (_KINDS[kind], name, ends and f"ends: {ends}")))
+        values = [mean(scores) for scores in by_model(rows).values()]
+        shifts = beeswarm_offsets(values, height=_DOT_WIDTH)
+        by_arm.setdefault(arm, []).append((words, values, shifts))
+    # Inches, so that no dot covers another however many are alike.
+    heights = {
+        arm: [max(_ROW, _across(shifts) / _ACROSS) for _, _, shifts in clouds]
+        for arm, clouds in by_arm.items()
+    }
+    sizes = [sum(inches) for inches in heights.values()]
+    figure = new_figure(_WIDTH, sum(sizes) + 0.45 * len(sizes) + 0.5)
+    panels = figure.subplots(
+        len(sizes), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": sizes}
+    )[:, 0]
+    for number, (axes, (arm, clouds)) in enumerate(zip(panels, by_arm.items(), strict=True)):
+        style_axes(axes, label(arm))
+        axes.set(xlim=(-2, 102), ylim=(sizes[number], 0.0))
+        axes.grid(axis="x", color=RULE, linewidth=0.8)
+        axes.set_axisbelow(True)
+        below = accumulate(heights[arm])
+        middles = [end - inches / 2 for end, inches in zip(below, heights[arm], strict=True)]
+        for (_, values, shifts), middle in zip(clouds, middles, strict=True):
+            colour = STYLES[number % len(STYLES)][0]
+            # A single model is no cloud: its dot has to be seen alone.
+            size = _DOT_POINTS if len(values) > 1 else 3 * _DOT_POINTS
+            at = [middle + _DOT_INCHES * shift for shift in shifts]
+            axes.scatter(values, at, s=size**2, color=colour, linewidths=0)
+            if len(values) > 1:
+                reach = max(_ROW, _across(shifts)) / 2
+                axes.plot([mean(values)] * 2, [middle - reach, middle + reach], color=INK, lw=1.1)
+        axes.set_yticks(middles, [words for words, _, _ in clouds], fontsize=8.5)
+    panels[-1].set_xlabel("top-1 accuracy (%)", color=INK)
     return figure
+
+
+def _across(shifts: Sequence[float]) -> float:
+    """Inches that dots take side by side."""
+    return (1 + 2 * max(map(abs, shifts))) * _DOT_INCHES
 
 
 def beeswarm_offsets(values: Sequence[float], *, height: float) -> list[float]:

@@ -36,7 +36,10 @@ def _show(settings: Any, *paths: str) -> str:
         value = settings
         for name in path.split("."):
             value = getattr(value, name)
-        text = "/".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        # With spaces, because a long list of modes has to break into lines.
+        text = (
+            "/".join(map(str, value)) if isinstance(value, tuple) else str(value).replace(",", ", ")
+        )
         texts.append(f"{path} {text}")
     return ", ".join(texts)
 

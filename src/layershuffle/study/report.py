@@ -25,23 +25,23 @@ from layershuffle.results import write_rows
 from layershuffle.study.budget import budget_section
 from layershuffle.study.claims import judge
 from layershuffle.study.figures import PANELS, STYLES, describe_panel, draw_figure, inline_svg
+from layershuffle.study.headline import headline, key_facts
 from layershuffle.study.merging_report import merging_section
 from layershuffle.study.open_choices import open_choices
 from layershuffle.study.paper import SETTING
 from layershuffle.study.plan import RunSpec
+from layershuffle.study.score_tables import choices_table, scores_table
 from layershuffle.study.store import read_study
-from layershuffle.study.summary import Cell, Column, Summary, label, printable, summarise
+from layershuffle.study.summary import Summary, label, printable, summarise
 from layershuffle.study.tables import (
     NOT_DONE,
     Picture,
     Section,
     Table,
-    choices_table,
     describe_data,
     interval_text,
     main_table,
     runs_table,
-    scores_table,
     settings_tables,
     table_1,
     table_notes,
@@ -58,7 +58,6 @@ if TYPE_CHECKING:
 FIT_DIRECTORY = "fit"
 """What a run trains into, below its directory; `layershuffle eval` takes it."""
 KEPT_DPI = 110  # a repository holds these figures: 150 would double their size
-_ARMS_IN_HEADLINE = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +147,7 @@ def render(summary: Summary, parts: list[Section], *, pictures: dict[str, bytes]
         "status": status(summary.study),
         "gaps": gaps(summary.study),
         "table": main_table(summary),
+        "table_title": "Table 1 and Figures 1b, 1c: top-1 accuracy beside the paper",
         "notes": table_notes(summary) if summary.cells else [],
         "figure": next((name for name in pictures if name.startswith("figure1.")), None),
         "descriptions": [describe_panel(summary, mode) for mode in PANELS],
@@ -204,39 +204,6 @@ def _data_uri(file: str, content: bytes) -> str:
 
 
 # --- what the report says ------------------------------------------------------------------------
-
-
-def headline(summary: Summary) -> str:
-    """The one sentence to remember, from the numbers: arbitrary order, baseline against ours."""
-    # The paper's own comparison, where the study has both sides of it.
-    paper_arms = [arm for arm in summary.arms if arm in ("baseline", "layershuffle")]
-    column = Column("arbitrary", summary.depth)
-    arms = paper_arms or summary.arms[:_ARMS_IN_HEADLINE]
-    shown = _percentages(summary, column, arms=arms)
-    return f"Blocks in arbitrary order: {shown}" if shown else "No score in arbitrary order yet"
-
-
-def key_facts(summary: Summary) -> list[str]:
-    """Up to two more sentences drawn from the numbers."""
-    facts = []
-    sequential = _percentages(summary, Column("sequential", summary.depth), arms=summary.arms)
-    if sequential:
-        facts.append(f"In sequential order: {sequential}.")
-    pruned = [c for c in summary.columns if c.mode == "arbitrary" and c.kept < summary.depth]
-    if pruned:
-        column = min(pruned, key=lambda c: abs(c.kept - summary.depth / 2))
-        cells = [cell for arm in summary.arms if (cell := summary.cell(arm, column))]
-        best = max(cells, key=lambda cell: cell.top1.mean)
-        facts.append(
-            f"With {column.kept} of {summary.depth} blocks in arbitrary order, {label(best.arm)} "
-            f"is best: {best.top1.mean:.1f} %."
-        )
-    return facts
-
-
-def _percentages(summary: Summary, column: Column, *, arms: tuple[str, ...] | list[str]) -> str:
-    cells: list[Cell] = [cell for arm in arms if (cell := summary.cell(arm, column))]
-    return ", ".join(f"{label(cell.arm)} {cell.top1.mean:.1f} %" for cell in cells)
 
 
 def status(study: Study) -> str:
