@@ -26,6 +26,7 @@ from layershuffle.analysis.position_table import (
 )
 from layershuffle.analysis.results import table_from, table_text
 from layershuffle.errors import DataError, UsageError
+from layershuffle.plotting import INK
 from layershuffle.stats import ImageGroups, t_interval
 
 
@@ -197,10 +198,15 @@ def test_signed_maps_part_at_zero():
     assert "too few" not in bar.get_ylabel()
 
 
-def test_without_intervals_colours_begin_at_zero_and_the_map_says_why():
-    few = _map([[1.01, 1.02], [1.03, 1.04]], half=float("nan"))
-    assert few.colour_range() == (0.0, 1.04)
-    assert draw_maps([few]).axes[1].get_ylabel().endswith("too few images")
+def test_without_intervals_a_map_has_numbers_alone_and_says_why():
+    few = _map([[1.01, 1.02], [1.03, 1.04]], half=float("nan"), signed=True)
+    (axes,) = draw_maps([few]).axes
+    assert axes.get_title(loc="left").endswith(": too few images")
+    assert [text.get_text() for text in axes.texts] == ["1.01", "1.02", "1.03", "1.04"]
+    assert {text.get_color() for text in axes.texts} == {INK}
+    mesh = axes.collections[0]
+    assert np.unique(mesh.cmap(mesh.norm(mesh.get_array())).reshape(-1, 4), axis=0).shape == (1, 4)
+    # Accuracy has a range of its own, which no noise stretches.
     assert _map([[97.0, 98.0], [99.0, 98.0]], limits=(0.0, 100.0)).colour_range() == (0.0, 100.0)
 
 

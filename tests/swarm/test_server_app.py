@@ -1,6 +1,7 @@
 """The routes of the gateway over a swarm in this process: answers, refusals, failures, health."""
 
 import asyncio
+import re
 
 import pytest
 import torch
@@ -205,6 +206,21 @@ def test_openapi(keys):
     answer = schema["components"]["schemas"]["Classification"]["properties"]
     assert {"images", "route", "blocks", "skipped", "degraded", "expected"} <= set(answer)
     assert page.status_code == 200
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    text = page.text
+    # A browser without a network shows all of it: no script, and nothing that is fetched.
+    assert not re.findall(r"<(?:script|link|img|iframe)\b|\bsrc=|@import|url\(", text)
+    assert re.findall(r'href="(.*?)"', text) == ["openapi.json"]
+    assert page.headers["content-security-policy"].startswith("default-src 'none'")
+    for path, operations in schema["paths"].items():
+        for method, operation in operations.items():
+            assert f"<code>{method.upper()} {path}</code>" in text
+            for status, response in operation["responses"].items():
+                assert f"<td>{status}</td><td>{response['description']}</td>" in text
+    for field, kind in (("image", "list of file"), ("deadline_ms", "number or null")):
+        assert f"<td>{field}</td><td>{kind}</td>" in text
+    assert all(f"<td>{field}</td>" in text for field in answer)
+    assert ("Needs an API key" in text) == bool(keys)
 
 
 def test_query_parameters_are_refused():

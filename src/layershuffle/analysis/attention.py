@@ -176,7 +176,7 @@ def measure(subject: Subject) -> Measurement:
         by_position = facts[f"{name}_by_position"]
         half = means[name].half_width(clusters, last_less_first)
         facts[f"{name}_change"] = by_position[-1] - by_position[0]
-        facts["intervals"][name] = interval(facts[f"{name}_change"], half)
+        facts["intervals"][f"{name}_change"] = interval(facts[f"{name}_change"], half)
     return Measurement(
         tables={"attention": table}, facts={"images": images, "orders": orders, **facts}
     )
@@ -238,11 +238,14 @@ def finding(facts: Facts) -> str:
         f"last ({facts['even_distance']:.2f} with even attention), with {even[0]:.1%} and "
         f"{even[-1]:.1%} of the largest possible entropy"
     )
-    for name, what, form in (("distance", "distance", "+z.3f"), ("even", "share", "+z.1%")):
-        change = with_bounds(facts[f"{name}_change"], intervals[name], form=form)
+    for name, what, form in (
+        ("distance_change", "distance", "+z.3f"),
+        ("even_change", "share", "+z.1%"),
+    ):
+        change = with_bounds(facts[name], intervals[name], form=form)
         if apart(intervals[name]):
-            moves = "rises" if facts[f"{name}_change"] > 0 else "falls"
-            sentence += f"; the {what} {moves} by {change}"
+            moves = "rises" if facts[name] > 0 else "falls"
+            sentence += f"; the {what} {moves}: {change}"
         elif intervals[name] is not None:
             sentence += f"; the {what} does not change measurably: {change}"
     return said_with(sentence, intervals)

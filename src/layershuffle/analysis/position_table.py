@@ -180,16 +180,17 @@ class Map:
         return "RdBu_r" if self.signed else "cividis"
 
     @property
-    def uncertain(self) -> bool:
-        """Whether there were too few images for intervals."""
-        return self.halves is not None and bool(np.isnan(self.halves).all())
+    def colourless(self) -> bool:
+        """Whether there were too few images for colours that are not noise."""
+        unknown = self.halves is not None and bool(np.isnan(self.halves).all())
+        return unknown and self.limits is None
 
     def colour_range(self) -> tuple[float, float]:
         """The values at the ends of the colours, never nearer than `_SPAN` half intervals."""
         if self.limits is not None:
             return self.limits
         values, width = self.values, 0.0
-        if self.halves is not None and not self.uncertain:
+        if self.halves is not None:
             # Colours that end at the extremes would show noise as strongly as an effect.
             width = _SPAN * float(np.nanmedian(self.halves))
         low, high = float(values.min()), float(values.max())
@@ -197,8 +198,6 @@ class Map:
             # One value everywhere, 0, has no range of its own.
             reach = max(-low, high, width / 2) or 1.0
             return -reach, reach
-        if self.uncertain:
-            return min(low, 0.0), max(high, 0.0)  # no spread is known to hold them against
         middle, width = (low + high) / 2, max(high - low, width)
         return middle - width / 2, middle + width / 2
 
@@ -224,7 +223,7 @@ def draw_maps(
     for axes, each in zip(panels, maps, strict=False):
         # Numbers are legible in few and large cells only.
         _draw_map(axes, each, written=len(each.values) <= _WRITTEN and len(maps) <= _WRITTEN_MAPS)
-        style_axes(axes, each.title)
+        style_axes(axes, f"{each.title}{': too few images' if each.colourless else ''}")
         axes.set(xlabel=x, ylabel=y)
         axes.spines["bottom"].set_visible(False)
     # A page of five maps in two columns has a sixth panel.
@@ -236,25 +235,31 @@ def draw_maps(
 def _draw_map(axes: Axes, each: Map, *, written: bool) -> None:
     from matplotlib.patches import Rectangle
 
-    low, high = each.colour_range()
     values, depth = each.values, len(each.values)
-    # With hundreds of cells an SVG of vectors would weigh megabytes.
+    # Numbers alone, where nobody knows how far apart two colours would have to be.
+    shades = np.zeros_like(values) if each.colourless else values
+    low, high = (0.0, 1.0) if each.colourless else each.colour_range()
     mesh = axes.pcolormesh(
-        values, cmap=each.colours, vmin=low, vmax=high, rasterized=not written
-    )  # fmt: skip
+        shades,
+        cmap="Greys" if each.colourless else each.colours,
+        vmin=low,
+        vmax=high,
+        # With hundreds of cells an SVG of vectors would weigh megabytes.
+        rasterized=not written,
+    )
     axes.set_aspect("equal")
     axes.invert_yaxis()
     ticks = range(0, depth, 1 if depth <= _WRITTEN else -(-depth // _WRITTEN))
     axes.set_xticks([tick + 0.5 for tick in ticks], list(map(str, ticks)))
     axes.set_yticks([tick + 0.5 for tick in ticks], list(map(str, ticks)))
-    bar = axes.figure.colorbar(mesh, ax=axes, shrink=0.85)
-    bar.set_label(f"{each.meaning}{'; too few images' if each.uncertain else ''}", color=INK)
-    bar.ax.tick_params(colors=INK, length=0)
-    bar.outline.set_visible(False)
+    if not each.colourless:
+        bar = axes.figure.colorbar(mesh, ax=axes, shrink=0.85)
+        bar.set_label(each.meaning, color=INK)
+        bar.ax.tick_params(colors=INK, length=0)
+        bar.outline.set_visible(False)
     # By how light the cell is: signed maps are dark at both ends.
-    light = (
-        np.asarray(mesh.cmap(mesh.norm(values)))[..., :3] @ np.array([0.299, 0.587, 0.114]) > _LIGHT
-    )
+    colours = np.asarray(mesh.cmap(mesh.norm(shades)))[..., :3]
+    light = colours @ np.array([0.299, 0.587, 0.114]) > _LIGHT
     if written:
         _write_numbers(axes, values, light)
     for home in range(depth):

@@ -56,10 +56,10 @@ def key_facts(summary: Summary) -> list[str]:
         ]
     # The rival with the highest mean speaks for the others.
     gap = gaps[rivals[0]]
-    numbers = "no interval" if math.isinf(gap.low) else _points(gap)
+    numbers = "there is no interval" if math.isinf(gap.low) else f"they differ by {_points(gap)}"
     return [
         f"{where}, no arm can be called best: {label(best.arm)} has the highest mean, but cannot "
-        f"be told from {', '.join(map(label, rivals))} ({numbers})."
+        f"be told from {', '.join(map(label, rivals))}: {numbers}."
     ]
 
 

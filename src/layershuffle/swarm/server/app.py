@@ -4,7 +4,7 @@ POST /v1/classify   images in, classes and the route out
 GET  /v1/swarm      hosts, blocks, latencies, counters
 GET  /healthz       200 while any block can be run
 GET  /metrics       for Prometheus
-GET  /docs          this API, as OpenAPI
+GET  /docs          this API as a page without scripts; /openapi.json for programs
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from http import HTTPStatus
 from typing import Any
 
 from fastapi import Depends, FastAPI
-from fastapi.responses import JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse
 from fastapi.security import APIKeyHeader, HTTPBearer
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -34,6 +34,7 @@ from layershuffle.models import class_names_of, num_classes_of
 from layershuffle.swarm.calibration import Calibration
 from layershuffle.swarm.remote_model import RemoteModel
 from layershuffle.swarm.server import schemas
+from layershuffle.swarm.server.docs_page import HEADERS, docs_page
 from layershuffle.swarm.server.errors import (
     HTTPError,
     busy,
@@ -111,6 +112,8 @@ def create_app(
         description="Image classification by a model whose blocks are spread over hosts that may "
         "die at any time. Every answer says which blocks it used.",
         version=__version__,
+        # Theirs load scripts from another origin.
+        docs_url=None,
         redoc_url=None,
         # A redirect would be made with the Host header, which may be anything.
         redirect_slashes=False,
@@ -174,6 +177,10 @@ def _add_routes(app: FastAPI, gateway: _Gateway) -> None:
     )
     async def metrics() -> Response:
         return Response(gateway.metrics.text(), media_type=CONTENT_TYPE)
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> HTMLResponse:
+        return HTMLResponse(docs_page(app.openapi()), headers=HEADERS)
 
 
 class _Gateway:
