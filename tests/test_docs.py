@@ -126,6 +126,8 @@ def test_committed_reports_say_what_the_committed_results_say(repository, tmp_pa
     shutil.copytree(stored, study)
     write_report(study)
     assert (study / "results.csv").read_bytes() == (stored / "results.csv").read_bytes()
+    # A page that is sent by mail, with all of its figures inside.
+    assert (study / "report.html").stat().st_size <= 2e6
     for page in ("report.md", "table.md"):
         assert table_cells(study / page) == table_cells(stored / page), page
     assert judgements(study / "claims.md") == judgements(stored / "claims.md")

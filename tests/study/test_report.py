@@ -243,6 +243,14 @@ def test_the_page_is_accessible(page: Page):
     assert all(box.get("tabindex") == "0" and box.get("role") == "region" for box in boxes)
 
 
+def test_tables_scroll_in_their_own_box_and_cut_no_word(report: Report):
+    style = re.search(r"<style>(.*?)</style>", report.html.read_text(), re.DOTALL)
+    assert style
+    assert re.search(r"\.scroll \{[^}]*overflow-x: auto", style[1])
+    assert re.search(r"\ntable \{[^}]*overflow-wrap: normal", style[1])
+    assert not re.search(r"overflow-wrap: anywhere|word-break|hyphens: auto", style[1])
+
+
 def test_settings_and_facts_are_on_the_page(report: Report, page: Page):
     markdown = report.html.with_suffix(".md").read_text()
     for words in (
