@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
+from matplotlib.transforms import BboxBase
+
 from layershuffle.merging.rows import MergingRow, rows_csv
 from layershuffle.results import ScoreRow, write_rows
 from layershuffle.study.plan import RunSpec, runs_of, tasks_of, write_plan
@@ -227,3 +230,12 @@ def facts(
             "python": "3.11.2",
         },
     }
+
+
+def outside(figure: Figure) -> list[BboxBase]:
+    """What reaches over the edge of the canvas, as matplotlib's renderer measures it."""
+    figure.canvas.draw()
+    legends = [legend for part in figure.subfigs for legend in part.legends]
+    boxes = [*(a.get_tightbbox() for a in figure.axes), *(x.get_window_extent() for x in legends)]
+    right, top = figure.bbox.width + 0.5, figure.bbox.height + 0.5
+    return [box for box in boxes if min(box.p0) < -0.5 or box.x1 > right or box.y1 > top]

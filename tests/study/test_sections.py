@@ -6,19 +6,14 @@ import re
 from dataclasses import replace
 
 import pytest
-from fixture import merging_rows, write_merging, write_run, write_study
+from fixture import merging_rows, outside, write_merging, write_run, write_study
 from scipy.stats import ttest_rel
 
 from layershuffle.results import ScoreRow
 from layershuffle.stats import mean, wilson_interval
 from layershuffle.study.budget import budget_points, budget_section
 from layershuffle.study.claims import judge
-from layershuffle.study.merging_report import (
-    _DOT_POINTS,
-    _DOT_WIDTH,
-    beeswarm_offsets,
-    merging_section,
-)
+from layershuffle.study.merging_report import merging_section
 from layershuffle.study.open_choices import QUESTIONS, open_choices
 from layershuffle.study.plan import read_plan, runs_of
 from layershuffle.study.report import escape_markdown, write_report
@@ -134,65 +129,6 @@ def test_the_budget_curve_joins_the_main_arm_and_stays_out_of_the_main_table(out
         ("LayerShuffle", "sequential"),
         ("LayerShuffle", "arbitrary"),
     ]
-
-
-def test_table_2(out):
-    write_merging(out, "layershuffle", merging_rows([70.0, 74.0], [66.0, 68.0, 70.0]))
-    section = merging_section(read_study(out))
-    table = section.tables[0]
-    head = {name: place for place, name in enumerate(table.head)}
-    rows = {row[0]: row for row in table.rows}
-    merges = rows["LayerShuffle: merges"]
-    assert merges[head["Top-1"]] == "68.00"
-    assert merges[head["sd"]] == "2.00"
-    assert merges[head["Paper: top-1"]] == "59.68 +-1.15"
-    assert merges[head["Ours - paper"]] == "+8.32"
-    assert (merges[head["Lowest"]], merges[head["Highest"]]) == ("66.00", "70.00")
-    assert rows["LayerShuffle: ensemble, logits-independent"][head["Paper: top-1"]] == "69.20"
-    assert rows["LayerShuffle: ensemble, logits-same"][head["Paper: top-1"]] == "-"
-
-
-def test_no_dot_of_figure_5_is_lost(out):
-    merges = [60.0 + 0.01 * i for i in range(100)]
-    write_merging(out, "layershuffle", merging_rows([70.0, 74.0], merges))
-    (picture,) = merging_section(read_study(out)).pictures
-    (axes,) = picture.figure.axes
-    assert [text.get_text() for text in axes.get_yticklabels()] == [
-        "single models", "merges, ends: average", "soup, uniform", "ensemble, logits-independent",
-        "ensemble, logits-same",
-    ]  # fmt: skip
-    dots = [len(collection.get_offsets()) for collection in axes.collections]
-    assert dots == [2, 100, 1, 1, 1]  # donors, merges, a soup, two ensembles
-    shifts = beeswarm_offsets(merges, height=1.0)
-    for i, top1 in enumerate(merges):
-        for j in range(i):
-            assert abs(top1 - merges[j]) >= 1.0 or abs(shifts[i] - shifts[j]) >= 1, "dots overlap"
-
-
-def outside(figure):
-    """What reaches over the edge of the canvas, as matplotlib's renderer measures it."""
-    figure.canvas.draw()
-    legends = [legend for part in figure.subfigs for legend in part.legends]
-    boxes = [*(a.get_tightbbox() for a in figure.axes), *(x.get_window_extent() for x in legends)]
-    right, top = figure.bbox.width + 0.5, figure.bbox.height + 0.5
-    return [box for box in boxes if min(box.p0) < -0.5 or box.x1 > right or box.y1 > top]
-
-
-def test_figure_5_is_readable_on_1200_pixels(out):
-    merges = [70.0 + 0.02 * i for i in range(100)]
-    write_merging(out, "layershuffle", merging_rows([70.0, 74.0], merges))
-    (picture,) = merging_section(read_study(out)).pictures
-    figure = picture.figure
-    assert outside(figure) == []
-    # As wide as the page: its letters are at least 12 pixels high.
-    smallest = min(text.get_fontsize() for axes in figure.axes for text in axes.get_yticklabels())
-    assert smallest / 72 * 1200 / figure.get_figwidth() >= 12
-    (axes,) = figure.axes
-    names = [text.get_window_extent() for text in axes.get_yticklabels()]
-    assert all(a.y0 >= b.y1 or b.y0 >= a.y1 for i, a in enumerate(names) for b in names[:i])
-    # A dot is as wide as the figure takes it to be, or less.
-    points = axes.get_window_extent().width / figure.dpi * 72
-    assert _DOT_POINTS / points * 104 <= _DOT_WIDTH
 
 
 def test_the_legend_of_the_budget_lies_below_its_panel(out):
