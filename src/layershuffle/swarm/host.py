@@ -45,7 +45,7 @@ class HostInfo:
     """A host's report about itself. `blocks`: SHA-256 of each block's tensors.
 
     `rss_bytes`: memory in use, 0 where the system has no /proc. `waiting`: visits that are not
-    being computed now.
+    being computed now. `channel`: address and port of its data channel, "" without one.
     """
 
     name: str
@@ -54,6 +54,7 @@ class HostInfo:
     rss_bytes: int
     waiting: int
     draining: bool
+    channel: str = ""
 
 
 @dataclass(eq=False)
@@ -147,6 +148,7 @@ class BlockHost:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name, self._limits, self._clock = name, limits, clock
+        self.channel = ""  # whoever opens one for this host writes its address here
         self._blocks: dict[int, Block] = {}
         self._lock = Lock()  # over all that follows: the loop and the worker share it
         self._jobs: list[QueuedVisit] = []
@@ -194,7 +196,9 @@ class BlockHost:
             blocks = {id_: block.digest for id_, block in sorted(self._blocks.items())}
             draining = self._draining
         waiting = sum(not job.future.cancelled() for job in jobs)
-        return HostInfo(self.name, blocks, os.getpid(), _resident(), waiting, draining)
+        return HostInfo(
+            self.name, blocks, os.getpid(), _resident(), waiting, draining, self.channel
+        )
 
     def drain(self) -> None:
         """Take no new visits; those that are here finish."""

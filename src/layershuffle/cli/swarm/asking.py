@@ -153,5 +153,8 @@ def _status_table(swarm: SwarmAnswer) -> str:
         # A host that has answered nothing yet has no times, and 0 would look like a fast one.
         times = ["-" if ms is None else f"{ms:.1f}" for ms in (host.compute_ms, host.link_ms)]
         blocks = ", ".join(map(str, host.blocks)) + (f" ({host.why})" if host.why else "")
-        rows.append((host.name, host.condition, str(host.waiting), *times, blocks))
-    return table(("host", "condition", "waiting", "block ms", "link ms", "blocks"), rows)
+        over = host.carrier or "-"
+        rows.append((host.name, host.condition, str(host.waiting), *times, over, blocks))
+    columns = ("host", "condition", "waiting", "block ms", "link ms", "over", "blocks")
+    slow = [f"{host.name} over Ray: {host.carrier_why}" for host in swarm.hosts if host.carrier_why]
+    return "\n".join([table(columns, rows), *slow])
