@@ -106,6 +106,12 @@ async def a_frozen_process_is_ended_for_good(rig: Rig) -> None:
     await until(lambda: not Path(f"/proc/{pid}").exists())
 
 
+async def visits_go_over_channels(rig: Rig) -> None:
+    """Also to hosts that died, came back, were frozen and cut off."""
+    kinds = {name: carrier.kind for name, carrier in rig.backend.carriers().items()}
+    assert kinds == dict.fromkeys(BLOCKS, "channel")
+
+
 async def pids(backend: ChaosBackend) -> dict[str, int]:
     """Process numbers of the hosts."""
     return {name: (await backend.call(name, "info")).pid for name in BLOCKS}
@@ -118,6 +124,7 @@ RAY_CHECKS = {
         a_client_without_the_token_gets_nothing,
         a_frozen_process_is_ended_for_good,
         hosts_outlive_their_coordinator,
+        visits_go_over_channels,
     )
 }
 
@@ -157,10 +164,6 @@ async def run_all(ray: Any, out: Path, *, channel: bool) -> None:
         failure = "".join(traceback.format_exception(error)) if error else ""
         seconds = time.monotonic() - begun
         tell(out, name + ending, seconds=seconds, measured=rig.measured, failure=failure)
-    # After all that has happened to the hosts.
-    await rig.heal()
-    kinds = {name: carrier.kind for name, carrier in rig.backend.carriers().items()}
-    tell(out, "carriers" + ending, kinds=kinds)
     await rig.coordinator.close()
 
 
