@@ -32,7 +32,7 @@ def test_visits_go_side_by_side_over_one_connection():
                 assert np.array_equal(unpack(answer.packet), unpack(wanted))
             assert host.budgets[-1] == 77.0
             assert not any(task.done() for task in waiting)
-            host.gate.set()
+            host.let_go()
             for answer in await asyncio.gather(*waiting):
                 assert np.array_equal(unpack(answer.packet), 2 * STATE)
             assert len(server.connections) == 1

@@ -17,6 +17,7 @@ import hmac
 import logging
 import secrets
 from collections.abc import Sequence
+from concurrent.futures import Future
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -98,7 +99,8 @@ class _Served:
     def __init__(self, server: ChannelServer) -> None:
         self._server = server
         self._nonce = secrets.token_bytes(_NONCE)
-        self._visits: dict[int, asyncio.Task[Answer]] = {}
+        self._loop = asyncio.get_running_loop()
+        self._visits: dict[int, Future[Answer]] = {}
         self._patience: asyncio.TimerHandle | None = None
         self.stream = Stream(self._receive, made=self._made, lost=self._lost)
 
@@ -123,21 +125,32 @@ class _Served:
             _log.log(level, "A connection to the data channel was refused: %s", why)
             self._server.refused += 1
         # Nobody waits for them any more.
-        for task in [*self._visits.values()]:
-            task.cancel()
+        for visit in [*self._visits.values()]:
+            visit.cancel()
 
     def _receive(self, head: Head, tail: bytearray) -> None:
         if not self.stream.trusted:
             self._check(head, tail)
         elif head.kind is Kind.CANCEL:
             # It may be over already.
-            if task := self._visits.pop(head.id, None):
-                task.cancel()
+            if visit := self._visits.pop(head.id, None):
+                visit.cancel()
         else:
-            blocks, packet, budget_ms = read_visit(head, tail)
-            visit = self._server.host.visit(blocks, packet, budget_ms=budget_ms)
-            task = self._visits[head.id] = asyncio.ensure_future(visit)
-            task.add_done_callback(lambda task: self._answer(head.id, task))
+            self._begin(head.id, *read_visit(head, tail))
+
+    def _begin(
+        self, number: int, blocks: tuple[int, ...], packet: Packet, budget_ms: float
+    ) -> None:
+        try:
+            visit = self._server.host.begin(blocks, packet, budget_ms=budget_ms)
+        except LayerShuffleError as error:
+            self._fail(number, error)
+            return
+        self._visits[number] = visit
+        # Without a task, which would take as long as all the rest here. It ends in another thread.
+        visit.add_done_callback(
+            lambda visit: self._loop.call_soon_threadsafe(self._answer, number, visit)
+        )
 
     def _check(self, head: Head, tail: bytearray) -> None:
         """Trust the peer from now on if it has the token. Raises `BrokenFrame`."""
@@ -152,15 +165,17 @@ class _Served:
         mine = proof_of(token, b"host ", host=name, nonces=nonces)
         self.stream.send(word_frame(Kind.WELCOME, words=mine))
 
-    def _answer(self, number: int, task: asyncio.Task[Answer]) -> None:
+    def _answer(self, number: int, visit: Future[Answer]) -> None:
         """Send what became of a visit. Nothing is sent of one that was given up."""
         self._visits.pop(number, None)
-        if task.cancelled():
+        if visit.cancelled():
             return
-        error = task.exception()
-        if error is None:
-            self.stream.send(answer_frame(number, task.result()))
-            return
+        if (error := visit.exception()) is not None:
+            self._fail(number, error)
+        else:
+            self.stream.send(answer_frame(number, visit.result()))
+
+    def _fail(self, number: int, error: BaseException) -> None:
         if not isinstance(error, VisitError):
             name = self._server.host.name
             if not isinstance(error, LayerShuffleError):  # a defect of ours

@@ -19,6 +19,7 @@ from layershuffle.errors import LayerShuffleError
 from layershuffle.swarm.frames import FRAME_BYTES, HEAD_BYTES, BrokenFrame, Bytes, Head, read_head
 from layershuffle.text import one_line
 
+_STAGE = 1 << 14  # bytes; below them a frame is short
 _PROOFS = 64  # longest tail before the peer has proved itself
 # A cable that is cut sends no word. After these the kernel ends the connection, as soon as Ray
 # would call the member dead (`ray_config.SYSTEM_CONFIG`).
@@ -77,9 +78,9 @@ def proof_of(token: bytes, side: bytes, *, host: str, nonces: bytes) -> bytes:
 class Stream(asyncio.BufferedProtocol):
     """Cuts what comes over a connection into frames, which go to `receive`.
 
-    A tail is read straight into its memory, which is taken only after the head was checked. Until
-    `trusted`, tails are as long as a proof at most. `lost` gets the reason when the connection has
-    ended, once; `made` is called when it begins.
+    Memory for a tail is taken only after its head was checked, and a long one is read straight into
+    it. Until `trusted`, tails are as long as a proof at most. `lost` gets the reason when the
+    connection has ended, once; `made` is called when it begins.
     """
 
     def __init__(
@@ -91,10 +92,11 @@ class Stream(asyncio.BufferedProtocol):
     ) -> None:
         self._receive, self._made, self._lost = receive, made, lost
         self._transport: asyncio.Transport | None = None
+        # Short frames come whole in one read: two reads, and two turns of the loop, cost more.
+        self._stage, self._staged = memoryview(bytearray(_STAGE)), 0
         self._head: Head | None = None
         self._tail = bytearray()
-        self._heads = self._room = memoryview(bytearray(HEAD_BYTES))
-        self._count = 0
+        self._rest = memoryview(b"")  # of the tail, if it is being read straight into its memory
         self._why = ""
         self.trusted = False
 
@@ -108,30 +110,42 @@ class Stream(asyncio.BufferedProtocol):
     def get_buffer(self, sizehint: int) -> memoryview:
         """Where the next bytes go."""
         del sizehint
-        return self._room[self._count :]
+        return self._rest if self._rest else self._stage[self._staged :]
 
     def buffer_updated(self, nbytes: int) -> None:
         """So many bytes have come."""
-        self._count += nbytes
-        if self._count < len(self._room):
-            return
         try:
-            self._filled()
+            if not self._rest:
+                self._staged += nbytes
+                self._cut()
+                return
+            self._rest = self._rest[nbytes:]
+            if not self._rest and self._head is not None:
+                self._hand_over(self._head, self._tail)
         except BrokenFrame as error:
             self.abort(f"it sent {error.cause}")
 
-    def _filled(self) -> None:
-        """The head or the tail that was awaited is there."""
-        if self._head is None:
+    def _cut(self) -> None:
+        """Hand over the whole frames on the stage. What is left of a tail is read next, straight
+        into its memory, and what is left of a head stays."""
+        begin, end = 0, self._staged
+        while end - begin >= HEAD_BYTES:
             most = FRAME_BYTES if self.trusted else _PROOFS
-            self._head = read_head(self._room.tobytes(), most=most)
-            self._tail = bytearray(self._head.length)
-            self._room, self._count = memoryview(self._tail), 0
-            if self._head.length:
-                return
-        head, tail = self._head, self._tail
+            head = read_head(self._stage[begin : begin + HEAD_BYTES], most=most)
+            begin += HEAD_BYTES
+            here = min(head.length, end - begin)
+            tail = bytearray(head.length)
+            tail[:here] = self._stage[begin : begin + here]
+            begin += here
+            if here < head.length:
+                self._head, self._tail, self._rest = head, tail, memoryview(tail)[here:]
+                break
+            self._hand_over(head, tail)
+        self._stage[: end - begin] = self._stage[begin:end]
+        self._staged = end - begin
+
+    def _hand_over(self, head: Head, tail: bytearray) -> None:
         self._head, self._tail = None, bytearray()
-        self._room, self._count = self._heads, 0
         self._receive(head, tail)
 
     def eof_received(self) -> None:
@@ -157,6 +171,10 @@ class Stream(asyncio.BufferedProtocol):
         if transport.get_write_buffer_size() > FRAME_BYTES:
             self.abort("it does not read what it is sent")
             return
+        parts = list(parts)
+        # What is short goes in one call of the system: that costs more than a copy.
+        if sum(map(len, parts)) <= _STAGE:
+            parts = [b"".join(parts)]
         for part in parts:
             transport.write(part)
 
