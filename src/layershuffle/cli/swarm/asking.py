@@ -143,11 +143,12 @@ class StatusCommand(ServerOptions):
 
         with SwarmClient(self.address, **client_options(self)) as client:
             swarm = client.swarm()
-        print(json.dumps(swarm.model_dump(), indent=2) if self.json else _status_table(swarm))
+        print(json.dumps(swarm.model_dump(), indent=2) if self.json else status_table(swarm))
         return 0
 
 
-def _status_table(swarm: SwarmAnswer) -> str:
+def status_table(swarm: SwarmAnswer) -> str:
+    """One line per host, and one for each that visits reach over Ray, not its data channel."""
     rows = []
     for host in swarm.hosts:
         # A host that has answered nothing yet has no times, and 0 would look like a fast one.
