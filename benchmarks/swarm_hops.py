@@ -40,7 +40,7 @@ SLOW = {DEFAULT_MODEL: 1.0, HEAVY: 4.0}
 """The hosts of the heavy model sleep three times as long as they compute: all of them share the
 cores of this machine, and so each takes a quarter of one."""
 ECHOED, PAUSE = 197 * (768 + 4), 0.04
-HOP_MS, NOTICED_MS = 3.0, 500.0
+HOP_MS, NOTICED_MS = 1.0, 500.0
 
 Swarms = Callable[[SwarmPlan], AbstractAsyncContextManager[Service]]
 

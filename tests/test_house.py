@@ -38,9 +38,9 @@ LAYERS = (
 SWARM_LAYERS = (
     ("limits", "ray_config", "program"),
     ("messages", "export", "lineage", "ray_session"),
-    ("state",),
+    ("state", "frames", "stream"),
     ("policy",),
-    ("plan", "router", "host", "bundle"),
+    ("plan", "router", "host", "channel", "bundle"),
     ("placement", "health", "remote_model", "calibration"),
     ("local", "ray_hosts"),
     ("coordinator", "chaos", "drill"),

@@ -83,7 +83,8 @@ async def serve(ray: Any, directory: Path, log: Log) -> None:
     missing = await coordinator.ready(within=60)
     up = [name for name in plan.hosts if name not in missing]
     pids = {name: (await hosts.call(name, "info")).pid for name in up}
-    log("ready", missing=missing, pids=pids)
+    carriers = {name: (way.kind, way.why) for name, way in hosts.carriers().items()}
+    log("ready", missing=missing, pids=pids, carriers=carriers)
     clients = [asyncio.create_task(ask(router, bundle, directory, log)) for _ in range(CLIENTS)]
     conditions: dict[str, str] = {}
     while not (directory / "stop").exists() and not watch.done():

@@ -31,6 +31,7 @@ from waiting import HANGS, until
 
 CHECK_SECONDS = 120.0
 END_SECONDS = 30.0
+RAY_ALONE = " over Ray alone"
 # As Ray itself asks at a head: with whatever token the environment names.
 CLIENT = """
 import sys
@@ -105,6 +106,12 @@ async def a_frozen_process_is_ended_for_good(rig: Rig) -> None:
     await until(lambda: not Path(f"/proc/{pid}").exists())
 
 
+async def visits_go_over_channels(rig: Rig) -> None:
+    """Also to hosts that died, came back, were frozen and cut off."""
+    kinds = {name: carrier.kind for name, carrier in rig.backend.carriers().items()}
+    assert kinds == dict.fromkeys(BLOCKS, "channel")
+
+
 async def pids(backend: ChaosBackend) -> dict[str, int]:
     """Process numbers of the hosts."""
     return {name: (await backend.call(name, "info")).pid for name in BLOCKS}
@@ -117,6 +124,7 @@ RAY_CHECKS = {
         a_client_without_the_token_gets_nothing,
         a_frozen_process_is_ended_for_good,
         hosts_outlive_their_coordinator,
+        visits_go_over_channels,
     )
 }
 
@@ -144,17 +152,18 @@ def readable(address: str) -> str:
     return str(getattr(found, "ipv4_mapped", None) or found)
 
 
-async def run_all(ray: Any, out: Path) -> None:
-    begun = time.monotonic()
-    rig = await rig_of(RayHosts(ray, limits=LIMITS), ray=ray)
-    tell(out, "bundle", seconds=time.monotonic() - begun)
-    for name, check in {**CHECKS, **RAY_CHECKS}.items():
+async def run_all(ray: Any, out: Path, *, channel: bool) -> None:
+    """The checks with visits over data channels, or over Ray alone; names of these end in it."""
+    ending, checks = ("", {**CHECKS, **RAY_CHECKS}) if channel else (RAY_ALONE, CHECKS)
+    rig = await rig_of(RayHosts(ray, limits=LIMITS, channel=channel), ray=ray)
+    for name, check in checks.items():
         begun, rig.measured = time.monotonic(), {}
         task = asyncio.create_task(checked(rig, check))
         await asyncio.wait({task})
         error = task.exception()
         failure = "".join(traceback.format_exception(error)) if error else ""
-        tell(out, name, seconds=time.monotonic() - begun, measured=rig.measured, failure=failure)
+        seconds = time.monotonic() - begun
+        tell(out, name + ending, seconds=seconds, measured=rig.measured, failure=failure)
     await rig.coordinator.close()
 
 
@@ -174,7 +183,8 @@ def main(out: Path) -> None:
     with local_ray(list(BLOCKS)) as ray:
         word = os.environ["RAY_AUTH_TOKEN_PATH"]
         tell(out, "up", seconds=time.monotonic() - begun)
-        asyncio.run(run_all(ray, out))
+        for channel in (True, False):
+            asyncio.run(run_all(ray, out, channel=channel))
         begun = time.monotonic()
     while processes_with(word) and time.monotonic() < begun + END_SECONDS:
         time.sleep(0.1)

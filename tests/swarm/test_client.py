@@ -320,6 +320,7 @@ def test_https_from_the_flags_to_the_answer(papers, tmp_path, capsys, monkeypatc
             assert sorted(client.classify(image).blocks) == list(range(DEPTH))
             assert client.health().watching is True
             assert client.swarm().audits.disagreed == 0
+            assert {host.carrier for host in client.swarm().hosts} == {"process"}
         assert asyncio.run(asked(url, papers)) == DEPTH
         flags = ["--address", url, "--authority", str(papers / "ca.pem")]
         assert main(["classify", str(image), *flags, "--api-key-file", str(keys), "--json"]) == 0

@@ -98,15 +98,15 @@ def come_up(network, directory, marks):
             name=name,
             ip=network.ip(name),
         )
-        network.run(
-            name, words, environment=environment(directory / "token", tls=tls), supervised=True
-        )
+        variables = environment(directory / "token", tls=tls, port=HOST_PORT)
+        network.run(name, words, environment=variables, supervised=True)
     until(network, directory, lambda log: count(log, "request") >= 40)
     marks["ports"] = {name: sorted(network.listening(name)) for name in network.names}
 
 
 def start_head(network, directory):
-    paths = os.pathsep.join([str(HERE), str(HERE.parent)])
+    before = os.environ.get("PYTHONPATH")
+    paths = os.pathsep.join([str(HERE), str(HERE.parent), *([before] if before else [])])
     words = [sys.executable, str(HERE / "netns_head.py"), str(directory), network.ip("h0")]
     network.run("h0", words, environment={"PYTHONPATH": paths}, supervised=True)
 
@@ -211,6 +211,13 @@ def test_answers_over_real_links_equal_the_model_bit_for_bit(story):
         order = tuple(map(int, re.findall(r"\d+", path.stem.split("-", 2)[2])))
         assert sorted(order) == [0, 1, 2, 3]
         assert (np.load(path) == run_blocks(model, start, order)).all()
+
+
+def test_states_went_over_data_channels(story):
+    """With TLS, by certificates that name the machines' addresses."""
+    for line in story.log:
+        if line["what"] == "ready":
+            assert line["carriers"] == {name: ["channel", ""] for name in BLOCKS}
 
 
 def test_only_the_documented_ports_listen(story):

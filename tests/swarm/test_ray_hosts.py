@@ -22,6 +22,7 @@ from netns import processes_with
 
 from layershuffle.errors import UsageError
 from layershuffle.swarm.chaos import signal_process
+from layershuffle.swarm.frames import Kind, answer_frame, word_frame
 from layershuffle.swarm.local import LocalHosts
 from layershuffle.swarm.messages import (
     Answer,
@@ -55,6 +56,7 @@ RAY_CHECKS = (
     "a_client_without_the_token_gets_nothing",
     "a_frozen_process_is_ended_for_good",
     "hosts_outlive_their_coordinator",
+    "visits_go_over_channels",
 )
 PROGRAM_SECONDS = 600
 
@@ -146,7 +148,9 @@ def tell(out, **said):
         file.write(json.dumps(said) + "\n")
 
 
-@pytest.mark.parametrize("check", [*CHECKS, *RAY_CHECKS])
+@pytest.mark.parametrize(
+    "check", [*CHECKS, *RAY_CHECKS, *(f"{check} over Ray alone" for check in CHECKS)]
+)
 def test_contract_over_ray(check, over_ray):
     assert check in over_ray, over_ray["ended"]["said"][-4000:]
     assert not over_ray[check]["failure"], over_ray[check]["failure"]
@@ -242,12 +246,12 @@ STATE = Packet("fp32", np.ones((1, 2, 3), np.float32))
 @pytest.mark.parametrize(
     ("sent", "says"),
     [
-        (b"", "EOFError"),
-        (b"no pickle", "cannot be read"),
-        (pickle.dumps(Answer(STATE, 1.0, 0.0))[:-9], "cannot be read"),
-        (b"cno_such_module\nThing\n.", "no_such_module"),
-        (pickle.dumps("hello"), "it is a str"),
-        (None, "TypeError"),
+        (b"", "a head of 0 bytes"),
+        (bytes(200), "no frame"),
+        (b"".join(answer_frame(0, Answer(STATE, 1.0, 0.0)))[:-9], "15 bytes of 24"),
+        (b"".join(word_frame(Kind.WELCOME)), "kind WELCOME"),
+        (pickle.dumps(Answer(STATE, 1.0, 0.0)), "no frame"),
+        (None, "a NoneType in the place of a frame"),
     ],
 )
 def test_an_answer_that_cannot_be_read_is_a_failure_of_its_host(sent, says):

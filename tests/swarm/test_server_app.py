@@ -8,13 +8,16 @@ import torch
 from gateway_site import HOSTS, LIMITS, VIT, file_of, picture, run, site
 
 from common import CLASSES, DEPTH, assert_close
+from layershuffle.cli.swarm.asking import status_table
 from layershuffle.data.transforms import PlainTransform
 from layershuffle.data.view import PixelFinish
 from layershuffle.errors import UsageError
 from layershuffle.models import image_view
 from layershuffle.stack import running
 from layershuffle.swarm.messages import HostFailed, HostGone
+from layershuffle.swarm.placement import Carrier
 from layershuffle.swarm.server.limits import GatewayLimits
+from layershuffle.swarm.server.schemas import SwarmAnswer
 from layershuffle.swarm.state import Swarm
 
 KEY = "a-key-of-some-length"
@@ -114,6 +117,20 @@ def test_a_dead_host_degrades_the_answer():
     assert swarm["hosts"][0]["compute_ms"] == pytest.approx(0.25)
     assert swarm["limits"]["reserve_ms"] == LIMITS.reserve_ms
     assert (swarm["depth"], swarm["classes"], swarm["wire"]) == (4, 5, "fp32")
+
+
+def test_every_host_says_how_visits_get_there():
+    carriers = {"a": Carrier("channel"), "b": Carrier("ray", "10.0.0.2:6506 cannot be used")}
+
+    async def go(place):
+        return SwarmAnswer.model_validate((await place.client.get("/v1/swarm")).json())
+
+    swarm = run(go, carriers=lambda: carriers)
+    assert [(host.carrier, host.carrier_why) for host in swarm.hosts] == [
+        ("channel", ""), ("ray", "10.0.0.2:6506 cannot be used"), (None, ""),
+    ]  # fmt: skip
+    table = status_table(swarm)
+    assert table.endswith("\nb over Ray: 10.0.0.2:6506 cannot be used")
 
 
 def test_words_of_a_host_that_no_encoding_carries():

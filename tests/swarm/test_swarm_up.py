@@ -77,7 +77,7 @@ def test_up_answers_and_says_what_to_type(swarm, repository):
     assert sorted(answer["blocks"]) == list(range(12))
     assert answer["expected"]["kept"] == 12
     status = layershuffle("swarm", "status", "--address", address).stdout
-    assert status.count("healthy") == 6
+    assert status.count("healthy") == status.count(" channel ") == 6
     assert len(session_processes(process.pid)) >= 8
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -37,7 +37,7 @@ from layershuffle.swarm.messages import (
 if TYPE_CHECKING:
     from layershuffle.swarm.coordinator import Coordinator
     from layershuffle.swarm.host import HostInfo
-    from layershuffle.swarm.placement import HostBackend, HostCall, Node
+    from layershuffle.swarm.placement import Carrier, HostBackend, HostCall, Node
 
 Kind = Literal["crash", "freeze", "slow", "wrong", "cut", "leave", "rejoin"]
 KINDS: tuple[Kind, ...] = ("crash", "freeze", "slow", "wrong", "cut", "leave", "rejoin")
@@ -235,6 +235,10 @@ class ChaosBackend:
         result = await self.inner.call(name, method, *args)
         await self.transport.way_to(name)
         return result
+
+    def carriers(self) -> Mapping[str, Carrier]:
+        """How visits get to each host."""
+        return self.inner.carriers()
 
     async def kill(self, name: str) -> None:
         """The host's process dies at once. Raises `HostUnavailable` if there is none."""

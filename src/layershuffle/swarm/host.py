@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
-from typing import Protocol, TypeVar
+from typing import Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ class HostInfo:
     """A host's report about itself. `blocks`: SHA-256 of each block's tensors.
 
     `rss_bytes`: memory in use, 0 where the system has no /proc. `waiting`: visits that are not
-    being computed now.
+    being computed now. `channel`: address and port of its data channel, "" without one.
     """
 
     name: str
@@ -54,6 +54,7 @@ class HostInfo:
     rss_bytes: int
     waiting: int
     draining: bool
+    channel: str = ""
 
 
 @dataclass(eq=False)
@@ -147,6 +148,7 @@ class BlockHost:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name, self._limits, self._clock = name, limits, clock
+        self.channel = ""  # whoever opens one for this host writes its address here
         self._blocks: dict[int, Block] = {}
         self._lock = Lock()  # over all that follows: the loop and the worker share it
         self._jobs: list[QueuedVisit] = []
@@ -194,7 +196,9 @@ class BlockHost:
             blocks = {id_: block.digest for id_, block in sorted(self._blocks.items())}
             draining = self._draining
         waiting = sum(not job.future.cancelled() for job in jobs)
-        return HostInfo(self.name, blocks, os.getpid(), _resident(), waiting, draining)
+        return HostInfo(
+            self.name, blocks, os.getpid(), _resident(), waiting, draining, self.channel
+        )
 
     def drain(self) -> None:
         """Take no new visits; those that are here finish."""
@@ -218,6 +222,10 @@ class BlockHost:
         drops it. Raises `HostUnavailable` (queue full, draining, block not held), `WorkExpired`
         (not done within the budget when its turn came), `HostFailed` (it cannot be computed).
         """
+        return await asyncio.wrap_future(self.begin(blocks, packet, budget_ms=budget_ms))
+
+    def begin(self, blocks: Sequence[int], packet: Packet, *, budget_ms: float) -> Future[Answer]:
+        """A visit that has begun; `visit` awaits it. What is wrong at once is raised here."""
         now = self._clock()
         with self._lock:
             job = QueuedVisit(self._steps(blocks, packet), packet, now, now + budget_ms / _MILLI)
@@ -228,7 +236,7 @@ class BlockHost:
                 )
             self._jobs.append(job)
             self._wake()
-        return await asyncio.wrap_future(job.future)
+        return job.future
 
     def _steps(self, blocks: Sequence[int], packet: Packet) -> tuple[Block, ...]:
         if self._draining:
@@ -257,9 +265,15 @@ class BlockHost:
     def _wake(self) -> None:
         if self._jobs and not self._busy and not self._closed:
             self._busy = True
-            turn = self._worker.submit(self._turn)
-            # Run after it by the same thread: the executor keeps whatever the turn raised.
-            self._worker.submit(self._after, turn)
+            self._worker.submit(self._turns)
+
+    def _turns(self) -> None:
+        """Turn after turn, as long as visits are here."""
+        # In one piece of work: to hand each turn to the thread anew took as long as a small block.
+        while self._busy:
+            with _Caught() as caught:
+                self._turn()
+            self._after(caught.error)
 
     def _turn(self) -> None:
         """Run one block on the visits that go next."""
@@ -290,11 +304,10 @@ class BlockHost:
             job.state, job.packet, job.done = part, packet, job.done + 1
             job.compute, job.each = job.compute + took, job.each + took / len(after)
 
-    def _after(self, turn: Future[None]) -> None:
-        """Answer the visits that are done, or failed; go on with the others."""
-        error = turn.exception()
+    def _after(self, error: BaseException | None) -> None:
+        """Answer the visits that are done, or failed with `error`; the others go on."""
         with self._lock:
-            jobs, self._turn_of, self._busy = self._turn_of, [], False
+            jobs, self._turn_of = self._turn_of, []
             for job in jobs:
                 if error is not None and len(jobs) > 1:
                     job.alone = True  # each again by itself: one broken visit must not fail others
@@ -303,7 +316,7 @@ class BlockHost:
                 elif job.done == len(job.steps):
                     self._end(job, _answer(job, now=self._clock()))
             self._jobs = [job for job in self._jobs if not job.future.done()]
-            self._wake()
+            self._busy = bool(self._jobs) and not self._closed
 
     def _end(self, job: QueuedVisit, outcome: Answer | VisitError) -> None:
         """Give the caller its answer or error, unless it was cancelled."""
@@ -313,6 +326,21 @@ class BlockHost:
             job.future.set_result(outcome)
         else:
             job.future.set_exception(outcome)
+
+
+class _Caught:
+    """Keeps whatever is raised inside: a turn that breaks must not end the thread."""
+
+    error: BaseException | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> bool:
+        self.error = error
+        return True
 
 
 def _answer(job: QueuedVisit, *, now: float) -> Answer:

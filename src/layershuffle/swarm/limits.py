@@ -68,6 +68,9 @@ class Limits(Settings):
     start_ms: Milliseconds = 120_000.0
     """Longest time for a host to start, or to take in blocks."""
 
+    channel_ms: Milliseconds = 2000.0
+    """Longest time to connect to a host's data channel, handshake and proof included."""
+
     average_weight: Share = 0.2
     """Weight of the newest measurement in the averages of compute and link times."""
     prior_compute_ms: Milliseconds = 5.0

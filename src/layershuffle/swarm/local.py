@@ -6,13 +6,13 @@ For tests and comparisons without Ray. The contract suite (tests/swarm) runs ove
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from layershuffle.swarm.host import BlockHost, HostInfo
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Answer, HostUnavailable, Packet, Visit
-from layershuffle.swarm.placement import HostCall, Node
+from layershuffle.swarm.placement import Carrier, HostCall, Node
 
 
 class LocalHosts:
@@ -46,6 +46,10 @@ class LocalHosts:
         """What that method of the host returns."""
         # In a thread, because a load takes long.
         return await asyncio.to_thread(getattr(self._host(name), method), *args)
+
+    def carriers(self) -> Mapping[str, Carrier]:
+        """Calls in this process, to all hosts."""
+        return dict.fromkeys(self._hosts, Carrier("process"))
 
     async def visit(self, visit: Visit, packet: Packet) -> Answer:
         """The host's answer; see `messages.Transport`."""

@@ -41,6 +41,17 @@ HostCall = Literal["load", "unload", "info", "drain"]
 """What a host can be asked beside visits: the methods of `host.BlockHost` of these names."""
 
 
+@dataclass(frozen=True, slots=True)
+class Carrier:
+    """How visits get to a host now: its data channel, Ray, or a call in this process.
+
+    `why`: for Ray, the reason why not over the channel.
+    """
+
+    kind: Literal["channel", "ray", "process"]
+    why: str = ""
+
+
 class HostBackend(Protocol):
     """What runs the processes of hosts. Everything raises `LayerShuffleError` where it fails."""
 
@@ -59,6 +70,9 @@ class HostBackend(Protocol):
 
     async def call(self, name: str, method: HostCall, *args: Any) -> Any:
         """What that method of `host.BlockHost` returns for `args`."""
+
+    def carriers(self) -> Mapping[str, Carrier]:
+        """How visits get to each host that runs here."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,8 @@ HEAD_PORT, HOST_PORT = 6400, 6500
 """First ports of a head and of a host; each takes `PORT_SPAN` from there."""
 PORT_SPAN = 100
 _WORKER_PORTS = 10  # ports of workers begin this far above the first
+_CHANNEL_PORT, _CHANNEL_PORTS = 6, 4  # on hosts, where the next two are not used
+_CHANNEL_VARIABLE = "LAYERSHUFFLE_CHANNEL_PORT"
 _METRIC_PORT, _CLIENT_PORT = 8, 9  # Ray opens them on heads whether anybody needs them or not
 STORE_BYTES = 256 << 20
 """Shared memory of a member; blocks pass through it one at a time when a host loads them."""
@@ -127,11 +129,13 @@ def environment(
     store: Path | None = None,
     threads: int = 1,
     loopback: bool = False,
+    port: int | None = None,
 ) -> dict[str, str]:
     """Environment of everything that takes part, to be set before Ray is imported.
 
     `store` (head): a directory in which the head keeps its state, so that a restarted one loses
     nothing. `loopback`: nothing listens on any other address. `threads`: of torch, per host.
+    `port` (host): the first of its ports, among which that of the data channel is (default: any).
     """
     variables = {
         # Said explicitly: Ray 2.60 leaves authentication off on members that find no token.
@@ -143,6 +147,8 @@ def environment(
         # Else Ray replaces 127.0.0.1 by an address that others reach, and listens on all of them.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0" if loopback else "1",
     }
+    if port is not None:
+        variables[_CHANNEL_VARIABLE] = str(port + _CHANNEL_PORT)
     if not loopback:
         variables["DASHBOARD_METRIC_PORT"] = str(HEAD_PORT + _METRIC_PORT)
     if tls is not None:
@@ -157,6 +163,13 @@ def environment(
     if store is not None:
         variables |= {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": str(store.absolute())}
     return variables
+
+
+def channel_ports(variables: Mapping[str, str]) -> tuple[int, ...]:
+    """The ports for a host's data channel in an environment of `environment`; (0,) for any."""
+    first = variables.get(_CHANNEL_VARIABLE)
+    # More than one: a process that ends may still have the first when the next one starts.
+    return (0,) if first is None else tuple(range(int(first), int(first) + _CHANNEL_PORTS))
 
 
 def head_command(directory: Path, *, ip: str, port: int = HEAD_PORT) -> list[str]:

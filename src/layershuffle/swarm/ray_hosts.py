@@ -9,13 +9,24 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import pickle
+import logging
+import os
+import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from layershuffle.errors import LayerShuffleError
+from layershuffle.swarm.channel import ChannelLink, ChannelLost, ChannelServer
+from layershuffle.swarm.frames import (
+    BrokenFrame,
+    answer_frame,
+    read_answer,
+    read_visit,
+    split,
+    visit_frame,
+)
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import (
     Answer,
@@ -26,8 +37,9 @@ from layershuffle.swarm.messages import (
     Visit,
     VisitError,
 )
-from layershuffle.swarm.placement import HostCall, Node
-from layershuffle.swarm.ray_config import HOST_MARK, host_names
+from layershuffle.swarm.placement import Carrier, HostCall, Node
+from layershuffle.swarm.ray_config import HOST_MARK, channel_ports, host_names
+from layershuffle.swarm.stream import credentials_in
 from layershuffle.text import one_line
 
 if TYPE_CHECKING:
@@ -36,11 +48,8 @@ if TYPE_CHECKING:
 _Result = TypeVar("_Result")
 _MESSAGE = 200  # characters from the end of what Ray says of a process that does not start
 _SPARE = 64  # calls that an actor takes beyond its queue: canaries, reports
-# What pickle raises for bytes that are no message, or that another version of this package wrote.
-_UNREADABLE = (
-    pickle.UnpicklingError, AttributeError, EOFError, ImportError, LookupError, MemoryError,
-    OverflowError, TypeError, ValueError,
-)  # fmt: skip
+_MILLI = 1000.0
+_log = logging.getLogger(__name__)
 
 
 class BlockHostActor:
@@ -49,12 +58,31 @@ class BlockHostActor:
     def __init__(self, name: str, *, limits: Mapping[str, Any], threads: int) -> None:
         from layershuffle.swarm.host import BlockHost
 
-        self._host = BlockHost(name, limits=Limits(**limits), threads=threads)
+        self._limits = Limits(**limits)
+        self._host = BlockHost(name, limits=self._limits, threads=threads)
+        self._server: ChannelServer | None = None
+
+    async def listen(self) -> None:
+        """Open the data channel, if it is not open. Raises `LayerShuffleError` if it cannot be."""
+        from ray.util import get_node_ip_address
+
+        if self._server is None:
+            credentials = credentials_in(os.environ)
+            server = ChannelServer(self._host, credentials=credentials, limits=self._limits)
+            # Where Ray listens too: on the loopback network alone in a swarm of one machine.
+            self._host.channel = await server.open(
+                get_node_ip_address(), ports=channel_ports(os.environ)
+            )
+            self._server = server
 
     async def visit(self, order: bytes) -> bytes:
-        """`BlockHost.visit`, in and out as `_sealed` bytes."""
-        blocks, packet, budget_ms = pickle.loads(order)
-        return _sealed(await self._host.visit(blocks, packet, budget_ms=budget_ms))
+        """`BlockHost.visit`, in and out as frames."""
+        blocks, packet, budget_ms = read_visit(*split(order))
+        # Ray passes bytes on as they are; with what is in them as arguments a hop takes a quarter
+        # more.
+        return b"".join(
+            answer_frame(0, await self._host.visit(blocks, packet, budget_ms=budget_ms))
+        )
 
     async def call(self, method: HostCall, *args: Any) -> Any:
         """What that method of the host returns."""
@@ -62,43 +90,48 @@ class BlockHostActor:
         return await asyncio.to_thread(getattr(self._host, method), *args)
 
 
-def _sealed(message: object) -> bytes:
-    # Ray passes bytes on as they are; with what is in them as arguments a hop takes a quarter more.
-    return pickle.dumps(message, protocol=5)
-
-
-def read_answer(sealed: Any, *, host: str) -> Answer:
-    """The answer that a host sent. Raises `HostFailed` for bytes that are none."""
-    try:
-        answer = pickle.loads(sealed)
-        if not isinstance(answer, Answer):
-            raise TypeError(f"it is a {type(answer).__name__}")
-        return answer
-    except _UNREADABLE as error:
-        raise HostFailed(
-            f"The answer of host {host} cannot be read ({type(error).__name__}: {one_line(error)})"
-        ) from error
-
-
 class RayTransport:
-    """Visits to Ray actors (`messages.Transport`). `actors`: by host."""
+    """Visits to Ray actors (`messages.Transport`), over their data channels where these are open.
+
+    `actors` and `links` (to the channels), by host.
+    """
 
     def __init__(self, ray: Any) -> None:
         self._ray, self.actors = ray, dict[str, Any]()
+        self.links: dict[str, ChannelLink] = {}
 
     async def visit(self, visit: Visit, packet: Packet) -> Answer:
         """The host's answer; see `messages.Transport`."""
-        actor = self.actors.get(visit.host)
+        budget_ms, link = visit.budget_ms, self.links.get(visit.host)
+        if link is not None and link.open:
+            begun = time.monotonic()
+            try:
+                return await link.visit(visit.blocks, packet, budget_ms=budget_ms)
+            except ChannelLost:
+                # The link has said so. A block has no memory, so that the visit may be made again;
+                # and if the host is dead, Ray knows.
+                budget_ms -= (time.monotonic() - begun) * _MILLI
+        return await self._call(visit, packet, budget_ms=budget_ms)
+
+    async def _call(self, visit: Visit, packet: Packet, *, budget_ms: float) -> Answer:
+        actor, host = self.actors.get(visit.host), visit.host
         if actor is None:
-            raise HostUnavailable(f"No host {visit.host} is known")
-        order = _sealed((visit.blocks, packet, visit.budget_ms))
+            raise HostUnavailable(f"No host {host} is known")
+        order = b"".join(visit_frame(0, visit.blocks, packet=packet, budget_ms=budget_ms))
         try:
-            sealed = await called(self._ray, lambda: actor.visit.remote(order), host=visit.host)
+            sealed = await called(self._ray, lambda: actor.visit.remote(order), host=host)
+            return read_answer(*split(sealed))
         except VisitError:
             raise
+        except BrokenFrame as error:
+            raise HostFailed(f"The answer of host {host} cannot be read: {error.cause}") from error
         except LayerShuffleError as error:
-            raise HostFailed(f"Host {visit.host} failed: {error.cause}") from error
-        return read_answer(sealed, host=visit.host)
+            raise HostFailed(f"Host {host} failed: {error.cause}") from error
+
+    async def disconnect(self, host: str) -> None:
+        """Close the data channel to `host`, if there is one."""
+        if link := self.links.pop(host, None):
+            await link.close()
 
 
 async def called(ray: Any, submit: Callable[[], Any], *, host: str) -> Any:
@@ -130,8 +163,9 @@ class RayHosts:
     """The processes of block hosts on the members of a cluster (`placement.HostBackend`).
 
     `ray`: the connected module. `threads`: of torch in each host. `only`: which of the hosts that
-    the members name are run (default: all). A call that fails raises `LayerShuffleError`; callers
-    bound its time.
+    the members name are run (default: all). `channel`: whether visits go over the hosts' data
+    channels, as far as these can be reached; else over Ray alone. A call that fails raises
+    `LayerShuffleError`; callers bound its time.
     """
 
     def __init__(
@@ -141,9 +175,11 @@ class RayHosts:
         limits: Limits,
         threads: int = 1,
         only: Collection[str] | None = None,
+        channel: bool = True,
     ) -> None:
         self._ray, self._limits, self._threads, self._only = ray, limits, threads, only
-        self.transport = RayTransport(ray)
+        self.transport, self._channel = RayTransport(ray), channel
+        self._why_not: dict[str, str] = {}
         self._making: dict[str, asyncio.Task[None]] = {}
         settings = f"{limits.model_dump_json()} {threads}".encode()
         self._kind = hashlib.sha256(settings).hexdigest()[:8]
@@ -179,12 +215,49 @@ class RayHosts:
         # The thread goes on when this is cancelled; `end` waits for the process that it makes.
         await asyncio.shield(making)
         try:
+            why = await self._listening(name) if self._channel else "it is switched off"
             info: HostInfo = await self.call(name, "info")
         except HostGone as error:
             # The reason, as a package that the host lacks, stands at the end of Ray's message.
             why = " ".join(str(error.__cause__).split())[-_MESSAGE:]
             raise HostGone(f"The process of host {name} does not start: {why}") from error
+        self._why_not[name] = why
+        if not why:
+            await self._connect(name, info.channel)
         return info
+
+    async def _listening(self, name: str) -> str:
+        """Have the host open its data channel; why it cannot, or ""."""
+        actor = self.transport.actors[name]
+        try:
+            await called(self._ray, actor.listen.remote, host=name)
+        except HostGone:
+            raise
+        except LayerShuffleError as error:
+            _log.warning("Visits to host %s go over Ray, not its channel: %s", name, error.cause)
+            return error.cause
+        return ""
+
+    async def _connect(self, name: str, address: str) -> None:
+        links = self.transport.links
+        # A process that was found again keeps its connection.
+        if name not in links or links[name].address != address:
+            await self.transport.disconnect(name)
+            links[name] = ChannelLink(
+                name, address, credentials=credentials_in(os.environ), limits=self._limits
+            )
+        # Or the first visits would go over Ray, and look slower than the next ones.
+        await links[name].tried()
+
+    def carriers(self) -> Mapping[str, Carrier]:
+        """Over which way visits go to each host now."""
+        links = self.transport.links
+        return {
+            name: Carrier("channel")
+            if (link := links.get(name)) is not None and link.open
+            else Carrier("ray", self._why_not.get(name, "") if link is None else link.why)
+            for name in self.transport.actors
+        }
 
     async def _make(self, name: str, node: str) -> None:
         self.transport.actors[name] = await self._outside(lambda: self._actor_of(name, node))
@@ -222,6 +295,7 @@ class RayHosts:
         """End the host's process, also the one that a cancelled start is still making."""
         if making := self._making.pop(name, None):
             await asyncio.wait({making})
+        await self.transport.disconnect(name)
         actor = self.transport.actors.get(name)
         if actor is not None:
             await self._outside(lambda: self._ray.kill(actor))

@@ -143,15 +143,19 @@ class StatusCommand(ServerOptions):
 
         with SwarmClient(self.address, **client_options(self)) as client:
             swarm = client.swarm()
-        print(json.dumps(swarm.model_dump(), indent=2) if self.json else _status_table(swarm))
+        print(json.dumps(swarm.model_dump(), indent=2) if self.json else status_table(swarm))
         return 0
 
 
-def _status_table(swarm: SwarmAnswer) -> str:
+def status_table(swarm: SwarmAnswer) -> str:
+    """One line per host, and one for each that visits reach over Ray, not its data channel."""
     rows = []
     for host in swarm.hosts:
         # A host that has answered nothing yet has no times, and 0 would look like a fast one.
         times = ["-" if ms is None else f"{ms:.1f}" for ms in (host.compute_ms, host.link_ms)]
         blocks = ", ".join(map(str, host.blocks)) + (f" ({host.why})" if host.why else "")
-        rows.append((host.name, host.condition, str(host.waiting), *times, blocks))
-    return table(("host", "condition", "waiting", "block ms", "link ms", "blocks"), rows)
+        over = host.carrier or "-"
+        rows.append((host.name, host.condition, str(host.waiting), *times, over, blocks))
+    columns = ("host", "condition", "waiting", "block ms", "link ms", "over", "blocks")
+    slow = [f"{host.name} over Ray: {host.carrier_why}" for host in swarm.hosts if host.carrier_why]
+    return "\n".join([table(columns, rows), *slow])

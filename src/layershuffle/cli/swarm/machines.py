@@ -101,7 +101,7 @@ class HostCommand(TlsOptions):
             ip=self.ip,
             port=self.port,
         )
-        _become(command, environment(token, tls=tls_of(self), threads=self.threads))
+        _become(command, environment(token, tls=tls_of(self), threads=self.threads, port=self.port))
 
 
 def _become(command: Sequence[str], settings: dict[str, str]) -> NoReturn:

@@ -199,6 +199,7 @@ async def serve_service(
         foreign_blocks=lambda: coordinator.foreign_blocks,
         watching=lambda: coordinator.watching,
         audits=lambda: (health.audited, health.disagreed),
+        carriers=service.faults.backend.carriers,
     )
     async with operator_door(service, state):
         await serve(app, host=host, port=port, public=public, tls=tls, ready=ready)

@@ -15,7 +15,7 @@ import hmac
 import logging
 import math
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from typing import Any
@@ -32,6 +32,7 @@ from layershuffle.data.class_names import numbered
 from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.models import class_names_of, num_classes_of
 from layershuffle.swarm.calibration import Calibration
+from layershuffle.swarm.placement import Carrier
 from layershuffle.swarm.remote_model import RemoteModel
 from layershuffle.swarm.server import schemas
 from layershuffle.swarm.server.docs_page import HEADERS, docs_page
@@ -80,6 +81,7 @@ def create_app(
     foreign_blocks: Callable[[], ForeignBlocks] = frozenset,
     watching: Callable[[], bool] | None = None,
     audits: Callable[[], tuple[int, int]] | None = None,
+    carriers: Callable[[], Mapping[str, Carrier]] = dict,
 ) -> FastAPI:
     """The gateway to `remote_model`, which it closes when the server ends.
 
@@ -87,8 +89,8 @@ def create_app(
     `keys` the API keys, none for an open gateway, `model` what /v1/swarm calls the model.
     `foreign_blocks`: the blocks, with their hosts, of another model than the calibrated one;
     `watching`: whether somebody watches over the hosts; `audits`: visits that were repeated, and
-    those of them that differed. Raises `UsageError` for short keys, and for labels or a calibration
-    of another model.
+    those of them that differed; `carriers`: how visits get to each host. Raises `UsageError` for
+    short keys, and for labels or a calibration of another model.
     """
     names = _labels(remote_model, labels=labels, calibration=calibration)
     scheduler = RequestScheduler(
@@ -99,7 +101,7 @@ def create_app(
         foreign_blocks=foreign_blocks,
     )
     metrics = Metrics(remote_model.router, watching=watching, audits=audits)
-    gateway = _Gateway(scheduler, keys=Keys(keys), model=model, metrics=metrics)
+    gateway = _Gateway(scheduler, keys=Keys(keys), model=model, metrics=metrics, carriers=carriers)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -187,10 +189,16 @@ class _Gateway:
     """What the routes share."""
 
     def __init__(
-        self, scheduler: RequestScheduler, *, keys: Keys, model: str, metrics: Metrics
+        self,
+        scheduler: RequestScheduler,
+        *,
+        keys: Keys,
+        model: str,
+        metrics: Metrics,
+        carriers: Callable[[], Mapping[str, Carrier]],
     ) -> None:
         self.scheduler, self.keys, self.model, self.metrics = scheduler, keys, model, metrics
-        self.router = scheduler.remote_model.router
+        self.router, self.carriers = scheduler.remote_model.router, carriers
 
     async def admit(self, request: Request) -> None:
         """Let a request through. Raises `HTTPError`: 429 before anything else, 401, or 422."""
@@ -223,7 +231,7 @@ class _Gateway:
             routing=router.routing,
             wire=router.wire,
             unreachable_blocks=schemas.unreachable(router.swarm, depth=router.depth),
-            hosts=schemas.hosts_of(router.swarm, now=router.clock()),
+            hosts=schemas.hosts_of(router.swarm, self.carriers(), now=router.clock()),
             counters=dict(self.metrics.requests),
             audits=self.metrics.audits(),
             calibration=None if calibration is None else calibration.facts,

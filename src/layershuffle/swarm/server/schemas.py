@@ -5,14 +5,15 @@ No torch, no web framework: clients read answers with the same classes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from layershuffle.swarm.calibration import CalibrationFacts, Expected
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Ending, Outcome, Route, Wire
+from layershuffle.swarm.placement import Carrier
 from layershuffle.swarm.policy import Routing
 from layershuffle.swarm.state import Condition, Swarm
 
@@ -101,6 +102,11 @@ class Host(BaseModel):
     blocks: list[int]
     compute_ms: float | None = Field(description="Average per block.")
     link_ms: float | None = Field(description="Average per visit, beyond compute and queue.")
+    carrier: Literal["channel", "ray", "process"] | None = Field(
+        description="How visits get there: data channel, Ray, or within the gateway; `null` while "
+        "it has no process."
+    )
+    carrier_why: Reason = Field(description="Why over Ray, not its data channel.")
     waiting: int = Field(description="Blocks sent there and not answered yet.")
     strikes: int = Field(description="Failures since the last success.")
     retry_ms: float | None = Field(description="Until a suspect host is asked again.")
@@ -207,7 +213,7 @@ def is_degraded(route: Route, *, order: tuple[int, ...] | None) -> bool:
     return set(route.order) != set(range(route.depth) if order is None else order)
 
 
-def hosts_of(swarm: Swarm, *, now: float) -> list[Host]:
+def hosts_of(swarm: Swarm, carriers: Mapping[str, Carrier], *, now: float) -> list[Host]:
     """All hosts, by name; `now` in seconds of the router's clock."""
     return [
         Host(
@@ -217,6 +223,8 @@ def hosts_of(swarm: Swarm, *, now: float) -> list[Host]:
             blocks=sorted(host.blocks),
             compute_ms=None if host.compute is None else host.compute * _MILLI,
             link_ms=None if host.link is None else host.link * _MILLI,
+            carrier=carriers[host.name].kind if host.name in carriers else None,
+            carrier_why=carriers[host.name].why if host.name in carriers else "",
             waiting=host.waiting,
             strikes=host.strikes,
             retry_ms=(

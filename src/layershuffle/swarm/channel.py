@@ -1,0 +1,340 @@
+"""The data channel: states go to a host over one connection of our own, beside Ray.
+
+A call of an actor takes 2 ms for a state of 148 KiB, a socket a tenth of that (decision 025). So
+each host opens one server, its address stands in its `HostInfo`, and a gateway keeps one connection
+to each host, over which visits go side by side. Ray starts and watches the hosts as before, and
+carries the visits to a host whose channel cannot be reached.
+
+Both sides prove that they hold the swarm's token before anything else is read: the server sends a
+random number, the client answers with one of its own and an HMAC over both, and the server with
+another. With the swarm's certificates both sides speak TLS, too. Use it from one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import secrets
+from collections.abc import Sequence
+from concurrent.futures import Future
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from layershuffle.errors import LayerShuffleError
+from layershuffle.swarm.frames import (
+    BrokenFrame,
+    Head,
+    Kind,
+    answer_frame,
+    failure_frame,
+    read_answer,
+    read_visit,
+    visit_frame,
+    word_frame,
+)
+from layershuffle.swarm.limits import Limits
+from layershuffle.swarm.messages import Answer, HostFailed, Packet, VisitError
+from layershuffle.swarm.stream import Credentials, Stream, proof_of
+from layershuffle.text import one_line
+
+if TYPE_CHECKING:
+    from layershuffle.swarm.host import BlockHost  # it imports torch
+
+_MILLI = 1000.0
+_NONCE = 32  # bytes
+_CONNECTIONS = 64  # at one host; a swarm has one gateway, and another one that takes over
+_log = logging.getLogger(__name__)
+
+
+class ChannelLost(LayerShuffleError):
+    """The channel ended before the answer; whether the host is dead is not known here."""
+
+
+# --- the host's side ------------------------------------------------------------------------------
+
+
+class ChannelServer:
+    """Lets gateways visit `host` over connections, once it is open.
+
+    `connections`: those that are open. `refused` counts those without a proof.
+    """
+
+    def __init__(self, host: BlockHost, *, credentials: Credentials, limits: Limits) -> None:
+        self.host, self.credentials, self.limits = host, credentials, limits
+        self.connections: set[_Served] = set()
+        self.refused = 0
+        self._server: asyncio.Server | None = None
+
+    async def open(self, address: str, *, ports: Sequence[int] = (0,)) -> str:
+        """Listen on the first of `ports` that is free (0: any); "address:port".
+
+        Raises `LayerShuffleError` if none is.
+        """
+        loop, tls = asyncio.get_running_loop(), self.credentials.server
+        patience = None if tls is None else self.limits.channel_ms / _MILLI
+        for port in ports:
+            try:
+                self._server = await loop.create_server(
+                    lambda: _Served(self).stream, address, port, ssl=tls,
+                    ssl_handshake_timeout=patience,
+                )  # fmt: skip
+            except OSError as error:
+                why = one_line(error)
+            else:
+                return f"{address}:{self._server.sockets[0].getsockname()[1]}"
+        raise LayerShuffleError(f"No data channel can be opened on {address} ({why})")
+
+    def close(self) -> None:
+        """Listen no more, and end all connections."""
+        if self._server is not None:
+            self._server.close()
+        for connection in [*self.connections]:
+            connection.stream.abort("the host ends")
+
+
+class _Served:
+    """The connection of one gateway to this host."""
+
+    def __init__(self, server: ChannelServer) -> None:
+        self._server = server
+        self._nonce = secrets.token_bytes(_NONCE)
+        self._loop = asyncio.get_running_loop()
+        self._visits: dict[int, Future[Answer]] = {}
+        self._patience: asyncio.TimerHandle | None = None
+        self.stream = Stream(self._receive, made=self._made, lost=self._lost)
+
+    def _made(self) -> None:
+        connections = self._server.connections
+        if len(connections) >= _CONNECTIONS:
+            self.stream.abort("there are too many connections")
+            return
+        connections.add(self)
+        self._patience = asyncio.get_running_loop().call_later(
+            self._server.limits.channel_ms / _MILLI, self.stream.abort, "it sent no proof in time"
+        )
+        self.stream.send(word_frame(Kind.CHALLENGE, words=self._nonce))
+
+    def _lost(self, why: str) -> None:
+        self._server.connections.discard(self)
+        if self._patience is not None:
+            self._patience.cancel()
+        if not self.stream.trusted:
+            # Once as a warning, or whoever connects again and again would fill the log.
+            level = logging.DEBUG if self._server.refused else logging.WARNING
+            _log.log(level, "A connection to the data channel was refused: %s", why)
+            self._server.refused += 1
+        # Nobody waits for them any more.
+        for visit in [*self._visits.values()]:
+            visit.cancel()
+
+    def _receive(self, head: Head, tail: bytearray) -> None:
+        if not self.stream.trusted:
+            self._check(head, tail)
+        elif head.kind is Kind.CANCEL:
+            # It may be over already.
+            if visit := self._visits.pop(head.id, None):
+                visit.cancel()
+        else:
+            self._begin(head.id, *read_visit(head, tail))
+
+    def _begin(
+        self, number: int, blocks: tuple[int, ...], packet: Packet, budget_ms: float
+    ) -> None:
+        try:
+            visit = self._server.host.begin(blocks, packet, budget_ms=budget_ms)
+        except LayerShuffleError as error:
+            self._fail(number, error)
+            return
+        self._visits[number] = visit
+        # Without a task, which would take as long as all the rest here. It ends in another thread.
+        visit.add_done_callback(
+            lambda visit: self._loop.call_soon_threadsafe(self._answer, number, visit)
+        )
+
+    def _check(self, head: Head, tail: bytearray) -> None:
+        """Trust the peer from now on if it has the token. Raises `BrokenFrame`."""
+        token, name = self._server.credentials.token, self._server.host.name
+        nonces = self._nonce + tail[:_NONCE]
+        proof = proof_of(token, b"gateway ", host=name, nonces=nonces)
+        if head.kind is not Kind.PROOF or not hmac.compare_digest(proof, tail[_NONCE:]):
+            raise BrokenFrame("a wrong token")
+        self.stream.trusted = True
+        if self._patience is not None:
+            self._patience.cancel()
+        mine = proof_of(token, b"host ", host=name, nonces=nonces)
+        self.stream.send(word_frame(Kind.WELCOME, words=mine))
+
+    def _answer(self, number: int, visit: Future[Answer]) -> None:
+        """Send what became of a visit. Nothing is sent of one that was given up."""
+        self._visits.pop(number, None)
+        if visit.cancelled():
+            return
+        if (error := visit.exception()) is not None:
+            self._fail(number, error)
+        else:
+            self.stream.send(answer_frame(number, visit.result()))
+
+    def _fail(self, number: int, error: BaseException) -> None:
+        if not isinstance(error, VisitError):
+            name = self._server.host.name
+            if not isinstance(error, LayerShuffleError):  # a defect of ours
+                _log.error("A visit of host %s broke", name, exc_info=error)
+            error = HostFailed(f"Host {name} failed: {one_line(error)}")
+        self.stream.send(failure_frame(number, error))
+
+
+# --- the gateway's side ---------------------------------------------------------------------------
+
+
+class _Connection:
+    """An open connection to a host. `ended` is done, with the reason, when it has ended."""
+
+    def __init__(self, host: str, *, token: bytes) -> None:
+        self._host, self._token = host, token
+        self._nonce = secrets.token_bytes(_NONCE)
+        self._proof = b""
+        self._numbers = count(1)
+        self._visits: dict[int, asyncio.Future[Answer]] = {}
+        loop = asyncio.get_running_loop()
+        self.proved: asyncio.Future[None] = loop.create_future()
+        self.ended: asyncio.Future[str] = loop.create_future()
+        self.answered = False
+        self.stream = Stream(self._receive, made=lambda: None, lost=self._lost)
+
+    async def visit(self, blocks: Sequence[int], packet: Packet, *, budget_ms: float) -> Answer:
+        """The host's answer; being cancelled drops the visit at the host."""
+        number = next(self._numbers)
+        frame = visit_frame(number, blocks, packet=packet, budget_ms=budget_ms)
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._visits[number] = answer
+        self.stream.send(frame)
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            self.stream.send(word_frame(Kind.CANCEL, number=number))
+            raise
+        finally:
+            self._visits.pop(number, None)
+
+    def _lost(self, why: str) -> None:
+        if not self.ended.done():
+            self.ended.set_result(why)
+        waits: list[asyncio.Future[Any]] = [self.proved, *self._visits.values()]
+        for waiting in waits:
+            if not waiting.done():
+                waiting.set_exception(ChannelLost(f"The channel to host {self._host}: {why}"))
+
+    def _receive(self, head: Head, tail: bytearray) -> None:
+        if self.stream.trusted:
+            self._take(head, tail)
+        elif head.kind is Kind.CHALLENGE and not self._proof and len(tail) == _NONCE:
+            nonces = bytes(tail) + self._nonce
+            mine = proof_of(self._token, b"gateway ", host=self._host, nonces=nonces)
+            self._proof = proof_of(self._token, b"host ", host=self._host, nonces=nonces)
+            self.stream.send(word_frame(Kind.PROOF, words=self._nonce + mine))
+        elif head.kind is Kind.WELCOME and self._proof and hmac.compare_digest(self._proof, tail):
+            self.stream.trusted = True
+            if not self.proved.done():
+                self.proved.set_result(None)
+        else:
+            raise BrokenFrame("a wrong token")
+
+    def _take(self, head: Head, tail: bytearray) -> None:
+        answer = self._visits.get(head.id)
+        if answer is None or answer.done():
+            return  # of a visit that was given up
+        try:
+            answer.set_result(read_answer(head, tail))
+        except VisitError as error:
+            answer.set_exception(error)
+        self.answered = True
+
+
+class ChannelLink:
+    """The way to a host over its channel: opens a connection, and another one when it is lost.
+
+    `why` says why there is none, "" while it is open. The pauses between tries double, from
+    `suspect_ms` to `suspect_max_ms`.
+    """
+
+    def __init__(
+        self, host: str, address: str, *, credentials: Credentials, limits: Limits
+    ) -> None:
+        self.host, self.address, self.why = host, address, "it is being opened"
+        self._credentials, self._limits = credentials, limits
+        self._connection: _Connection | None = None
+        self._tried = asyncio.Event()
+        self._silent = False
+        self._task = asyncio.create_task(self._run())
+
+    @property
+    def open(self) -> bool:
+        """Whether visits can go over it now."""
+        return self._connection is not None and self._connection.stream.open
+
+    async def tried(self) -> None:
+        """Return once the first try to open it has succeeded or failed."""
+        await self._tried.wait()
+
+    async def visit(self, blocks: Sequence[int], packet: Packet, *, budget_ms: float) -> Answer:
+        """The host's answer. Raises its `VisitError`, or `ChannelLost` if the channel ended."""
+        if self._connection is None:
+            raise ChannelLost(f"The channel to host {self.host}: {self.why}")
+        return await self._connection.visit(blocks, packet, budget_ms=budget_ms)
+
+    async def close(self) -> None:
+        """End the connection, and open none any more."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        first, longest = self._limits.suspect_ms, self._limits.suspect_max_ms
+        pause = first
+        while True:
+            connection = _Connection(self.host, token=self._credentials.token)
+            try:
+                why = await self._kept(connection)
+            finally:
+                self._connection = None
+                connection.stream.abort("the gateway has closed it")
+            self._note(why)
+            # One that was open and broke at once, again and again, is to be left alone as well.
+            pause = first if connection.answered else min(2 * pause, longest)
+            await asyncio.sleep(pause / _MILLI)
+
+    async def _kept(self, connection: _Connection) -> str:
+        """Open the connection, and wait until it ends; the reason why it could not, or did."""
+        limit = self._limits.channel_ms
+        try:
+            async with asyncio.timeout(limit / _MILLI):
+                await self._opened(connection)
+        except TimeoutError:
+            return f"{self.address} did not answer within {limit:g} ms"
+        except (OSError, ChannelLost) as error:
+            return f"{self.address} cannot be used ({one_line(error)})"
+        if self._silent:
+            _log.info("The data channel to host %s is open again", self.host)
+        self._connection, self.why, self._silent = connection, "", False
+        self._tried.set()
+        return f"the connection to {self.address} was lost ({await connection.ended})"
+
+    async def _opened(self, connection: _Connection) -> None:
+        address, _, port = self.address.rpartition(":")
+        tls = self._credentials.client
+        await asyncio.get_running_loop().create_connection(
+            lambda: connection.stream,
+            address,
+            int(port),
+            ssl=tls,
+            server_hostname=None if tls is None else address,
+        )
+        await connection.proved
+
+    def _note(self, why: str) -> None:
+        """Say once, until it is open again, that visits go another way."""
+        self.why = why
+        if not self._silent:
+            _log.warning("Visits to host %s go over Ray, not its data channel: %s", self.host, why)
+        self._silent = True
+        self._tried.set()

@@ -1,0 +1,220 @@
+"""Visits and their answers as bytes: one format for the data channel and for calls over Ray.
+
+A frame is a head of fixed length, little-endian, and a tail whose length the head says:
+
+    mark        2 bytes, the same in every frame
+    kind, code  1 byte each; the code is the wire of a state, or which failure it is
+    count       of blocks
+    length      of the tail in bytes
+    shape       of the state: images, tokens, width
+    id          by which an answer finds its visit
+    numbers     a visit's budget, or an answer's compute and queue times (ms) and its batch
+    tail        blocks, scales (int8 alone), values; the words of a failure; a proof
+
+Arrays are read in place, without a copy, and nothing is unpickled: whatever the bytes are, they
+become numbers or `BrokenFrame`.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from layershuffle.errors import LayerShuffleError, UsageError
+from layershuffle.swarm.messages import (
+    Answer,
+    HostFailed,
+    HostUnavailable,
+    Packet,
+    VisitError,
+    Wire,
+    WorkExpired,
+)
+
+FRAME_BYTES = 64 << 20
+"""Longest tail: 108 states of a ViT-B/16 in float32."""
+_HEAD = struct.Struct("<HBBIIIIIQ3d")
+HEAD_BYTES = _HEAD.size
+_MARK = 0x534C
+_WIRES: tuple[Wire, ...] = ("fp32", "fp16", "int8")
+_TYPES: dict[Wire, np.dtype[Any]] = {
+    "fp32": np.dtype("<f4"),
+    "fp16": np.dtype("<f2"),
+    "int8": np.dtype("i1"),
+}
+_SCALE, _BLOCK = np.dtype("<f4"), np.dtype("<u4")
+# What a host may say of a visit. That it is dead is not for it to say.
+_FAILURES: tuple[type[VisitError], ...] = (HostFailed, HostUnavailable, WorkExpired)
+_CAUSE = 2000  # characters of a failure's words
+Bytes = bytes | bytearray | memoryview
+
+
+class Kind(IntEnum):
+    """What a frame is. The last three are the handshake (`channel`)."""
+
+    VISIT = 1
+    ANSWER = 2
+    FAILURE = 3
+    CANCEL = 4
+    CHALLENGE = 5
+    PROOF = 6
+    WELCOME = 7
+
+
+class BrokenFrame(LayerShuffleError):
+    """Bytes that are no frame, or none that may stand where they stood."""
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The head of a frame, as the module's docstring has it; `images` to `width` are the shape."""
+
+    kind: Kind
+    code: int
+    count: int
+    length: int
+    images: int
+    tokens: int
+    width: int
+    id: int
+    numbers: tuple[float, float, float]
+
+
+def visit_frame(
+    number: int, blocks: Sequence[int], *, packet: Packet, budget_ms: float
+) -> list[Bytes]:
+    """The parts of the frame of a visit with this id, to be sent one after the other."""
+    numbers = (budget_ms, 0.0, 0.0)
+    return _state_frame(Kind.VISIT, number, packet=packet, numbers=numbers, blocks=blocks)
+
+
+def answer_frame(number: int, answer: Answer) -> list[Bytes]:
+    """The parts of the frame that answers the visit with this id."""
+    numbers = (answer.compute_ms, answer.queue_ms, answer.batch)
+    return _state_frame(Kind.ANSWER, number, packet=answer.packet, numbers=numbers)
+
+
+def failure_frame(number: int, error: VisitError) -> list[Bytes]:
+    """The parts of the frame that says why the visit with this id has no answer."""
+    code = next((i for i, kind in enumerate(_FAILURES) if isinstance(error, kind)), 0)
+    words = error.cause[:_CAUSE].encode("utf-8", "replace")
+    return word_frame(Kind.FAILURE, number=number, code=code, words=words)
+
+
+def word_frame(kind: Kind, *, number: int = 0, code: int = 0, words: bytes = b"") -> list[Bytes]:
+    """The parts of a frame without a state."""
+    return [_HEAD.pack(_MARK, kind, code, 0, len(words), 0, 0, 0, number, 0.0, 0.0, 0.0), words]
+
+
+def _state_frame(
+    kind: Kind,
+    number: int,
+    *,
+    packet: Packet,
+    numbers: tuple[float, float, float],
+    blocks: Sequence[int] = (),
+) -> list[Bytes]:
+    wire, values = packet.wire, packet.values
+    if values.ndim != 3 or values.dtype != _TYPES[wire]:
+        raise UsageError(
+            f"A state travels as [images, tokens, width] in {wire}, not as {values.dtype} of shape "
+            f"{values.shape}"
+        )
+    tail: list[Bytes] = [np.asarray(blocks, _BLOCK).tobytes()] if blocks else []
+    # Before the values, so that what is wider than a byte stays aligned.
+    if packet.scales is not None:
+        tail.append(_bytes_of(packet.scales))
+    tail.append(_bytes_of(values))
+    length = sum(map(len, tail))
+    if length > FRAME_BYTES:
+        raise UsageError(
+            f"A visit of {length >> 20} MiB is too large; at most {FRAME_BYTES >> 20} MiB travel",
+            hint="send fewer images at a time",
+        )
+    code = _WIRES.index(wire)
+    head = _HEAD.pack(
+        _MARK, kind, code, len(blocks), length, *values.shape, number, *numbers
+    )  # fmt: skip
+    return [head, *tail]
+
+
+def _bytes_of(array: NDArray[Any]) -> memoryview:
+    # As a view: a state is the largest thing here, and is not copied on its way to the socket.
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def read_head(raw: Bytes, *, most: int = FRAME_BYTES) -> Head:
+    """The head in these `HEAD_BYTES` bytes. Raises `BrokenFrame`, also for a tail over `most`."""
+    if len(raw) != HEAD_BYTES:
+        raise BrokenFrame(f"a head of {len(raw)} bytes")
+    mark, kind, code, count, length, images, tokens, width, number, *numbers = _HEAD.unpack(raw)
+    if mark != _MARK or kind not in _KINDS:
+        raise BrokenFrame("bytes that are no frame")
+    if length > most:
+        raise BrokenFrame(f"a frame of {length} bytes, of {most} at most")
+    return Head(
+        _KINDS[kind], code, count, length, images, tokens, width, number, tuple(numbers)
+    )  # fmt: skip
+
+
+_KINDS = {int(kind): kind for kind in Kind}  # a look-up, because `Kind(number)` takes a microsecond
+
+
+def read_visit(head: Head, tail: bytearray) -> tuple[tuple[int, ...], Packet, float]:
+    """Blocks, state and budget (ms) of a visit. Raises `BrokenFrame`."""
+    if head.kind is not Kind.VISIT:
+        raise BrokenFrame(f"a frame of kind {head.kind.name} in the place of a visit")
+    packet = _packet_in(head, tail)
+    blocks = np.frombuffer(tail, _BLOCK, head.count)
+    budget_ms = head.numbers[0]
+    if not math.isfinite(budget_ms):
+        raise BrokenFrame("a visit whose budget is no number")
+    return tuple(blocks.tolist()), packet, budget_ms
+
+
+def read_answer(head: Head, tail: bytearray) -> Answer:
+    """The answer to a visit. Raises the `VisitError` that it says, or `BrokenFrame`."""
+    if head.kind is Kind.FAILURE:
+        if head.code >= len(_FAILURES):
+            raise BrokenFrame(f"an unknown failure {head.code}")
+        raise _FAILURES[head.code](tail.decode("utf-8", "replace")[:_CAUSE])
+    if head.kind is not Kind.ANSWER or head.count:
+        raise BrokenFrame(f"a frame of kind {head.kind.name} in the place of an answer")
+    compute_ms, queue_ms, batch = head.numbers
+    return Answer(_packet_in(head, tail), compute_ms=compute_ms, queue_ms=queue_ms, batch=batch)
+
+
+def _packet_in(head: Head, tail: bytearray) -> Packet:
+    """The state in the tail, as arrays over its memory."""
+    if head.code >= len(_WIRES):
+        raise BrokenFrame(f"an unknown wire {head.code}")
+    wire, shape = _WIRES[head.code], (head.images, head.tokens, head.width)
+    scaled = (head.images, head.tokens, 1) if wire == "int8" else None
+    scale_at = head.count * _BLOCK.itemsize
+    values_at = scale_at + (0 if scaled is None else math.prod(scaled) * _SCALE.itemsize)
+    # Python's integers do not overflow, so that no shape passes for another of the same bytes.
+    if values_at + math.prod(shape) * _TYPES[wire].itemsize != len(tail):
+        raise BrokenFrame(f"{len(tail)} bytes for {head.count} blocks and a state {shape} ({wire})")
+    values = np.frombuffer(tail, _TYPES[wire], offset=values_at).reshape(shape)
+    scales = None
+    if scaled is not None:
+        scales = np.frombuffer(tail, _SCALE, math.prod(scaled), scale_at).reshape(scaled)
+    return Packet(wire, values, scales)
+
+
+def split(whole: Any) -> tuple[Head, bytearray]:
+    """Head and tail of a frame that came in one piece. Raises `BrokenFrame`."""
+    if not isinstance(whole, bytes):
+        raise BrokenFrame(f"a {type(whole).__name__} in the place of a frame")
+    head = read_head(whole[:HEAD_BYTES])
+    tail = bytearray(memoryview(whole)[HEAD_BYTES:])  # a copy: callers may write to what they get
+    if len(tail) != head.length:
+        raise BrokenFrame(f"{len(tail)} bytes of {head.length}")
+    return head, tail
