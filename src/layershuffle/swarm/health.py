@@ -138,8 +138,9 @@ def patience(host: HostView, swarm: Swarm, *, limits: Limits) -> float:
     probe = limits.probe_ms / _MILLI
     if not host.usable:
         return probe
-    wanted = state.expected(host, 1, pace=swarm.pace(limits))
-    return max(probe, policy.hop_limit(wanted, left=np.inf, limits=limits))
+    pace = swarm.pace(limits)
+    wanted, lag = state.expected(host, 1, pace=pace), state.lag_of(host, pace)
+    return max(probe, policy.hop_limit(wanted, lag=lag, left=np.inf, limits=limits))
 
 
 def agrees(answer: State, wanted: State, *, tolerance: float) -> bool:

@@ -94,7 +94,7 @@ class _Simulation:
         self.plan, self.seed, self.pending = plan, seed, list(faults)
         self.replies: list[SimulatedReply] = []
         self.loop = asyncio.get_running_loop()
-        self.transport = SimulatedHosts(plan.hosts, profile=profile, limits=plan.limits)
+        self.transport = SimulatedHosts(plan.hosts, profile=profile, limits=plan.limits, seed=seed)
         self.router = Router(
             self.transport,
             depth=depth_of(plan),
