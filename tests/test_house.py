@@ -38,7 +38,7 @@ LAYERS = (
 SWARM_LAYERS = (
     ("limits", "ray_config", "program"),
     ("messages", "export", "lineage", "ray_session"),
-    ("state",),
+    ("state", "audits"),
     ("policy",),
     ("plan", "router", "host", "bundle"),
     ("placement", "health", "remote_model", "calibration"),
