@@ -44,7 +44,7 @@ SWARM_LAYERS = (
     ("placement", "health", "remote_model", "calibration"),
     ("local", "ray_hosts"),
     ("coordinator", "chaos", "drill"),
-    ("simulation", "planning"),
+    ("simulation", "planning", "scenarios"),
     ("service",),
     ("server", "client", "load_client"),
 )

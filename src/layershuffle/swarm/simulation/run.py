@@ -203,8 +203,10 @@ class _Simulation:
         elif fault.kind == "leave":
             host.draining = True
             self.router.update(fault.host, state.draining)
-        else:
+        elif fault.kind == "rejoin":
             self.rejoin(fault.host)
+        else:
+            raise UsageError(f"A host cannot {fault.kind} in a simulation")
 
     def rejoin(self, name: str) -> None:
         """Start a dead, shut-out or leaving host anew; for others, what is wrong ends."""
