@@ -240,6 +240,8 @@ def test_the_calibration_in_the_swarm_page_is_that_of_the_bundled_model(reposito
     page = (repository / "docs" / "swarm.md").read_text()
     rows = sorted(stored["rows"], key=lambda row: -row["kept"])
     assert f"| top-1, % | {' | '.join(format(row['top1'], '.1f') for row in rows)} |" in page
+    for title, key in (("nine of ten orders, from", "orders_low"), ("to", "orders_high")):
+        assert f"| {title}, % | {' | '.join(format(row[key], '.1f') for row in rows)} |" in page
     assert f"| blocks, any order | {' | '.join(str(row['kept']) for row in rows)} |" in page
     assert f"--orders {stored['orders']} --images {stored['images']}" in page
 

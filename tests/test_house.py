@@ -38,13 +38,13 @@ LAYERS = (
 SWARM_LAYERS = (
     ("limits", "ray_config", "program"),
     ("messages", "export", "lineage", "ray_session"),
-    ("state", "frames", "stream"),
+    ("state", "audits", "frames", "stream"),
     ("policy",),
     ("plan", "router", "host", "channel", "bundle"),
     ("placement", "health", "remote_model", "calibration"),
     ("local", "ray_hosts"),
     ("coordinator", "chaos", "drill"),
-    ("simulation", "planning"),
+    ("simulation", "planning", "scenarios"),
     ("service",),
     ("server", "client", "load_client"),
 )

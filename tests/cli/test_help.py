@@ -243,7 +243,7 @@ FLAGS = {
     "swarm readmit": "HOST state",
     "swarm swap": "BLOCK HOST donor state",
     "swarm drill": "PLAN address api-key api-key-file authority concurrency data deadline-ms kill "
-    "kinds requests routings seed state",
+    "kinds requests routings scenarios seed state",
     "swarm plan": "HOSTS floor model objective out reach replicas time-limit wire",
     "swarm simulate": "PLAN churn clients hosts kill min-blocks profile rate requests "
     "routings seed",

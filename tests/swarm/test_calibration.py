@@ -31,6 +31,7 @@ from layershuffle.swarm.calibration import (
     expected_over,
     read_calibration,
     rows_of,
+    useful_blocks,
     write_calibration,
 )
 from layershuffle.trie import block_executions, build_trie
@@ -45,11 +46,19 @@ def digits_model():
 
 def made_up(depth=DEPTH, *, weights="w", classes=tuple("abcde")):
     rows = tuple(
-        Row(kept=k, top1=20.0 * k, low=20.0 * k - 5, high=20.0 * k + 2, sd_orders=1.0)
+        Row(
+            kept=k,
+            top1=20.0 * k,
+            low=20.0 * k - 5,
+            high=20.0 * k + 2,
+            sd_orders=1.0,
+            orders_low=20.0 * k - 9,
+            orders_high=20.0 * k + 6,
+        )
         for k in range(1, depth + 1)
     )
     return Calibration(
-        schema=1, weights=weights, data="digit-pairs", split="test", seed=0, orders=7, images=90,
+        schema=2, weights=weights, data="digit-pairs", split="test", seed=0, orders=7, images=90,
         classes=classes, rows=rows,
     )  # fmt: skip
 
@@ -73,6 +82,7 @@ def test_equal_to_a_slow_count():
         assert row.top1 == pytest.approx(np.mean(shares))
         assert row.sd_orders == pytest.approx(np.std(shares, ddof=1))
         assert 0 <= row.low <= row.top1 <= row.high <= 100
+        assert (row.orders_low, row.orders_high) == (min(shares), max(shares))
     assert (found.split, found.orders, found.images, found.seed) == ("test", 3, 25, 5)
     assert found.classes[:2] == ("00", "01")
     assert found.weights == weights_digest(model)
@@ -152,10 +162,32 @@ def test_the_interval_covers(images):
     assert held >= 0.92 * 300
 
 
+def test_the_range_over_orders_holds_nine_of_ten():
+    """Of 0, 1, ... 100 % the 5 % quantile is 5 and the 95 % quantile 95; few orders give all."""
+    (row,) = rows_of(scored([float(k) for k in reversed(range(101))], images=50))
+    assert (row.orders_low, row.orders_high) == (5, 95)
+    (few,) = rows_of(scored([60.0, 64.0, 62.0, 70.0], images=50))
+    assert (few.orders_low, few.orders_high) == (60, 70)
+
+
+@pytest.mark.parametrize(
+    ("tops", "useful"),
+    [([9.1, 42.2, 70.8, 95.0], 3), ([47.5, 95.0], 1), ([10.0, 60.0, 40.0, 50.0], 2)],
+)
+def test_useful_blocks_have_half_of_the_accuracy(tops, useful):
+    rows = [
+        made_up().rows[0].model_copy(update={"kept": kept, "top1": top})
+        for kept, top in enumerate(tops, start=1)
+    ]
+    assert useful_blocks(made_up().model_copy(update={"rows": tuple(rows)})) == useful
+    assert useful_blocks(None) == 1
+
+
 def test_expected_at():
     calibration = made_up()
     row = expected_at(calibration, 3)
     assert (row.top1, row.low, row.high, row.kept) == (60, 55, 62, 3)
+    assert (row.orders_low, row.orders_high) == (51, 66)
     assert (row.orders, row.images, row.data, row.split) == (7, 90, "digit-pairs", "test")
     assert expected_at(calibration, 0) is None
     assert expected_at(calibration, 9) is None
@@ -189,7 +221,7 @@ def test_file(tmp_path):
         read_calibration(path, weights="v")
     good = json.loads(path.read_text())
     for wrong, words in [
-        (good | {"schema": 2}, "schema"),
+        (good | {"schema": 1}, "version 1, not 2: it was written by another version"),
         (good | {"extra": 1}, "extra"),
         (good | {"orders": 0}, "orders"),
         (good | {"rows": good["rows"][1:]}, "count the blocks"),
@@ -237,8 +269,8 @@ def test_the_gateway_tells_it():
 
     full, part, swarm = asyncio.run(go())
     assert full["expected"] == {
-        "top1": 80, "low": 75, "high": 82, "kept": 4, "orders": 7, "images": 90,
-        "data": "digit-pairs", "split": "test", "effective": None,
+        "top1": 80, "low": 75, "high": 82, "orders_low": 71, "orders_high": 86, "kept": 4,
+        "orders": 7, "images": 90, "data": "digit-pairs", "split": "test", "effective": None,
     }  # fmt: skip
     assert full["expected_why"] == ""
     assert part["expected"]["top1"] == 40

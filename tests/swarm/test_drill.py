@@ -79,11 +79,19 @@ def test_shares_and_quantiles():
 def calibration(*tops):
     """Top-1 by number of blocks, from 1 on, each known to within 2 points."""
     rows = [
-        {"kept": kept, "top1": top, "low": top - 2, "high": top + 2, "sd_orders": 1.0}
+        {
+            "kept": kept,
+            "top1": top,
+            "low": top - 2,
+            "high": top + 2,
+            "sd_orders": 1.0,
+            "orders_low": top - 8,
+            "orders_high": top + 8,
+        }
         for kept, top in enumerate(tops, start=1)
     ]
     return Calibration(
-        schema=1, weights="0", data="d", split="test", seed=0, orders=2, images=100,
+        schema=2, weights="0", data="d", split="test", seed=0, orders=2, images=100,
         classes=("a", "b"), rows=tuple(Row(**row) for row in rows),
     )  # fmt: skip
 

@@ -69,7 +69,23 @@ def test_with_too_few_blocks_a_suspect_is_waited_for():
     asked = {"done": (2,), "min_blocks": 3}
     assert next_of(suspect, **asked) == Wait(0.99)
     assert next_of(replace(suspect, retry_at=2.0), **asked) == Finish("unreachable")
-    assert next_of(replace(suspect, condition="gone"), **asked) == Finish("unreachable")
+    gone = replace(suspect, condition="gone", retry_at=0.0)
+    assert next_of(gone, **asked) == Finish("unreachable")
+
+
+def test_with_too_few_blocks_the_next_process_of_a_dead_host_is_waited_for():
+    """It died at 5 s and is waited for until 15 s; a pipeline does not wait, nor who has enough."""
+    hop = Visited("a", (0, 1), "lost", 1.0, why="its process is dead")
+    dead = state.failed(host("a", 0, 1), hop, now=5.0, limits=LIMITS)
+    asked = {"done": (2,), "min_blocks": 3, "deadline": 20.0}
+    assert next_of(dead, now=14.9, **asked) == Wait(19.99)
+    assert next_of(dead, now=15.0, **asked) == Finish("unreachable")
+    assert next_of(dead, now=5.0, **{**asked, "done": (2, 3), "min_blocks": 2}) == Finish(
+        "unreachable"
+    )
+    assert next_of(dead, now=5.0, routing="sequential", deadline=20.0) == Finish("lost")
+    left = host("a", 0, 1, condition="gone", why="it has left")
+    assert next_of(left, now=5.0, **asked) == Finish("unreachable")
 
 
 def test_slow_hosts_are_a_last_resort():
@@ -155,11 +171,19 @@ def test_a_pipeline_runs_neighbouring_blocks_of_one_host_together():
 
 
 @pytest.mark.parametrize(
-    ("wanted", "left", "limit"),
-    [(0.01, 9.0, 0.1), (0.1, 9.0, 0.4), (0.5, 9.0, 1.0), (0.1, 0.3, 0.3)],
+    ("wanted", "lag", "left", "limit"),
+    [
+        (0.01, 0.0, 9.0, 0.1),
+        (0.1, 0.0, 9.0, 0.4),
+        (0.5, 0.0, 9.0, 1.0),
+        (0.1, 0.0, 0.3, 0.3),
+        (0.01, 0.01, 9.0, 0.1),
+        (0.01, 0.09, 9.0, 0.4),
+        (0.01, 5.0, 9.0, 1.0),  # a host that is always late raises its limit to the cap alone
+    ],
 )
-def test_hop_limits(wanted, left, limit):
-    assert hop_limit(wanted, left=left, limits=LIMITS) == pytest.approx(limit)
+def test_hop_limits(wanted, lag, left, limit):
+    assert hop_limit(wanted, lag=lag, left=left, limits=LIMITS) == pytest.approx(limit)
 
 
 def test_a_visit_hedges_what_it_repeats():

@@ -261,6 +261,20 @@ def test_too_few_blocks_wait_for_a_host_that_comes_back():
     assert route.ms == pytest.approx(150)
 
 
+def test_too_few_blocks_wait_for_the_next_process_of_a_dead_host():
+    def back(router):
+        router.update("a", lambda host: HostView("a", host.blocks))
+
+    hosts, dead = {"a": [0, 1], "b": [2, 3]}, HostGone("dead")
+    _, route, _, _ = routed({"a": [dead]}, hosts, min_blocks=3, later=(0.4, back))
+    assert sorted(route.order) == [0, 1, 2, 3]
+    assert route.ms == pytest.approx(400)
+    _, route, _, _ = routed({"a": [dead]}, hosts, min_blocks=3, seconds=0.6)
+    assert (route.order, route.ending) == ((2, 3), "deadline")
+    _, route, _, _ = routed({"a": [dead]}, hosts, min_blocks=2, later=(0.4, back))
+    assert (route.order, route.ms) == ((2, 3), 0)
+
+
 def test_too_few_blocks_end_at_the_deadline():
     acts = {"a": [HostUnavailable("full")]}
     _, route, _, _ = routed(acts, {"a": [0, 1], "b": [2, 3]}, min_blocks=3, seconds=0.2)

@@ -7,8 +7,10 @@ from gateway_site import HOSTS, classify, file_of, picture, run
 
 from common import DEPTH, SIZE
 from layershuffle.swarm.calibration import Calibration, Row
+from layershuffle.swarm.messages import HostGone
 from layershuffle.swarm.server.limits import GatewayLimits
 from layershuffle.swarm.server.requests import Decoder
+from layershuffle.swarm.state import HostView
 from waiting import until
 
 FILE = file_of(picture())
@@ -17,11 +19,19 @@ FILE = file_of(picture())
 def calibrated(**options):
     """A gateway with a made-up calibration of the pico model."""
     rows = tuple(
-        Row(kept=kept, top1=20.0 * kept, low=1.0, high=90.0, sd_orders=1.0)
+        Row(
+            kept=kept,
+            top1=20.0 * kept,
+            low=1.0,
+            high=90.0,
+            orders_low=2.0,
+            orders_high=88.0,
+            sd_orders=1.0,
+        )
         for kept in range(1, DEPTH + 1)
     )
     calibration = Calibration(
-        schema=1, weights="w", data="made-up", split="test", seed=0, orders=2, images=9,
+        schema=2, weights="w", data="made-up", split="test", seed=0, orders=2, images=9,
         classes=tuple("abcde"), rows=rows,
     )  # fmt: skip
     return {"calibration": calibration, **options}
@@ -57,9 +67,50 @@ def test_blocks_of_other_models_have_no_expected_accuracy():
         "", f"{why} (a: 0, 2; c: 3)", f"{why} (c: 3)", "", f"{why} (a: 2)",
     ]  # fmt: skip
     assert answers[0]["expected"] == {
-        "top1": 80.0, "low": 1.0, "high": 90.0, "kept": 4, "orders": 2, "images": 9,
-        "data": "made-up", "split": "test", "effective": None,
+        "top1": 80.0, "low": 1.0, "high": 90.0, "orders_low": 2.0, "orders_high": 88.0, "kept": 4,
+        "orders": 2, "images": 9, "data": "made-up", "split": "test", "effective": None,
     }  # fmt: skip
+
+
+def test_the_time_left_is_used_before_an_answer_of_few_blocks():
+    """Half of the accuracy takes two blocks. With one the request waits for the dead host until its
+    deadline and is answered then; a request that names its own fewest gets no answer with less."""
+
+    async def go(place):
+        place.blocks.faults["b"] = HostGone("its process is dead")
+        few = await place.classify(FILE, deadline_ms=400)
+        refused = await place.classify(FILE, deadline_ms=400, min_blocks=2)
+        content = await place.classify(FILE, deadline_ms=9000, min_blocks=1)
+        swarm = (await place.client.get("/v1/swarm")).json()
+        waiting = asyncio.ensure_future(place.classify(FILE, deadline_ms=9000))
+        await until(lambda: place.router.swarm["a"].served == 3)
+        place.blocks.faults.clear()
+        place.router.update("b", lambda host: HostView("b", host.blocks))
+        return few, refused, content, swarm, await waiting
+
+    few, refused, content, swarm, waited = run(go, {"a": {0}, "b": {1, 2, 3}}, **calibrated())
+    assert few.json()["blocks"] == [0]
+    assert few.json()["expected"]["top1"] == 20.0
+    assert few.json()["ms"]["total"] >= 300
+    assert refused.status_code == 503
+    assert "1 of 4 blocks could be run, 2 are needed" in refused.json()["error"]["cause"]
+    assert content.json()["blocks"] == [0]
+    assert content.json()["ms"]["total"] < 9000
+    assert (swarm["expected"]["kept"], swarm["expected"]["orders_high"]) == (1, 88.0)
+    assert sorted(waited.json()["blocks"]) == [0, 1, 2, 3]
+
+
+def test_what_is_expected_now_names_blocks_of_other_models():
+    foreign = {("a", 2), ("b", 1)}
+
+    async def go(place):
+        place.router.update("b", lambda host: HostView("b", host.blocks, condition="gone"))
+        return (await place.client.get("/v1/swarm")).json()
+
+    options = calibrated(foreign_blocks=lambda: frozenset(foreign))
+    swarm = run(go, **options)
+    assert swarm["expected"] is None
+    assert swarm["expected_why"].endswith("took part (a: 2)")
 
 
 def test_too_many_at_once():

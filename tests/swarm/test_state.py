@@ -43,7 +43,7 @@ def test_pauses_double_up_to_their_bound():
     for _ in range(7):
         host = state.failed(host, hop("late"), now=now, limits=LIMITS)
         pauses.append(round(host.retry_at - now, 6))
-    assert pauses == [0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
+    assert pauses == [0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2]
     assert host.condition == "suspect"
 
 
@@ -58,11 +58,44 @@ def test_a_suspect_comes_back_by_a_probe_alone():
     late_answer = state.answered(suspect, hop(), limits=LIMITS)
     assert late_answer.condition == "suspect"
     assert late_answer.strikes == 1
-    assert not state.probe_due(suspect, now=10.19)
-    assert state.probe_due(suspect, now=10.2)
+    assert not state.probe_due(suspect, now=10.049)
+    assert state.probe_due(suspect, now=10.05)
     back = state.probed(suspect, hop(blocks=(0,), compute=5.0, ms=9.0), limits=LIMITS)
-    assert (back.condition, back.strikes, back.why) == ("healthy", 0, "")
+    assert (back.condition, back.strikes, back.why) == ("healthy", 1, "")
     assert back.compute == pytest.approx(0.005), "its history is forgotten"
+    again = state.failed(back, hop("late"), now=20.0, limits=LIMITS)
+    assert again.retry_at == pytest.approx(20.1), "a probe alone forgives nothing"
+    assert state.answered(back, hop(), limits=LIMITS).strikes == 0
+
+
+def lagging(lag_ms, outcome="answered"):
+    return replace(hop(outcome), lag_ms=lag_ms)
+
+
+def test_the_longest_recent_lag_fades_from_visit_to_visit():
+    host = state.answered(HOST, lagging(80.0), limits=LIMITS)
+    assert host.lag == pytest.approx(0.080)
+    for _ in range(139):
+        host = state.answered(host, lagging(-3.0), limits=LIMITS)
+    assert host.lag == pytest.approx(0.080 * 0.995**139)
+    assert state.answered(host, lagging(50.0), limits=LIMITS).lag == pytest.approx(0.050)
+    assert state.answered(host, hop(), limits=LIMITS).lag == host.lag, "no visit of a request"
+
+
+def test_a_host_that_was_late_is_given_more_time_when_it_comes_back():
+    late = state.failed(HOST, lagging(95.0, "late"), now=0.0, limits=LIMITS)
+    assert state.probed(late, hop(blocks=(0,)), limits=LIMITS).lag == pytest.approx(0.095)
+    failed = state.failed(HOST, lagging(95.0, "failed"), now=0.0, limits=LIMITS)
+    assert failed.lag is None
+
+
+def test_load_that_slows_every_host_raises_every_limit():
+    """The median of the swarm, or the host's own lag if that is longer; a new host has none."""
+    lags = {"a": 0.02, "b": 0.03, "c": 0.9, "d": None}
+    hosts = {name: HostView(name, frozenset({0}), lag=lag) for name, lag in lags.items()}
+    pace = Swarm(hosts.values()).pace(LIMITS)
+    assert pace.lag == 0.03
+    assert [state.lag_of(host, pace) for host in hosts.values()] == [0.03, 0.03, 0.9, 0.03]
 
 
 @pytest.mark.parametrize(("outcome", "condition"), [("lost", "gone"), ("wrong", "shut-out")])
@@ -160,7 +193,9 @@ def test_a_changed_swarm_equals_one_built_anew(changes, seed):
         view = swarm.get(name) or HostView(name, frozenset({number % 3}))
         new = [
             lambda v: replace(v, waiting=v.waiting + 1),
-            lambda v: replace(v, compute=float(draw.integers(1, 5)), link=1.0),
+            lambda v: replace(
+                v, compute=float(draw.integers(1, 5)), link=1.0, lag=float(draw.integers(9))
+            ),
             lambda v: replace(v, condition=conditions[draw.integers(6)]),
             lambda v: replace(v, blocks=frozenset(draw.integers(0, 4, size=2).tolist())),
         ][kind % 4](view)

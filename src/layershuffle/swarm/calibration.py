@@ -33,6 +33,10 @@ CALIBRATION = "calibration.json"
 SPLIT = "test"
 """Neither trained on nor used to pick a checkpoint, whatever made the model."""
 NEVER = "the model was never calibrated (layershuffle swarm calibrate)"
+_SCHEMA = 2
+_AGAIN = "run layershuffle swarm calibrate again"
+_TAIL = 0.05  # of the orders, beyond either end of the range over orders
+_USEFUL = 0.5  # of the accuracy with all blocks
 _SURE = 1.96  # standard deviations on either side of a 95 % interval
 
 Percent = Annotated[float, Field(ge=0, le=100)]
@@ -53,14 +57,18 @@ class CalibrationFacts:
 class Expected:
     """The accuracy of answers with this many blocks in arbitrary order, from the calibration.
 
-    Percent of the first guesses that were right; `low` and `high` bound it at 95 %, over orders and
-    over images. `effective`: how many independent images the `images` count as; null where the data
-    named no groups of images that are wrong together.
+    Percent of the first guesses that were right. `top1` is the mean over orders, and `low` and
+    `high` bound this mean at 95 %. An answer comes from a single order of the blocks that could be
+    reached, whose accuracy is another: nine of ten orders, and choices of blocks, lie within
+    `orders_low` and `orders_high`. `effective`: how many independent images the `images` count as;
+    null where the data named no groups of images that are wrong together.
     """
 
     top1: float
     low: float
     high: float
+    orders_low: float
+    orders_high: float
     kept: int
     orders: int
     images: int
@@ -77,14 +85,17 @@ class _CalibrationModel(BaseModel):
 class Row(_CalibrationModel):
     """Top-1 in percent with `kept` blocks; `sd_orders`: its spread over orders.
 
-    `effective`: how many independent images it was measured on; `None` without groups of images,
-    and in files from before there were any.
+    `orders_low`, `orders_high`: the 5 % and 95 % quantiles over orders, each of which keeps blocks
+    of its own. `effective`: how many independent images it was measured on; `None` without groups
+    of images.
     """
 
     kept: Count
     top1: Percent
     low: Percent
     high: Percent
+    orders_low: Percent
+    orders_high: Percent
     sd_orders: float | None
     effective: Annotated[float, Field(ge=1)] | None = None
 
@@ -92,7 +103,7 @@ class Row(_CalibrationModel):
 class Calibration(_CalibrationModel):
     """The content of calibration.json. `weights`: digest of the model it was measured on."""
 
-    schema_: Literal[1] = Field(1, alias="schema")
+    schema_: Literal[2] = Field(2, alias="schema")
     weights: str
     data: str
     split: str
@@ -143,7 +154,7 @@ def calibrate(
     weights = weights_digest(host)
     scores = _scores(host, opened, orders=orders, seed=seed, batch_size=batch_size)
     return Calibration(
-        schema=1,
+        schema=2,
         weights=weights,
         data=data,
         split=SPLIT,
@@ -205,11 +216,15 @@ def _row(kept: int, scores: Sequence[Score]) -> Row:
     low_images, high_images = wilson_interval(centre, effective or scores[0].images)
     low = centre - math.hypot(centre - low_orders, centre - low_images)
     high = centre + math.hypot(high_orders - centre, high_images - centre)
+    ordered, last = sorted(top1), len(top1) - 1
     return Row(
         kept=kept,
         top1=centre,
         low=max(0.0, low),
         high=min(100.0, high),
+        # Rounded outwards, so that few orders give their whole range and no narrower one.
+        orders_low=ordered[math.floor(_TAIL * last)],
+        orders_high=ordered[math.ceil((1 - _TAIL) * last)],
         sd_orders=deviation(top1),
         effective=effective,
     )
@@ -223,6 +238,8 @@ def expected_at(calibration: Calibration, kept: int) -> Expected | None:
                 top1=row.top1,
                 low=row.low,
                 high=row.high,
+                orders_low=row.orders_low,
+                orders_high=row.orders_high,
                 kept=kept,
                 orders=calibration.orders,
                 images=calibration.images,
@@ -231,6 +248,14 @@ def expected_at(calibration: Calibration, kept: int) -> Expected | None:
                 effective=row.effective,
             )
     return None
+
+
+def useful_blocks(calibration: Calibration | None) -> int:
+    """Fewest blocks with at least half of the accuracy that all have; 1 without a calibration."""
+    if calibration is None:
+        return 1
+    enough = _USEFUL * calibration.rows[-1].top1
+    return next(row.kept for row in calibration.rows if row.top1 >= enough)
 
 
 def expected_over(calibration: Calibration, kept: Sequence[int]) -> tuple[float, float, float]:
@@ -294,29 +319,38 @@ def write_calibration(calibration: Calibration, path: Path) -> None:
 def read_calibration(path: Path, *, weights: str) -> Calibration | None:
     """The calibration stored at `path`, or `None` if there is none.
 
-    Raises `ModelFileError` if it is damaged, or was measured on weights of another digest.
+    Raises `ModelFileError` if it is damaged, of another version, or was measured on weights of
+    another digest.
     """
     from layershuffle.models.files import read_json
 
     if not path.is_file():
         return None
-    again = "run layershuffle swarm calibrate again"
-    content = json.dumps(read_json(path))  # checked for size and nesting
+    stored = read_json(path)  # checked for size and nesting
+    # The first version has no range over orders, and a mean alone says little about an answer.
+    if stored.get("schema") != _SCHEMA:
+        raise ModelFileError(
+            f"The calibration is of version {stored.get('schema')}, not {_SCHEMA}: it was written "
+            "by another version of layershuffle",
+            place=path,
+            hint=_AGAIN,
+        )
+    content = json.dumps(stored)
     try:
         calibration = Calibration.model_validate_json(content)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         key = ".".join(map(str, first["loc"]))
         raise ModelFileError(
-            f"The key {key!r} is wrong ({first['msg']})", place=path, hint=again
+            f"The key {key!r} is wrong ({first['msg']})", place=path, hint=_AGAIN
         ) from error
     if [row.kept for row in calibration.rows] != list(range(1, len(calibration.rows) + 1)):
-        raise ModelFileError("The rows do not count the blocks up from 1", place=path, hint=again)
+        raise ModelFileError("The rows do not count the blocks up from 1", place=path, hint=_AGAIN)
     # A model that was refined further has other accuracies, and must not be told by the old file.
     if calibration.weights != weights:
         raise ModelFileError(
             "The calibration was measured on other weights than the model has",
             place=path,
-            hint=again,
+            hint=_AGAIN,
         )
     return calibration

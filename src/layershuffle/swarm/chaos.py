@@ -39,10 +39,15 @@ if TYPE_CHECKING:
     from layershuffle.swarm.host import HostInfo
     from layershuffle.swarm.placement import Carrier, HostBackend, HostCall, Node
 
-Kind = Literal["crash", "freeze", "slow", "wrong", "cut", "leave", "rejoin"]
+Kind = Literal[
+    "crash", "freeze", "slow", "wrong", "cut", "leave", "rejoin",
+    "kill", "wrong-rarely", "wrong-but-canaries",
+]  # fmt: skip
+# The last three are for scenarios; a list of faults rehearses those that can be undone.
 KINDS: tuple[Kind, ...] = ("crash", "freeze", "slow", "wrong", "cut", "leave", "rejoin")
 SLOW_FACTOR = 10.0
 _NOISE_FACTOR, _NOISE_SEED = 10.0, 20407
+_RARELY = 0.01  # of the answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +61,12 @@ class Fault:
     cut      its network is gone, without a word
     leave    it is drained, then ended in good order
     rejoin   a crashed, left or shut-out host starts anew; any other one is whole again
+
+    And for `scenarios`:
+
+    kill                its process is killed, and the coordinator may start it again
+    wrong-rarely        one answer of a hundred is false, and no canary
+    wrong-but-canaries  its answers are false, those to canaries are right
     """
 
     at: int
@@ -121,30 +132,32 @@ class ChaosTransport:
 
     cut, freeze  nothing reaches the host and nothing comes from it, until `heal`
     slow         a visit computes `factor` times as long, and others wait for it
-    wrong        an answer gets noise of ten times its own spread, the same for equal states
+    wrong        an answer gets noise of ten times its own spread, the same for equal states; in a
+                 share of the answers to requests alone where it is "rarely" or "but canaries"
     """
 
     def __init__(self, transport: Transport) -> None:
         self.inner = transport
         self.dead: set[str] = set()
         self._slow: dict[str, tuple[float, asyncio.Lock]] = {}
-        self._wrong: set[str] = set()
+        self._wrong: dict[str, Kind] = {}
+        self._chance = np.random.default_rng(_NOISE_SEED)
         self._open: dict[str, asyncio.Event] = {}
 
     def break_host(self, host: str, kind: Kind, *, factor: float = SLOW_FACTOR) -> None:
-        """From now on `host` is broken in this way: cut, freeze, slow (by `factor`) or wrong."""
+        """From now on `host` is broken so: cut, freeze, slow (by `factor`), or a kind of wrong."""
         if kind == "slow":
             self._slow[host] = (factor, asyncio.Lock())
-        elif kind == "wrong":
-            self._wrong.add(host)
+        elif kind.startswith("wrong"):
+            self._wrong[host] = kind
         else:
             self._open.setdefault(host, asyncio.Event())
 
     def heal(self, host: str) -> None:
         """Nothing is wrong with the way to `host` any more."""
         self._slow.pop(host, None)
-        for hosts in (self._wrong, self.dead):
-            hosts.discard(host)
+        self._wrong.pop(host, None)
+        self.dead.discard(host)
         if way := self._open.pop(host, None):
             way.set()
 
@@ -163,13 +176,22 @@ class ChaosTransport:
             answer = await self._passed(visit, packet)
         # Also on the way back: a host that is cut off computes, and nobody hears of it.
         await self.way_to(visit.host)
-        if visit.host in self._wrong:
+        if self._lies(visit):
             state = unpack(answer.packet)
             noise = np.random.default_rng(_NOISE_SEED).standard_normal(state.shape, np.float32)
             # A state of zeros has no spread, but must come out false too.
             state = state + noise * np.float32(_NOISE_FACTOR * (state.std() or 1.0))
             answer = replace(answer, packet=pack(state, answer.packet.wire))
         return answer
+
+    def _lies(self, visit: Visit) -> bool:
+        kind = self._wrong.get(visit.host)
+        if kind is None or kind == "wrong":
+            return kind is not None
+        # Canaries have no budget beyond their limit: a host that lies with care knows them.
+        return visit.budget is not None and (
+            kind == "wrong-but-canaries" or bool(self._chance.random() < _RARELY)
+        )
 
     async def _passed(self, visit: Visit, packet: Packet) -> Answer:
         try:
@@ -311,6 +333,8 @@ class FaultInjector:
             await self.backend.kill(name)
             # Or the coordinator would start it again at once.
             coordinator.hold(name, "it crashed")
+        elif fault.kind == "kill":
+            await self.backend.kill(name)
         elif fault.kind == "leave":
             await coordinator.leave(name)
         elif fault.kind == "freeze":

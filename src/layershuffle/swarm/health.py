@@ -3,7 +3,7 @@
 canary  a random state through one block; every host answers one now and then
 probe   a canary for a suspect host; one that it passes in time makes the host healthy again
 audit   a share of the answered visits, and the first ones of every process, are computed again
-        here, off the request's path
+        here, off the request's path (`audits` chooses them)
 
 Right is what the block computes in this process, whose weights came from here (`Reference`). So a
 host that answers wrongly is shut out whether or not others hold its blocks. It stays out until
@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from layershuffle.swarm import policy, state
+from layershuffle.swarm.audits import AuditDraw
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import (
     Outcome,
@@ -138,8 +138,9 @@ def patience(host: HostView, swarm: Swarm, *, limits: Limits) -> float:
     probe = limits.probe_ms / _MILLI
     if not host.usable:
         return probe
-    wanted = state.expected(host, 1, pace=swarm.pace(limits))
-    return max(probe, policy.hop_limit(wanted, left=np.inf, limits=limits))
+    pace = swarm.pace(limits)
+    wanted, lag = state.expected(host, 1, pace=pace), state.lag_of(host, pace)
+    return max(probe, policy.hop_limit(wanted, lag=lag, left=np.inf, limits=limits))
 
 
 def agrees(answer: State, wanted: State, *, tolerance: float) -> bool:
@@ -172,7 +173,7 @@ class HealthMonitor:
         self._chance = np.random.default_rng(secrets.randbits(64) if seed is None else seed)
         self._expected: dict[str, dict[int, Reference]] = {}
         self._since: dict[str, float] = {}
-        self._passed: Counter[str] = Counter()
+        self._draw = AuditDraw(self._chance)
         self._questions: dict[tuple[int, str], Question] = {}
         self._asked: dict[str, tuple[float, int]] = {}
         self._next: dict[str, float] = {}
@@ -189,7 +190,7 @@ class HealthMonitor:
             *self._since,
             *self._asked,
             *self._next,
-            *self._passed,
+            *self._draw.traces,
         }
 
     def expect(self, host: str, blocks: Mapping[int, Reference]) -> None:
@@ -206,8 +207,9 @@ class HealthMonitor:
 
     def drop(self, host: str) -> None:
         """Forget everything about `host`, because it has left or begins anew."""
-        for record in (self._expected, self._since, self._asked, self._next, self._passed):
+        for record in (self._expected, self._since, self._asked, self._next):
             record.pop(host, None)
+        self._draw.drop(host)
 
     async def run(self) -> None:
         """Ask the hosts that are due for a canary, until cancelled."""
@@ -346,21 +348,21 @@ class HealthMonitor:
         ), after
 
     def _observe(self, hop: Visited, before: State, after: State | None) -> None:
-        if hop.outcome != "answered" or after is None:
-            return
         share = self.router.limits.audit_share
-        # A new process is trusted the more, the more of its visits were found right.
-        chance = share and max(share, 1 / (1 + self._passed[hop.host]))
-        chosen = self._chance.random() < chance
+        if hop.outcome != "answered" or after is None or not share:
+            return
+        row = int(self._chance.integers(len(after)))  # one image stands for all of them
+        before, after = before[row : row + 1], after[row : row + 1]
+        chosen = self._draw.chosen(
+            hop.host, len(hop.blocks), before=before, after=after, share=share
+        )
         begun = self.router.clock() - hop.ms / _MILLI
         swapped = begun < self._since.get(hop.host, np.inf)  # it may have run on other weights
         if not chosen or swapped or len(self._audits) >= _AUDITS:
             return
         blocks = self._references_of(hop)
         if blocks is not None:
-            row = int(self._chance.integers(len(after)))  # one image stands for all of them
-            images = slice(row, row + 1)
-            task = asyncio.ensure_future(self._audit(hop, blocks, before[images], after[images]))
+            task = asyncio.ensure_future(self._audit(hop, blocks, before, after))
             self._audits.add(task)
             task.add_done_callback(self._audited)
 
@@ -387,7 +389,7 @@ class HealthMonitor:
         if not same:
             return
         if agreed:
-            self._passed[hop.host] += 1
+            self._draw.passed(hop.host)
         else:
             numbers = ", ".join(map(str, hop.blocks))
             self.router.report(_wrong(hop, f"it answered wrongly over blocks {numbers}"))

@@ -27,9 +27,10 @@ class Limits(Settings):
     """Kept back at the end of a deadline for the model's head and the answer."""
 
     # A factor alone would give up a quick host at its first hiccup, and wait too long for a slow
-    # one.
+    # one. On a busy machine hiccups of 100 ms are usual, and no sign of a failure (decision 024).
     hop_factor: Factor = 4.0
-    """A visit is given up after this many times what it was expected to take ..."""
+    """A visit is given up after this many times what it was expected to take and what visits lately
+    took beyond that ..."""
     hop_floor_ms: Milliseconds = 100.0
     """... but not sooner than this ..."""
     hop_cap_ms: Milliseconds = 1000.0
@@ -49,10 +50,14 @@ class Limits(Settings):
 
     # The pauses double, so that a bad host costs users one hop limit per pause, not one per
     # request.
-    suspect_ms: Milliseconds = 200.0
+    suspect_ms: Milliseconds = 50.0
     """A host that failed a visit is left alone this long; doubled at every further failure ..."""
     suspect_max_ms: Milliseconds = 5000.0
     """... up to this."""
+    # Most processes are back within a few seconds; a host that stays dead longer may not come, and
+    # every request would wait for it until its deadline.
+    return_ms: Milliseconds = 10_000.0
+    """A request with too few blocks waits for a host whose process died at most this long ago."""
     probe_ms: Milliseconds = 500.0
     """Longest answer time of a probe, by which a quarantined host comes back."""
     canary_every_ms: Milliseconds = 2000.0
@@ -71,6 +76,8 @@ class Limits(Settings):
     channel_ms: Milliseconds = 2000.0
     """Longest time to connect to a host's data channel, handshake and proof included."""
 
+    lag_fade: Share = 0.005
+    """What a visit takes off the longest recent lag, as a share: half of it in 140 visits."""
     average_weight: Share = 0.2
     """Weight of the newest measurement in the averages of compute and link times."""
     prior_compute_ms: Milliseconds = 5.0

@@ -83,7 +83,8 @@ class Visit:
 
     `budget` (default: `limit`) is how many seconds the whole request has left. The host gets this
     number, because a visit that was given up and repeated elsewhere may still answer first. `fair`:
-    the limit was long enough for lateness to count against the host.
+    the limit was long enough for lateness to count against the host. `expected`: seconds that it
+    was expected to take.
     """
 
     host: str
@@ -91,6 +92,7 @@ class Visit:
     limit: float
     budget: float | None = field(default=None, compare=False)
     fair: bool = field(default=True, compare=False)
+    expected: float = field(default=0.0, compare=False)
 
     @property
     def budget_ms(self) -> float:
@@ -149,7 +151,8 @@ class HostFailed(VisitError):
 class Visited:
     """One hop of a route as it went: times in milliseconds, `why` for everything but "answered".
 
-    `images`: of the request; `batch`: as in `Answer`.
+    `images`: of the request; `batch`: as in `Answer`; `lag_ms`: how much longer it took than was
+    expected, `None` for canaries.
     """
 
     host: str
@@ -161,6 +164,7 @@ class Visited:
     why: str = ""
     images: int = 1
     batch: float = 1.0
+    lag_ms: float | None = None
 
 
 Ending = Literal["complete", "enough", "deadline", "unreachable", "lost"]

@@ -25,7 +25,16 @@ from typing import Literal
 from layershuffle.draws import Stream
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Ending, Outcome, Visit
-from layershuffle.swarm.state import HostView, Pace, Swarm, expected, is_slow, slow_above
+from layershuffle.swarm.state import (
+    HostView,
+    Pace,
+    Swarm,
+    expected,
+    is_slow,
+    lag_of,
+    may_return,
+    slow_above,
+)
 
 Routing = Literal["order-free", "sequential", "replicated-sequential"]
 ROUTINGS: tuple[Routing, ...] = ("order-free", "sequential", "replicated-sequential")
@@ -43,7 +52,8 @@ class Progress:
 
     `done`: blocks that ran, in order. `deadline`: when the answer must be out, in seconds of the
     clock that `decide` is given. `order`: the blocks to run, in this order, if the client asked for
-    one; blocks that nobody holds are then skipped. `seed`: of the draws among many holders; of no
+    one; blocks that nobody holds are then skipped. `min_blocks`: with fewer the request waits for
+    hosts that may come back as long as it has time. `seed`: of the draws among many holders; of no
     effect where there are `Limits.compared` or fewer. `images`: in its state. `most`: blocks that
     are enough in free order, if not all are wanted. `pending`: a visit that was given up still
     runs, and its answer could be taken.
@@ -140,18 +150,19 @@ def decide(
     # A visit that cannot be back in time would only keep its host busy.
     if free and wanted_time > left:
         return Finish("deadline")
-    limit = hop_limit(wanted_time, left=left, limits=limits)
+    limit = hop_limit(wanted_time, lag=lag_of(host, pace), left=left, limits=limits)
     # A limit that the deadline cut short says nothing about the host (decision 010).
     fair = limit < left or limit >= _FAIR * wanted_time
-    return Visit(host.name, blocks, limit, budget=left, fair=fair)
+    return Visit(host.name, blocks, limit, budget=left, fair=fair, expected=wanted_time)
 
 
-def hop_limit(wanted: float, *, left: float, limits: Limits) -> float:
+def hop_limit(wanted: float, *, lag: float, left: float, limits: Limits) -> float:
     """Seconds after which a visit expected to take `wanted` is given up; never beyond `left`.
 
-    The cap is for hosts that fell silent; what is known to take longer (many images) is given time.
+    `lag`: what visits may well take beyond that, by those of late (`state.lag_of`). The cap is for
+    hosts that fell silent; what is known to take longer (many images) is given time.
     """
-    patience = max(limits.hop_factor * wanted, limits.hop_floor_ms / 1000)
+    patience = max(limits.hop_factor * (wanted + lag), limits.hop_floor_ms / 1000)
     return min(patience, max(limits.hop_cap_ms / 1000, _FAIR * wanted), left)
 
 
@@ -274,19 +285,20 @@ def _nowhere(
 ) -> Finish | Wait:
     """What a request does when no usable host holds what is missing.
 
-    It waits if a quarantined host may come back or a visit that was given up may still be answered;
-    else it ends.
+    A request with too few blocks waits if a host that holds some may come back, or a visit that was
+    given up may still be answered; else it ends.
     """
-    enough = routing == "order-free" and len(progress.done) >= progress.min_blocks
-    wanted = progress.wanted
-    may_return = any(
-        # A host that is asked again after the deadline cannot help this request.
-        host.retry_at < now + left and not host.blocks.isdisjoint(wanted)
-        for host in (swarm[name] for name in swarm.suspects)
-    )
-    if (progress.pending or may_return) and not enough:
+    free = routing == "order-free"
+    if free and len(progress.done) >= progress.min_blocks:
+        return Finish("unreachable")
+    holders = (swarm[name] for block in progress.wanted for name in swarm.held(block))
+    if progress.pending or any(
+        # A pipeline is lost with a process: it does not wait for the next one.
+        may_return(host, now=now, left=left) and (free or host.condition == "suspect")
+        for host in holders
+    ):
         return Wait(now + left)
-    return Finish("unreachable" if routing == "order-free" else "lost")
+    return Finish("unreachable" if free else "lost")
 
 
 def hedges(late: Visit, visit: Visit) -> bool:

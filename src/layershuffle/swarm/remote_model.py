@@ -80,13 +80,15 @@ class RemoteModel:
         *,
         deadline: float,
         min_blocks: int = 1,
+        useful_blocks: int = 1,
         order: tuple[int, ...] | None = None,
     ) -> Classified:
         """What the model says of `images` `[n, channels, height, width]`, as its view wants them.
 
-        `deadline` by the router's clock. Raises `NotAnswered` for fewer than `min_blocks` blocks,
-        for a stem that could not run in time, and for a fixed-order pipeline that broke. Being
-        cancelled ends the walk as well.
+        `deadline` by the router's clock. With fewer than `useful_blocks` blocks it waits for hosts
+        that may come back, and answers in time with what there is. Raises `NotAnswered` for fewer
+        than `min_blocks` blocks, for a stem that could not run in time, and for a fixed-order
+        pipeline that broke. Being cancelled ends the walk as well.
         """
         loop, router = asyncio.get_running_loop(), self.router
         # The router keeps `reserve_ms` back for the head; where heads take longer, it must be
@@ -103,8 +105,10 @@ class RemoteModel:
                 hint="try again later, allow a later deadline, or send fewer images",
             ) from error
         entered = time.perf_counter()
+        # A plan may want fewer blocks than are useful by the calibration.
+        useful = min(useful_blocks, router.most_blocks or self.depth)
         state, route = await router.walk(
-            start, deadline=deadline - late_by, min_blocks=min_blocks, order=order
+            start, deadline=deadline - late_by, min_blocks=max(min_blocks, useful), order=order
         )
         try:
             check_enough(route, min_blocks=min_blocks)

@@ -119,7 +119,8 @@ class Router:
         """The state after the blocks that could be run, and the route.
 
         `start`: float32 `[images, tokens, width]`; `deadline`: when to be back, in seconds of the
-        router's clock. Failing hosts raise nothing: the route says what was skipped and why.
+        router's clock; `min_blocks`: with fewer, hosts that may come back are waited for.
+        Failing hosts raise nothing: the route says what was skipped and why.
         """
         begun = self.clock()
         progress = Progress(
@@ -243,6 +244,7 @@ class Router:
         hop = Visited(
             call.visit.host, call.visit.blocks, "answered", elapsed_ms,
             answer.compute_ms, answer.queue_ms, images=len(after), batch=answer.batch,
+            lag_ms=elapsed_ms - call.visit.expected * _MILLI,
         )  # fmt: skip
         self._note(walk, hop, after)
         self.update(hop.host, lambda host: state.answered(host, hop, limits=self.limits))
@@ -254,7 +256,7 @@ class Router:
         elapsed = self.clock() - call.started
         hop = Visited(
             call.visit.host, call.visit.blocks, outcome, elapsed * _MILLI, why=why,
-            images=len(walk.state),
+            images=len(walk.state), lag_ms=(elapsed - call.visit.expected) * _MILLI,
         )  # fmt: skip
         if not call.reported:
             self._note(walk, hop, None)

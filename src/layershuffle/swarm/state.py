@@ -34,11 +34,13 @@ class HostView:
     """One host as the router sees it.
 
     `compute` and `link` are averages in seconds: per block and image, and per visit of one image
-    beyond compute and queue; they are `None` until measured. `batch` is the average number of
-    images that it computes together. `waiting` counts blocks x images sent there and not answered
-    yet. `strikes` counts failures since the last success. `why` explains every condition but
-    "healthy". `share` is the number of blocks that it should run per request, if the plan says so,
-    and `served` counts those that it ran.
+    beyond compute and queue; they are `None` until measured. `lag`: the longest, in seconds, that a
+    visit took beyond what was expected of it; it fades from visit to visit. `batch` is the average
+    number of images that it computes together. `waiting` counts blocks x images sent there and not
+    answered yet. `strikes` counts failures since the last answer. `retry_at`: when a suspect may be
+    probed; until when the return of a host whose process died is waited for. `why` explains every
+    condition but "healthy". `share` is the number of blocks that it should run per request, if the
+    plan says so, and `served` counts those that it ran.
     """
 
     name: str
@@ -49,6 +51,7 @@ class HostView:
     strikes: int = 0
     compute: float | None = None
     link: float | None = None
+    lag: float | None = None
     batch: float = 1.0
     waiting: int = 0
     share: float | None = None
@@ -62,10 +65,11 @@ class HostView:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """What is expected of a host nobody has measured: seconds per block and per visit."""
+    """What is expected of a host nobody has measured: seconds per block, per visit, and of lag."""
 
     compute: float
     link: float
+    lag: float = 0.0
 
 
 class Swarm(Mapping[str, HostView]):
@@ -87,6 +91,7 @@ class Swarm(Mapping[str, HostView]):
         # Sorted, so that a decision reads the medians off and computes none.
         self._compute = _sorted_times(_times(view)[0] for view in views)
         self._link = _sorted_times(_times(view)[1] for view in views)
+        self._lag = _sorted_times(_times(view)[2] for view in views)
 
     def __getitem__(self, name: str) -> HostView:
         row, column = divmod(self._place[name], _ROW)
@@ -138,6 +143,7 @@ class Swarm(Mapping[str, HostView]):
         return Pace(
             compute=_middle(self._compute, otherwise=limits.prior_compute_ms / 1000),
             link=_middle(self._link, otherwise=limits.prior_link_ms / 1000),
+            lag=_middle(self._lag, otherwise=0.0),
         )
 
     def _index(self, before: HostView, after: HostView) -> None:
@@ -153,16 +159,17 @@ class Swarm(Mapping[str, HostView]):
         old, new = (_times(view) for view in (before, after))
         self._compute = _retimed(self._compute, old[0], after=new[0])
         self._link = _retimed(self._link, old[1], after=new[1])
+        self._lag = _retimed(self._lag, old[2], after=new[2])
 
 
 def _indexed(host: HostView) -> tuple[object, ...]:
     """What the indexes depend on; visits sent and settled change none of it."""
-    return host.condition, host.compute, host.link, host.blocks
+    return host.condition, host.compute, host.link, host.lag, host.blocks
 
 
-def _times(host: HostView) -> tuple[float | None, float | None]:
-    """Compute and link time as far as they join the medians."""
-    return (host.compute, host.link) if host.usable else (None, None)
+def _times(host: HostView) -> tuple[float | None, float | None, float | None]:
+    """Compute time, link time and lag as far as they join the medians."""
+    return (host.compute, host.link, host.lag) if host.usable else (None, None, None)
 
 
 def _by_block(hosts: Iterable[tuple[str, frozenset[int]]]) -> _Names:
@@ -227,6 +234,15 @@ def expected(host: HostView, blocks: int, *, pace: Pace, images: int = 1) -> flo
     return link * images + compute * (host.waiting + blocks * max(images, host.batch))
 
 
+def lag_of(host: HostView, pace: Pace) -> float:
+    """Seconds that a visit to `host` may well take beyond what is expected of it.
+
+    At least the swarm's median, so that load which slows every host is nobody's fault, and one host
+    that stumbles does not raise the limits of the others.
+    """
+    return max(host.lag or 0.0, pace.lag)
+
+
 def slow_above(pace: Pace, limits: Limits) -> float:
     """Seconds per block above which a host is so much slower than the median: a last resort."""
     # With the factor alone, honest hosts would be outcasts wherever all blocks are quick.
@@ -253,11 +269,24 @@ def settled(host: HostView, work: int) -> HostView:
 def answered(host: HostView, hop: Visited, *, limits: Limits) -> HostView:
     """A request's visit was answered: it counts as served, and its times join the averages."""
     seen = _timed(host, hop, limits=limits)
-    return replace(seen, served=seen.served + len(hop.blocks) * hop.images)
+    return replace(
+        seen,
+        # The late answer of a suspect forgives nothing: only a probe brings it back.
+        strikes=0 if host.usable else host.strikes,
+        lag=_lag_after(host, hop, fade=limits.lag_fade),
+        served=seen.served + len(hop.blocks) * hop.images,
+    )
+
+
+def _lag_after(host: HostView, hop: Visited, *, fade: float) -> float | None:
+    """The longest recent lag of the host, this hop's included."""
+    if hop.lag_ms is None:
+        return host.lag
+    return max(hop.lag_ms / 1000, (1 - fade) * (host.lag or 0.0))
 
 
 def _timed(host: HostView, hop: Visited, *, limits: Limits) -> HostView:
-    """The hop's times join the averages, earlier failures are forgiven.
+    """The hop's times join the averages.
 
     Only visits of one image say how long the link takes; canaries are such visits.
     """
@@ -268,8 +297,6 @@ def _timed(host: HostView, hop: Visited, *, limits: Limits) -> HostView:
         link = _averaged(host.link, beyond, weight=limits.average_weight)
     return replace(
         host,
-        # The late answer of a suspect forgives nothing: only a probe brings it back.
-        strikes=0 if host.usable else host.strikes,
         compute=_averaged(host.compute, compute, weight=limits.average_weight),
         batch=_averaged(host.batch, hop.batch, weight=limits.average_weight),
         link=link,
@@ -286,7 +313,8 @@ def failed(host: HostView, hop: Visited, *, now: float, limits: Limits) -> HostV
     if host.condition in ("gone", "shut-out"):
         return host
     if hop.outcome == "lost":
-        return replace(host, condition="gone", why=hop.why)
+        until = now + limits.return_ms / 1000
+        return replace(host, condition="gone", why=hop.why, retry_at=until)
     if hop.outcome == "wrong":
         return replace(host, condition="shut-out", why=hop.why)
     pause = min(limits.suspect_ms * 2**host.strikes, limits.suspect_max_ms) / 1000
@@ -298,6 +326,8 @@ def failed(host: HostView, hop: Visited, *, now: float, limits: Limits) -> HostV
         # Bounded, or 2**strikes would some day be too large for a float.
         strikes=min(host.strikes + 1, 32),
         retry_at=now + pause,
+        # If it comes back, it was only late, and the next visit is given more time.
+        lag=_lag_after(host, hop, fade=0.0) if hop.outcome == "late" else host.lag,
     )
 
 
@@ -306,16 +336,22 @@ def probe_due(host: HostView, *, now: float) -> bool:
     return host.condition == "suspect" and now >= host.retry_at
 
 
+def may_return(host: HostView, *, now: float, left: float) -> bool:
+    """Whether a suspect is asked again within `left` seconds, or a process died not long ago."""
+    if host.condition == "suspect":
+        return host.retry_at < now + left
+    return host.condition == "gone" and now < host.retry_at
+
+
 def probed(host: HostView, hop: Visited, *, limits: Limits) -> HostView:
     """A probe was answered rightly and in time: a suspect host is healthy again.
 
-    Its averages begin anew from the probe: what was measured before it failed says little.
+    Its averages begin anew from the probe: what was measured before it failed says little. Only an
+    answered visit forgives its strikes, for there are hosts that answer nothing but probes.
     """
     if host.condition != "suspect":
         return _timed(host, hop, limits=limits)
-    fresh = replace(
-        host, condition="healthy", why="", strikes=0, compute=None, link=None, batch=1.0
-    )
+    fresh = replace(host, condition="healthy", why="", compute=None, link=None, batch=1.0)
     return _timed(fresh, hop, limits=limits)
 
 

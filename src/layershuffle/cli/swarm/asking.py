@@ -16,6 +16,7 @@ from layershuffle.errors import UsageError
 from layershuffle.text import counted_as, table
 
 if TYPE_CHECKING:
+    from layershuffle.swarm.calibration import Expected
     from layershuffle.swarm.server.schemas import Classification, SwarmAnswer
 
 KEY_VARIABLE = "LAYERSHUFFLE_API_KEY"
@@ -115,17 +116,21 @@ def describe_answer(answer: Classification, images: tuple[Path, ...]) -> str:
         f"{len(answer.blocks)} of {answer.depth} blocks in {answer.ms.total:.0f} ms: {hops}"
     )
     lines += [f"block {skipped.block} skipped: {skipped.why}" for skipped in answer.skipped]
-    expected = answer.expected
+    lines.append(_describe_expected(answer.expected, answer.expected_why))
+    return "\n".join(lines)
+
+
+def _describe_expected(expected: Expected | None, why: str) -> str:
+    """The accuracy of answers with as many blocks: of their mean, and of single orders."""
     if expected is None:
         # Said, not left out: without a number users would take the answer for a certain one.
-        lines.append(f"Accuracy to expect is not known: {answer.expected_why}")
-    else:
-        lines.append(
-            f"With {expected.kept} blocks in any order {expected.top1:.1f} % of answers are right "
-            f"({expected.low:.1f} to {expected.high:.1f}; {expected.data}, {expected.images} "
-            f"images, {counted_as([expected.effective])})."
-        )
-    return "\n".join(lines)
+        return f"Accuracy to expect is not known: {why}"
+    return (
+        f"With {expected.kept} blocks in any order {expected.top1:.1f} % of answers are right "
+        f"({expected.low:.1f} to {expected.high:.1f}; {expected.data}, {expected.images} images, "
+        f"{counted_as([expected.effective])}); nine of ten orders lie between "
+        f"{expected.orders_low:.1f} and {expected.orders_high:.1f} %."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,4 +163,5 @@ def status_table(swarm: SwarmAnswer) -> str:
         rows.append((host.name, host.condition, str(host.waiting), *times, over, blocks))
     columns = ("host", "condition", "waiting", "block ms", "link ms", "over", "blocks")
     slow = [f"{host.name} over Ray: {host.carrier_why}" for host in swarm.hosts if host.carrier_why]
-    return "\n".join([table(columns, rows), *slow])
+    hosts = "\n".join([table(columns, rows), *slow])
+    return f"{hosts}\n\n{_describe_expected(swarm.expected, swarm.expected_why)}"

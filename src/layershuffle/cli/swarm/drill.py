@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from layershuffle.cli.swarm import FAULT_KINDS, FaultKind, Routing
+from layershuffle.cli.swarm import FAULT_KINDS, FaultKind, Routing, Scenario
 from layershuffle.cli.swarm.asking import ServerOptions, client_options
 from layershuffle.cli.swarm.serving import require_extra
 from layershuffle.errors import LayerShuffleError, UsageError
 
 if TYPE_CHECKING:
-    from layershuffle.swarm.chaos import Fault
+    from layershuffle.swarm.calibration import Calibration
+    from layershuffle.swarm.chaos import Fault, Kind
     from layershuffle.swarm.client import AsyncSwarmClient
+    from layershuffle.swarm.load_client import Labelled
     from layershuffle.swarm.plan import SwarmPlan
     from layershuffle.swarm.server.admin import Operator
 
@@ -38,6 +40,10 @@ class DrillCommand(ServerOptions):
     """Number of requests, per routing."""
     kinds: tuple[FaultKind, ...] = FAULT_KINDS
     """Failures to rehearse, one after the other; rejoin brings each host back after a while."""
+    scenarios: tuple[Scenario, ...] = ()
+    """Instead of --kinds, what the swarm is to put right by itself, one after the other: Ray's
+    raylet or GCS or the gateway killed, all hosts or all but one killed, a host that always lies,
+    in 1 % of its answers, or in all but canaries, and connections that never read their answers."""
     kill: float | None = None
     """Instead of --kinds, kill this share of the hosts at random moments; none comes back."""
     routings: tuple[Routing, ...] = ("order-free",)
@@ -60,6 +66,8 @@ class DrillCommand(ServerOptions):
         from layershuffle.swarm.plan import SwarmPlan, read_plan
         from layershuffle.swarm.server.admin import operator_of
 
+        if self.scenarios and self.kill is not None:
+            raise UsageError("--scenarios and --kill are two drills", hint="give one of them")
         with operator_of(self.state) as operator:
             plan = SwarmPlan(**operator.plan())
             # What is to be expected is computed from the plan, so it has to be the right one.
@@ -83,6 +91,8 @@ class DrillCommand(ServerOptions):
             calibration = None  # it was measured with the blocks of one model
         # More requests than a thousand send the same images again.
         images = labelled_images(model, self.data, count=min(self.requests, 1000))
+        if self.scenarios:
+            return await self._play(list(plan.hosts), operator, images, calibration)
         faults = self._faults(list(plan.hosts))
         print(
             "\n".join(f"before request {fault.at}: {fault.kind} {fault.host}" for fault in faults)
@@ -123,6 +133,49 @@ class DrillCommand(ServerOptions):
             finally:
                 operator.routing(routing_before)
         return 1 if lost else 0
+
+    async def _play(
+        self,
+        hosts: Sequence[str],
+        operator: Operator,
+        images: Sequence[Labelled],
+        calibration: Calibration | None,
+    ) -> int:
+        """The scenarios, one after the other; exit code 1 if one of them was not passed."""
+        from layershuffle.cli.swarm.breaking import RunningSwarm
+        from layershuffle.swarm.chaos import Fault
+        from layershuffle.swarm.client import AsyncSwarmClient
+        from layershuffle.swarm.load_client import load_client
+        from layershuffle.swarm.scenarios import LIES, ScenarioResult, play, scenario_report
+        from layershuffle.swarm.server.admin import SOCKET, state_directory
+
+        results: list[ScenarioResult] = []
+        socket_path = state_directory(self.state) / SOCKET
+        async with AsyncSwarmClient(self.address, **client_options(self)) as client:
+            ask = load_client(client, images, deadline_ms=self.deadline_ms)
+            engine = _Remote(operator, client)
+            swarm = RunningSwarm(operator, client, socket_path=socket_path, address=self.address)
+            for scenario in self.scenarios:
+                print(f"{scenario} ...", flush=True)
+                try:
+                    results.append(
+                        await play(
+                            scenario,
+                            hosts,
+                            swarm=swarm,
+                            ask=ask,
+                            requests=self.requests,
+                            calibration=calibration,
+                            concurrency=self.concurrency,
+                        )
+                    )
+                finally:
+                    swarm.close()
+                    # A liar that was found out stays out until somebody readmits it.
+                    if scenario in LIES:
+                        await engine.inject(Fault(0, hosts[-1], "rejoin"))
+        print(scenario_report(results))
+        return 0 if all(result.passed for result in results) else 1
 
     def _faults(self, hosts: Sequence[str]) -> tuple[Fault, ...]:
         from layershuffle.swarm.chaos import crashes, one_of_each_fault
@@ -180,7 +233,7 @@ class _Remote:
             raise errors[0]
         await self.healthy(set(hit))
 
-    async def _ordered(self, host: str, kind: FaultKind) -> None:
+    async def _ordered(self, host: str, kind: Kind) -> None:
         # The operator's socket blocks, and the requests must go on meanwhile.
         await asyncio.to_thread(self._operator.fault, host, kind)
 

@@ -224,6 +224,7 @@ class _Gateway:
     def swarm(self) -> SwarmAnswer:
         """The answer of /v1/swarm."""
         router, calibration = self.router, self.scheduler.calibration
+        expected, why = self.scheduler.expected_now()
         return SwarmAnswer(
             model=self.model,
             depth=router.depth,
@@ -235,6 +236,8 @@ class _Gateway:
             counters=dict(self.metrics.requests),
             audits=self.metrics.audits(),
             calibration=None if calibration is None else calibration.facts,
+            expected=expected,
+            expected_why=why,
             limits=router.limits,
         )
 

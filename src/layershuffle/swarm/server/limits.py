@@ -32,8 +32,6 @@ class GatewayLimits(Settings):
 
     min_deadline_ms: Milliseconds = 50.0
     """Shortest deadline that a request may ask for; the longest is the swarm's own limit."""
-    min_blocks: Positive = 1
-    """Fewest blocks of an answer, for a request that names none."""
 
     running: Positive = 32
     """Requests that walk the swarm at one time."""

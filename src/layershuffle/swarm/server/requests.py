@@ -72,7 +72,10 @@ class Options(BaseModel):
         None, gt=0, description="Milliseconds until the answer is to be out."
     )
     min_blocks: int | None = Field(
-        None, ge=1, description="Fewest blocks of an answer; with less there is none."
+        None,
+        ge=1,
+        description="Fewest blocks of an answer; with less there is none. Default: those that make "
+        "half of the accuracy are waited for until the deadline, then less is an answer too.",
     )
     order: Annotated[str, Field(max_length=4096)] | None = Field(
         None, description='Blocks to run, in this order: "3,0,2"; each at most once.'
@@ -95,19 +98,24 @@ _FIELDS_HINT = f"a request has the fields {', '.join(FormRequest.model_fields)}"
 
 @dataclass(frozen=True)
 class Query:
-    """What a request asks of its images: every option with its value."""
+    """What a request asks of its images: every option with its value.
+
+    `min_blocks`: fewest of an answer. `useful_blocks`: with fewer, the time left is used first.
+    """
 
     deadline_ms: float
     min_blocks: int
+    useful_blocks: int
     order: tuple[int, ...] | None
     top_k: int
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a request may ask for here."""
+    """What a request may ask for here. `useful`: blocks that one waits for which names none."""
 
     depth: int
+    useful: int
     gateway: GatewayLimits
     swarm: Limits
 
@@ -151,8 +159,9 @@ async def read_query(
         )
     query = Query(
         deadline_ms=options.deadline_ms or bounds.swarm.deadline_ms,
-        # The gateway's default may be more than a short order can give.
-        min_blocks=options.min_blocks or min(bounds.gateway.min_blocks, most),
+        min_blocks=options.min_blocks or 1,
+        # The default may be more than a short order can give.
+        useful_blocks=options.min_blocks or min(bounds.useful, most),
         order=order,
         top_k=options.top_k,
     )

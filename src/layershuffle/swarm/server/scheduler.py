@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from starlette.requests import ClientDisconnect, Request
 from torch import Tensor
 
-from layershuffle.swarm.calibration import NEVER, Calibration, Expected, expected_at
+from layershuffle.swarm.calibration import NEVER, Calibration, Expected, expected_at, useful_blocks
 from layershuffle.swarm.messages import Route
 from layershuffle.swarm.remote_model import Classified, NotAnswered, RemoteModel, served_view
 from layershuffle.swarm.server.errors import busy
@@ -157,7 +157,12 @@ class RequestScheduler:
             self._expected_of = {count: expected_at(calibration, count) for count in kept}
         self._foreign_blocks = foreign_blocks
         self._clock = remote_model.router.clock
-        self._bounds = Bounds(remote_model.depth, limits, remote_model.router.limits)
+        self._bounds = Bounds(
+            remote_model.depth,
+            useful=useful_blocks(calibration),
+            gateway=limits,
+            swarm=remote_model.router.limits,
+        )
         model = remote_model.model
         self._decoder = Decoder(served_view(model), limits)
         self._decoder_threads = ThreadPoolExecutor(limits.decoders, thread_name_prefix="decoder")
@@ -224,7 +229,11 @@ class RequestScheduler:
         try:
             # No time-out here: the router ends a walk in time for an answer from what it has.
             return await self.remote_model.classify(
-                images, deadline=deadline, min_blocks=query.min_blocks, order=query.order
+                images,
+                deadline=deadline,
+                min_blocks=query.min_blocks,
+                useful_blocks=query.useful_blocks,
+                order=query.order,
             )
         finally:
             self._walks.release()
@@ -238,18 +247,31 @@ class RequestScheduler:
         except TimeoutError as error:
             raise _too_late(event) from error
 
+    def expected_now(self) -> tuple[Expected | None, str]:
+        """The accuracy to expect if all blocks run that can be reached now, or why not known."""
+        router, foreign = self.remote_model.router, self._foreign_blocks()
+        usable = [host for host in router.swarm.values() if host.usable]
+        reachable = {block for host in usable for block in host.blocks}
+        places = {(host.name, block) for host in usable for block in host.blocks}
+        most = min(len(reachable), router.most_blocks or router.depth)
+        return self._expected_with(most, foreign & places)
+
     def _expected(self, route: Route, foreign: ForeignBlocks) -> tuple[Expected | None, str]:
-        """The accuracy to expect, or why it is not known."""
+        """The accuracy to expect of the answer of `route`, or why it is not known."""
+        answered = [hop for hop in route.hops if hop.outcome == "answered"] if foreign else []
+        places = {(hop.host, block) for hop in answered for block in hop.blocks}
+        return self._expected_with(len(route.order), foreign & places)
+
+    def _expected_with(self, kept: int, foreign: ForeignBlocks) -> tuple[Expected | None, str]:
+        """The accuracy to expect with `kept` blocks; none if those of another model take part."""
         if self.calibration is None:
             return None, NEVER
-        used: dict[str, set[int]] = {}
-        for hop in route.hops:
-            for block in hop.blocks:
-                if hop.outcome == "answered" and (hop.host, block) in foreign:
-                    used.setdefault(hop.host, set()).add(block)
         # The accuracy was measured with the model's own blocks, and holds for no others.
-        if not used:
-            return self._expected_of.get(len(route.order)), ""
+        if not foreign:
+            return self._expected_of.get(kept), "" if kept else "no block can be run"
+        used: dict[str, set[int]] = {}
+        for host, block in foreign:
+            used.setdefault(host, set()).add(block)
         listed = "; ".join(
             f"{host}: {', '.join(map(str, sorted(blocks)))}"
             for host, blocks in sorted(used.items())

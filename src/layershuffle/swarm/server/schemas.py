@@ -132,6 +132,10 @@ class SwarmAnswer(BaseModel):
     counters: dict[str, int] = Field(description="Requests by outcome since the start.")
     audits: Audits | None = Field(None, description="Since the start; `null` if nobody counts.")
     calibration: CalibrationFacts | None
+    expected: Expected | None = Field(
+        None, description="Of answers with all blocks that can be reached now."
+    )
+    expected_why: str = Field("", description="Why there is no expected accuracy.")
     limits: Limits
 
 

@@ -9,7 +9,7 @@ can see who lied.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -72,8 +72,10 @@ class SimulatedVisit:
 class SimulatedHost:
     """One host. Its public methods are what can happen to it; `visit` is what the router asks."""
 
-    def __init__(self, times: HostTimes, *, profile: Profile, limits: Limits) -> None:
-        self.profile, self.limits = profile, limits
+    def __init__(
+        self, times: HostTimes, *, profile: Profile, limits: Limits, delays: Iterator[float]
+    ) -> None:
+        self.profile, self.limits, self.delays = profile, limits, delays
         self.alive, self.silent, self.draining, self.lying = True, False, False, False
         self._loop = asyncio.get_running_loop()
         self._half_link = times.link_ms / 2 / _MILLI
@@ -93,7 +95,7 @@ class SimulatedHost:
         job = SimulatedVisit(visit, packet, self._loop.create_future())
         if self.alive:
             self._open[job] = None
-            self._loop.call_later(self._half_link, self._arrive, job)
+            self._loop.call_later(self._half_link + next(self.delays), self._arrive, job)
         else:
             self._lose(job)
         try:
@@ -209,9 +211,12 @@ class SimulatedHost:
 class SimulatedHosts:
     """All hosts of a simulation, by name; the router's transport. `visits` counts what was sent."""
 
-    def __init__(self, names: Iterable[str], *, profile: Profile, limits: Limits) -> None:
+    def __init__(
+        self, names: Iterable[str], *, profile: Profile, limits: Limits, seed: int
+    ) -> None:
+        delays = profile.delays(seed)
         self.hosts = {
-            name: SimulatedHost(profile.times(name), profile=profile, limits=limits)
+            name: SimulatedHost(profile.times(name), profile=profile, limits=limits, delays=delays)
             for name in names
         }
         self.visits = 0

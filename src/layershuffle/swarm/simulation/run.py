@@ -94,7 +94,7 @@ class _Simulation:
         self.plan, self.seed, self.pending = plan, seed, list(faults)
         self.replies: list[SimulatedReply] = []
         self.loop = asyncio.get_running_loop()
-        self.transport = SimulatedHosts(plan.hosts, profile=profile, limits=plan.limits)
+        self.transport = SimulatedHosts(plan.hosts, profile=profile, limits=plan.limits, seed=seed)
         self.router = Router(
             self.transport,
             depth=depth_of(plan),
@@ -203,8 +203,10 @@ class _Simulation:
         elif fault.kind == "leave":
             host.draining = True
             self.router.update(fault.host, state.draining)
-        else:
+        elif fault.kind == "rejoin":
             self.rejoin(fault.host)
+        else:
+            raise UsageError(f"A host cannot {fault.kind} in a simulation")
 
     def rejoin(self, name: str) -> None:
         """Start a dead, shut-out or leaving host anew; for others, what is wrong ends."""

@@ -1,0 +1,126 @@
+"""How `swarm drill --scenarios` breaks the running swarm of this user, from outside."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import signal
+import socket
+import struct
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from layershuffle.errors import LayerShuffleError, UsageError
+
+if TYPE_CHECKING:
+    from layershuffle.swarm.chaos import Kind
+    from layershuffle.swarm.client import AsyncSwarmClient
+    from layershuffle.swarm.server.admin import Operator
+
+_SOURCES = tuple(f"127.0.0.{number}" for number in range(2, 6))  # clients count by address
+_CONNECTIONS = 32
+_QUESTION = b"GET /v1/swarm HTTP/1.1\r\nHost: drill\r\n\r\n" * 100
+
+
+class RunningSwarm:
+    """The swarm of `operator`, on this machine (`scenarios.Breakable`).
+
+    `socket_path`: of the operator; it says which process the gateway is.
+    """
+
+    def __init__(
+        self, operator: Operator, client: AsyncSwarmClient, *, socket_path: Path, address: str
+    ) -> None:
+        self._operator, self._client, self._address = operator, client, address
+        self.gateway = listener_of(socket_path)
+        self._unread: list[socket.socket] = []
+
+    async def fault(self, host: str, kind: Kind) -> None:
+        """Let one host fail."""
+        # The operator's socket blocks, and the requests must go on meanwhile.
+        await asyncio.to_thread(self._operator.fault, host, kind)
+
+    async def kill(self, process: str) -> None:
+        """SIGKILL to the gateway, or to the process of this name that it started."""
+        os.kill(child_of(self.gateway, process) if process else self.gateway, signal.SIGKILL)
+
+    async def pipeline(self) -> Callable[[], bool]:
+        """Ask from four addresses on 32 connections each, and read none of the answers."""
+        parts = urlsplit(self._address)
+        if parts.scheme != "http" or parts.hostname != "127.0.0.1":
+            raise UsageError(
+                "Unread answers are drilled at http://127.0.0.1 alone: other addresses of one "
+                "client are needed",
+                hint="leave the scenario `unread` out",
+            )
+        loop = asyncio.get_running_loop()
+        for source in _SOURCES:
+            for _ in range(_CONNECTIONS):
+                connection = socket.socket()
+                self._unread.append(connection)
+                connection.setblocking(False)
+                connection.bind((source, 0))
+                await loop.sock_connect(connection, (parts.hostname, parts.port or 80))
+                # As much as the kernel takes; the rest would only wait here.
+                with suppress(BlockingIOError, ConnectionError):
+                    connection.send(_QUESTION)
+        return self._all_closed
+
+    def _all_closed(self) -> bool:
+        poll = select.poll()
+        for connection in self._unread:
+            # A closed end cannot say so behind answers that nobody reads, but it resets who sends.
+            with suppress(BlockingIOError, ConnectionError):
+                connection.send(b"G")
+            poll.register(connection, select.POLLERR | select.POLLHUP)
+        return len(poll.poll(0)) == len(self._unread)
+
+    def close(self) -> None:
+        """Close what was opened."""
+        for connection in self._unread:
+            connection.close()
+        self._unread = []
+
+    async def healthy(self) -> frozenset[str]:
+        """The hosts that take visits now; none while the gateway does not answer."""
+        try:
+            swarm = await self._client.swarm()
+        except LayerShuffleError:
+            return frozenset()
+        return frozenset(host.name for host in swarm.hosts if host.condition == "healthy")
+
+
+def listener_of(path: Path) -> int:
+    """The process that listens at a Unix socket."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(str(path))
+        size = struct.calcsize("3i")
+        # Linux keeps who it was that called listen(): process, user, group.
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+        process: int = struct.unpack("3i", credentials)[0]
+        return process
+
+
+def child_of(parent: int, name: str) -> int:
+    """The process called `name` below `parent`. Raises `LayerShuffleError` if there is none."""
+    processes: dict[int, tuple[str, int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            # It may end while it is looked at.
+            with suppress(OSError):
+                text, _, rest = (entry / "stat").read_text().rpartition(")")
+                processes[int(entry.name)] = (text.partition("(")[2], int(rest.split()[1]))
+    for number in sorted(processes):
+        ancestor = number
+        while ancestor in processes and ancestor != parent:
+            ancestor = processes[ancestor][1]
+        if ancestor == parent and processes[number][0] == name:
+            return number
+    raise LayerShuffleError(
+        f"The gateway (process {parent}) has started no process {name}",
+        hint="scenarios of Ray's processes are for `layershuffle swarm up`",
+    )

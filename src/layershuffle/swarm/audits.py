@@ -1,0 +1,105 @@
+"""Which visits are audited: some drawn at random, others because they look odd for their host.
+
+A host that lies in one visit of a hundred meets a random audit of 2 % once in 5,000 visits. But
+what it then answers rarely looks like its other answers. So half of the audits go to the visits
+that are odd, by two cheap measures of what the blocks added to the state. To look odd convicts
+nobody: the audit does, which computes the visit again. Numpy and a generator; nothing is awaited.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from layershuffle.swarm.messages import State
+
+Measures = NDArray[np.float64]
+
+_TINY = 1e-12
+_WEIGHT = 0.05  # of the newest visit in a host's habits
+_KNOWN = 20  # visits after which the habits of a host say something; new hosts are audited anyway
+_NARROW = 0.01  # no spread counts as less, or two equal answers would make any third one odd
+_FIRST_BOUND, _STEP = 4.0, 0.5
+
+
+def measures(before: State, after: State) -> Measures:
+    """How long what was added to a state is against the state (logarithm), and its direction.
+
+    The direction is the cosine of the angle between the two. Both are of all values of the state.
+    """
+    start = before.ravel().astype(np.float64)
+    added = after.ravel() - start
+    length, growth = float(np.linalg.norm(start)), float(np.linalg.norm(added))
+    ratio = np.log((growth + _TINY) / (length + _TINY))
+    return np.array([ratio, float(start @ added) / (growth * length + _TINY)])
+
+
+@dataclass(eq=False, slots=True)
+class Habit:
+    """What the visits of one host with as many blocks look like.
+
+    `bound` is the oddness above which one is audited: it follows the share of visits that may be.
+    """
+
+    visits: int = 0
+    centre: Measures = field(default_factory=lambda: np.zeros(2))
+    spread: Measures = field(default_factory=lambda: np.zeros(2))
+    bound: float = _FIRST_BOUND
+
+    def is_odd(self, values: Measures, *, share: float) -> bool:
+        """Whether a visit with these measures is among the oddest, and learn from it."""
+        off = np.abs(values - self.centre)
+        oddness = float((off / np.maximum(self.spread, _NARROW)).max())
+        self.visits += 1
+        # The first visits count alike, or the very first would weigh for long.
+        weight = max(_WEIGHT, 1 / self.visits)
+        self.centre += weight * (values - self.centre)
+        self.spread += weight * (off - self.spread)
+        if self.visits <= _KNOWN:
+            return False
+        odd = oddness > self.bound
+        # Steps up and down balance where `share` of the visits lie above.
+        self.bound *= 1 + _STEP if odd else (1 + _STEP) ** (-share / (1 - share))
+        return odd
+
+
+class AuditDraw:
+    """Chooses visits to audit, from the secret generator `chance`; `passed` counts honest ones.
+
+    A new process is trusted the more, the more of its visits were found right.
+    """
+
+    def __init__(self, chance: np.random.Generator) -> None:
+        self._chance = chance
+        self._passed: Counter[str] = Counter()
+        self._habits: dict[str, dict[int, Habit]] = {}
+
+    @property
+    def traces(self) -> set[str]:
+        """Names of the hosts that anything is kept of."""
+        return {*self._passed, *self._habits}
+
+    def chosen(self, host: str, blocks: int, *, before: State, after: State, share: float) -> bool:
+        """Whether a visit to `host` of so many blocks is audited.
+
+        `before`, `after`: states `[images, tokens, width]` around it. Of many visits a share
+        `share` is: half of these for their oddness if the share is small, none if it is 1.
+        """
+        for_oddness = share * (1 - share) / 2
+        habit = self._habits.setdefault(host, {}).setdefault(blocks, Habit())
+        odd = habit.is_odd(measures(before, after), share=for_oddness)
+        chance = max(share - for_oddness, 1 / (1 + self._passed[host]))
+        # Drawn in any case, so that what a host answers does not move the draws of the others.
+        return bool(self._chance.random() < chance) or odd
+
+    def passed(self, host: str) -> None:
+        """An audit found a visit of `host` right."""
+        self._passed[host] += 1
+
+    def drop(self, host: str) -> None:
+        """Forget `host`, because it has left or begins anew."""
+        self._passed.pop(host, None)
+        self._habits.pop(host, None)

@@ -1,0 +1,180 @@
+"""Scenarios: one thing breaks under requests; who is answered how, and when is all whole again?
+
+Unlike the faults of a drill, which stay until they are undone, everything here has to be put right
+by the swarm itself: killed processes are started again, liars are shut out, and connections whose
+clients do not read are closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, get_args
+
+from layershuffle.swarm.calibration import Calibration
+from layershuffle.swarm.chaos import Kind
+from layershuffle.swarm.drill import Drill, Judgement, Reply, judged, run_drill
+from layershuffle.text import table
+
+Scenario = Literal[
+    "raylet", "gcs", "gateway", "all-hosts", "all-but-one", "liar", "rare-liar", "canary-liar",
+    "unread",
+]  # fmt: skip
+SCENARIOS: tuple[Scenario, ...] = get_args(Scenario)
+LIES: dict[Scenario, Kind] = {
+    "liar": "wrong",
+    "rare-liar": "wrong-rarely",
+    "canary-liar": "wrong-but-canaries",
+}
+"""Scenarios in which one host lies, and how."""
+PROCESSES: dict[Scenario, str] = {"raylet": "raylet", "gcs": "gcs_server", "gateway": ""}
+"""Scenarios in which a process dies that is no host: its name, "" for the gateway's own."""
+MAY_FAIL: tuple[Scenario, ...] = ("raylet", "gcs", "gateway", "all-hosts")
+"""Scenarios after which nothing can be answered for a while."""
+_POLL = 0.1  # seconds
+
+
+class Breakable(Protocol):
+    """A running swarm that can be broken, and be asked how it is."""
+
+    async def fault(self, host: str, kind: Kind) -> None:
+        """Let one host fail. Raises `LayerShuffleError` where that cannot be done."""
+
+    async def kill(self, process: str) -> None:
+        """Kill a process that is no host, as named in `PROCESSES`."""
+
+    async def pipeline(self) -> Callable[[], bool]:
+        """Open connections that ask and never read; whether the server has closed all of them."""
+
+    async def healthy(self) -> frozenset[str]:
+        """The hosts that take visits now; none while the gateway does not answer."""
+
+
+@dataclass(frozen=True)
+class ScenarioResult:
+    """What came of one scenario; `whole`: seconds until all was well again, `None` if not seen."""
+
+    scenario: Scenario
+    drill: Drill
+    whole: float | None
+    judgement: Judgement | None
+
+    @property
+    def passed(self) -> bool:
+        """Whether all became whole, and no request was lost that could have been answered."""
+        lost = self.drill.share("failed", "late")
+        return self.whole is not None and (self.scenario in MAY_FAIL or not lost)
+
+
+async def play(
+    scenario: Scenario,
+    hosts: Sequence[str],
+    *,
+    swarm: Breakable,
+    ask: Callable[[int], Awaitable[Reply]],
+    requests: int,
+    calibration: Calibration | None,
+    within: float = 60.0,
+    concurrency: int = 4,
+) -> ScenarioResult:
+    """Send `requests` requests, break the swarm at a quarter of them, and wait until it is whole.
+
+    `within`: seconds after which nobody waits any longer. Raises what `swarm` raises.
+    """
+    broken: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+
+    async def asked(number: int) -> Reply:
+        if number == requests // 4:
+            begun = time.perf_counter()
+            is_whole = await strike(scenario, hosts, swarm=swarm)
+            watch = asyncio.ensure_future(_until(is_whole, begun, within=within))
+            watch.add_done_callback(lambda task: _hand_over(task, broken))
+        return await ask(number)
+
+    drill = await run_drill(asked, requests, concurrency=concurrency)
+    seconds = await broken
+    verdict = judged(list(drill.replies.values()), calibration) if calibration else None
+    return ScenarioResult(scenario, drill, None if math.isnan(seconds) else seconds, verdict)
+
+
+async def strike(
+    scenario: Scenario, hosts: Sequence[str], *, swarm: Breakable
+) -> Callable[[], Awaitable[bool]]:
+    """Break the swarm; returns what tells whether it is whole again."""
+    liar, everyone = hosts[-1], frozenset(hosts)
+
+    async def all_healthy() -> bool:
+        return await swarm.healthy() == everyone
+
+    async def liar_is_out() -> bool:
+        return liar not in await swarm.healthy()
+
+    if scenario == "unread":
+        closed = await swarm.pipeline()
+
+        async def all_closed() -> bool:
+            return closed()
+
+        return all_closed
+    if scenario in LIES:
+        await swarm.fault(liar, LIES[scenario])
+        return liar_is_out
+    if scenario in PROCESSES:
+        await swarm.kill(PROCESSES[scenario])
+    else:
+        victims = hosts if scenario == "all-hosts" else hosts[1:]
+        await asyncio.gather(*(swarm.fault(host, "kill") for host in victims))
+    # What was just killed may still count as healthy for a moment.
+    await _until(_not(all_healthy), time.perf_counter(), within=1.0)
+    return all_healthy
+
+
+def _not(condition: Callable[[], Awaitable[bool]]) -> Callable[[], Awaitable[bool]]:
+    async def opposite() -> bool:
+        return not await condition()
+
+    return opposite
+
+
+async def _until(condition: Callable[[], Awaitable[bool]], begun: float, *, within: float) -> float:
+    """Seconds from `begun` until the condition holds; NaN if it does not within that time."""
+    while not await condition():
+        if time.perf_counter() - begun > within:
+            return math.nan
+        await asyncio.sleep(_POLL)
+    return time.perf_counter() - begun
+
+
+def _hand_over(task: asyncio.Task[float], future: asyncio.Future[float]) -> None:
+    if task.cancelled():
+        future.cancel()
+    elif error := task.exception():
+        future.set_exception(error)
+    else:
+        future.set_result(task.result())
+
+
+def scenario_report(results: Sequence[ScenarioResult]) -> str:
+    """A table with a row per scenario; shares in percent of the requests."""
+    rows = [
+        (
+            result.scenario,
+            str(len(result.drill.replies)),
+            *(f"{result.drill.share(end):.1f}" for end in ("failed", "late", "degraded")),
+            *_accuracy(result.judgement),
+            "not seen" if result.whole is None else f"{result.whole:.1f} s",
+        )
+        for result in results
+    ]
+    head = ("scenario", "requests", "% failed", "% late", "% in part", "% right", "expected")
+    return table((*head, "whole after"), rows)
+
+
+def _accuracy(judgement: Judgement | None) -> tuple[str, str]:
+    if judgement is None or not judgement.answers:
+        return "-", "-"
+    bounds = f"{judgement.expected:.1f} ({judgement.low:.1f} to {judgement.high:.1f})"
+    return f"{judgement.top1:.1f}", bounds
