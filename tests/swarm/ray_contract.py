@@ -171,10 +171,10 @@ def tell(out: Path, name: str, **said: Any) -> None:
 
 def main(out: Path) -> None:
     begun = time.monotonic()
-    with local_ray(list(BLOCKS)) as ray:
+    with local_ray(list(BLOCKS)) as session:
         word = os.environ["RAY_AUTH_TOKEN_PATH"]
         tell(out, "up", seconds=time.monotonic() - begun)
-        asyncio.run(run_all(ray, out))
+        asyncio.run(run_all(session.ray, out))
         begun = time.monotonic()
     while processes_with(word) and time.monotonic() < begun + END_SECONDS:
         time.sleep(0.1)

@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import pickle
+import threading
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -112,7 +114,8 @@ async def called(ray: Any, submit: Callable[[], Any], *, host: str) -> Any:
         return await reference
     except asyncio.CancelledError:
         if reference is not None and ray.is_initialized():
-            ray.cancel(reference)
+            with suppress(TypeError):  # "no owner": Ray was started anew since
+                ray.cancel(reference)
         raise
     except errors.ActorDiedError as error:
         raise HostGone(f"The process of host {host} is dead") from error
@@ -147,6 +150,11 @@ class RayHosts:
         self._making: dict[str, asyncio.Task[None]] = {}
         settings = f"{limits.model_dump_json()} {threads}".encode()
         self._kind = hashlib.sha256(settings).hexdigest()[:8]
+
+    def forget(self) -> None:
+        """Drop all handles, and what waits for Ray: a handle that outlives it blocks the next."""
+        self.transport.actors.clear()
+        self._making.clear()
 
     async def nodes(self) -> tuple[Node, ...]:
         """The living members that are to run block hosts, by id."""
@@ -229,8 +237,28 @@ class RayHosts:
         self.transport.actors.pop(name, None)
 
     async def _outside(self, call: Callable[[], _Result]) -> _Result:
-        """A call that blocks, in a thread."""
-        try:
-            return await asyncio.to_thread(call)
-        except (self._ray.exceptions.RayError, OSError, ValueError) as error:
-            raise HostUnavailable(f"Ray could not do it ({one_line(error)})") from error
+        """A call that blocks, in a thread of its own for which nobody has to wait.
+
+        A question to a GCS that has died is never answered, and the threads of asyncio's pool keep
+        a process from ending.
+        """
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[_Result] = loop.create_future()
+
+        def settle(done: Callable[[], None]) -> None:
+            with suppress(RuntimeError):  # the loop has been closed
+                loop.call_soon_threadsafe(lambda: None if answer.done() else done())
+
+        def work() -> None:
+            try:
+                settle(partial(answer.set_result, call()))
+            except (self._ray.exceptions.RayError, OSError, ValueError) as error:
+                failure = HostUnavailable(f"Ray could not do it ({one_line(error)})")
+                failure.__cause__ = error
+                settle(partial(answer.set_exception, failure))
+            finally:  # a defect: the thread prints its traceback
+                broken = HostUnavailable("Ray could not do it: the call broke")
+                settle(partial(answer.set_exception, broken))
+
+        threading.Thread(target=work, daemon=True, name="ray-call").start()
+        return await answer

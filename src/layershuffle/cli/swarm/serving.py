@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from layershuffle.swarm.plan import SwarmPlan
     from layershuffle.swarm.ray_config import Tls
+    from layershuffle.swarm.ray_session import RaySession
     from layershuffle.swarm.service import Cargo, Service
 
 
@@ -199,6 +200,7 @@ async def serve_service(
         foreign_blocks=lambda: coordinator.foreign_blocks,
         watching=lambda: coordinator.watching,
         audits=lambda: (health.audited, health.disagreed),
+        trouble=lambda: service.trouble,
     )
     async with operator_door(service, state):
         await serve(app, host=host, port=port, public=public, tls=tls, ready=ready)
@@ -243,7 +245,7 @@ class _ServingCommand(HttpsOptions):
     async def serve(
         self,
         plan: SwarmPlan,
-        session: AbstractContextManager[Any],
+        session: AbstractContextManager[RaySession],
         *,
         cargo: Cargo,
         tls: ssl.SSLContext | None,
@@ -262,10 +264,10 @@ class _ServingCommand(HttpsOptions):
 
         state = state_directory(self.state)
         print(f"Waiting for {len(plan.hosts)} block hosts ...", flush=True)
-        with session as ray:
-            backend = RayHosts(ray, limits=plan.limits, threads=self.threads)
+        with session as ray_session:
+            backend = RayHosts(ray_session.ray, limits=plan.limits, threads=self.threads)
             async with running_service(
-                plan, cargo, backend=backend, ray=ray, within=wait
+                plan, cargo, backend=backend, session=ray_session, within=wait
             ) as service:
                 await serve_service(
                     service,
