@@ -16,7 +16,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from engines import BLOCKS, CHECKS, LIMITS, rig_of
-from netns import processes_with
 
 from layershuffle.errors import UsageError
 from layershuffle.swarm.chaos import signal_process
@@ -43,6 +42,7 @@ from layershuffle.swarm.ray_config import (
     new_token,
 )
 from layershuffle.swarm.ray_hosts import RayHosts, RayTransport, called
+from layershuffle.swarm.ray_local import processes_of
 from layershuffle.swarm.ray_session import check_answers, joined_ray
 from once import once
 from waiting import HANGS, until
@@ -50,6 +50,8 @@ from waiting import HANGS, until
 HERE = Path(__file__).parent
 RAY_CHECKS = (
     "nothing_listens_beyond_this_machine",
+    "no_port_answers_without_the_token",
+    "memory_holds",
     "a_client_without_the_token_gets_nothing",
     "a_frozen_process_is_ended_for_good",
     "hosts_outlive_their_coordinator",
@@ -110,13 +112,13 @@ def killed_program():
     )  # fmt: skip
     try:
         token = process.stdout.readline().strip()
-        before = len(processes_with(token))
+        before = len(list(processes_of(Path(token).parent)))
     finally:
         process.kill()
         process.communicate()
     swept = "from layershuffle.swarm.ray_local import sweep; sweep()"
     subprocess.run([sys.executable, "-c", swept], check=True, env={**os.environ, "TMPDIR": "/tmp"})
-    left = processes_with(token)
+    left = list(processes_of(Path(token).parent))
     return {"token": token, "before": before, "left": left, "there": Path(token).parent.exists()}
 
 
@@ -203,12 +205,12 @@ ERRORS = FakeRay.exceptions
     ("raised", "becomes", "says"),
     [
         (ERRORS.ActorDiedError(), HostGone, "process of host a is dead"),
-        (ERRORS.ActorUnavailableError("no way"), HostUnavailable, "no way"),
-        (ERRORS.PendingCallsLimitExceeded("full"), HostUnavailable, "PendingCalls"),
-        (ERRORS.TaskCancelledError(), HostUnavailable, "TaskCancelled"),
+        (ERRORS.ActorUnavailableError("no way"), HostUnavailable, "cannot be reached now"),
+        (ERRORS.PendingCallsLimitExceeded("full"), HostUnavailable, "too many calls"),
+        (ERRORS.TaskCancelledError(), HostUnavailable, "cannot be reached now"),
         (ERRORS.RayTaskError(WorkExpired("too old")), WorkExpired, "too old"),
         (ERRORS.RayTaskError(UsageError("odd")), UsageError, "odd"),
-        (ERRORS.RayTaskError(KeyError("oops")), HostFailed, "oops"),
+        (ERRORS.RayTaskError(KeyError("oops")), HostFailed, "broke on the call"),
     ],
 )
 def test_errors_of_ray_become_ours(raised, becomes, says):
@@ -218,6 +220,9 @@ def test_errors_of_ray_become_ours(raised, becomes, says):
     with pytest.raises(becomes, match=says) as told:
         asyncio.run(called(FakeRay(), fails, host="a"))
     assert type(told.value) is becomes
+    # Clients read the cause: Ray's words, and its types, are for the log.
+    for word in ("no way", "oops", "KeyError", "Actor", "PendingCalls", "Task"):
+        assert word not in told.value.cause
 
 
 def test_a_cancelled_call_is_dropped_at_the_host():
@@ -240,14 +245,14 @@ STATE = Packet("fp32", np.ones((1, 2, 3), np.float32))
     ("sent", "says"),
     [
         (b"", "EOFError"),
-        (b"no pickle", "cannot be read"),
-        (pickle.dumps(Answer(STATE, 1.0, 0.0))[:-9], "cannot be read"),
+        (b"no pickle", "sent what is no answer"),
+        (pickle.dumps(Answer(STATE, 1.0, 0.0))[:-9], "sent what is no answer"),
         (b"cno_such_module\nThing\n.", "no_such_module"),
         (pickle.dumps("hello"), "it is a str"),
         (None, "TypeError"),
     ],
 )
-def test_an_answer_that_cannot_be_read_is_a_failure_of_its_host(sent, says):
+def test_an_answer_that_cannot_be_read_is_a_failure_of_its_host(sent, says, caplog):
     async def go():
         transport = RayTransport(FakeRay())
         remote = asyncio.get_running_loop().create_future()
@@ -256,8 +261,9 @@ def test_an_answer_that_cannot_be_read_is_a_failure_of_its_host(sent, says):
         transport.actors["a"] = SimpleNamespace(visit=visit)
         await transport.visit(Visit("a", (0,), 1.0), STATE)
 
-    with pytest.raises(HostFailed, match=says):
+    with pytest.raises(HostFailed, match=r"The answer of host a cannot be read$"):
         asyncio.run(go())
+    assert says in caplog.text
 
 
 class Making(RayHosts):
@@ -301,7 +307,7 @@ def test_what_could_not_be_ended_is_ended_another_time():
         hosts = Making(ray)
         hosts.transport.actors["a"] = "a@n1"
         kill, ray.kill = ray.kill, lambda actor: raises(ERRORS.RayError("no head"))
-        with pytest.raises(HostUnavailable, match="no head"):
+        with pytest.raises(HostUnavailable, match="does not carry out calls now"):
             await hosts.end("a")
         ray.kill = kill
         await hosts.end("a")

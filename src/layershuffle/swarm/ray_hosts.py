@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import pickle
 import threading
 from collections.abc import Callable, Collection, Mapping
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 _Result = TypeVar("_Result")
 _MESSAGE = 200  # characters from the end of what Ray says of a process that does not start
 _SPARE = 64  # calls that an actor takes beyond its queue: canaries, reports
+_log = logging.getLogger(__name__)
 # What pickle raises for bytes that are no message, or that another version of this package wrote.
 _UNREADABLE = (
     pickle.UnpicklingError, AttributeError, EOFError, ImportError, LookupError, MemoryError,
@@ -77,9 +79,9 @@ def read_answer(sealed: Any, *, host: str) -> Answer:
             raise TypeError(f"it is a {type(answer).__name__}")
         return answer
     except _UNREADABLE as error:
-        raise HostFailed(
-            f"The answer of host {host} cannot be read ({type(error).__name__}: {one_line(error)})"
-        ) from error
+        kind = type(error).__name__
+        _log.warning("Host %s sent what is no answer: %s: %s", host, kind, one_line(error))
+        raise HostFailed(f"The answer of host {host} cannot be read") from error
 
 
 class RayTransport:
@@ -106,7 +108,8 @@ class RayTransport:
 async def called(ray: Any, submit: Callable[[], Any], *, host: str) -> Any:
     """The result of the remote call that `submit` makes; being cancelled drops the call.
 
-    Raises what the host raised, if it is ours, as it was; else a `VisitError`.
+    Raises what the host raised, if it is ours, as it was; else a `VisitError`. Clients read what it
+    says, so Ray's own words go to the log.
     """
     errors, reference = ray.exceptions, None
     try:
@@ -122,11 +125,14 @@ async def called(ray: Any, submit: Callable[[], Any], *, host: str) -> Any:
     except errors.RayTaskError as error:
         if isinstance(error.cause, LayerShuffleError):
             raise error.cause from None
-        raise HostFailed(f"Host {host} failed: {one_line(error.cause)}") from error
-    except errors.RayError as error:  # cannot be reached, has too many calls, lost the answer
-        raise HostUnavailable(
-            f"Host {host} is not available ({type(error).__name__}: {one_line(error)})"
-        ) from error
+        _log.warning("Host %s broke on a call: %s", host, one_line(error.cause))
+        raise HostFailed(f"Host {host} broke on the call") from error
+    except errors.PendingCallsLimitExceeded as error:
+        raise HostUnavailable(f"Host {host} has too many calls that wait") from error
+    except errors.RayError as error:  # it cannot be reached, or its answer is lost
+        # Not a warning: while a host is away, every visit to it ends here.
+        _log.debug("Host %s is not available: %s", host, one_line(error))
+        raise HostUnavailable(f"Host {host} cannot be reached now") from error
 
 
 class RayHosts:
@@ -191,7 +197,10 @@ class RayHosts:
         except HostGone as error:
             # The reason, as a package that the host lacks, stands at the end of Ray's message.
             why = " ".join(str(error.__cause__).split())[-_MESSAGE:]
-            raise HostGone(f"The process of host {name} does not start: {why}") from error
+            _log.warning("The process of host %s does not start: %s", name, why)
+            raise HostGone(
+                f"The process of host {name} does not start; the log says more"
+            ) from error
         return info
 
     async def _make(self, name: str, node: str) -> None:
@@ -253,11 +262,12 @@ class RayHosts:
             try:
                 settle(partial(answer.set_result, call()))
             except (self._ray.exceptions.RayError, OSError, ValueError) as error:
-                failure = HostUnavailable(f"Ray could not do it ({one_line(error)})")
+                _log.debug("Ray did not carry out a call: %s", one_line(error))
+                failure = HostUnavailable("Ray does not carry out calls now")
                 failure.__cause__ = error
                 settle(partial(answer.set_exception, failure))
             finally:  # a defect: the thread prints its traceback
-                broken = HostUnavailable("Ray could not do it: the call broke")
+                broken = HostUnavailable("A call to Ray broke; the log says more")
                 settle(partial(answer.set_exception, broken))
 
         threading.Thread(target=work, daemon=True, name="ray-call").start()

@@ -16,6 +16,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,7 +123,7 @@ class LocalCluster:
         if node is not None:
             # A raylet that is asked to end takes its hosts with it.
             node.kill_all_processes(check_alive=False, allow_graceful=True)
-        end_processes(self.token)
+        end_processes(self.directory)
         # The next cluster here is a new one, without the members and actors of this one.
         shutil.rmtree(self.store, ignore_errors=True)
 
@@ -185,7 +186,7 @@ def sweep() -> None:
     for owner in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_OWNER}"):
         if _is_left_over(owner):
             directory = owner.parent
-            ended = end_processes(directory / _TOKEN)
+            ended = end_processes(directory)
             shutil.rmtree(directory, ignore_errors=True)
             _log.warning(
                 "Swept up after a swarm that was killed: %s, %d process(es)", directory, ended
@@ -226,14 +227,14 @@ def _locked(lock: int) -> bool:
     return True
 
 
-def end_processes(token: Path) -> int:
-    """Kill every process that was started with this token; returns how many there were.
+def end_processes(directory: Path) -> int:
+    """Kill every process of the cluster that lies in `directory`; returns how many there were.
 
     Ray's agents and workers end by themselves when their raylet dies, but some only after a minute,
-    and a stopped one never. Without /proc (macOS) this finds none.
+    and a stopped one never.
     """
     begun, ended = time.monotonic(), set[int]()
-    while pids := set(_processes_with(token)):
+    while pids := set(processes_of(directory)):
         if time.monotonic() - begun > _END_SECONDS:
             _log.error("Processes of Ray cannot be killed: %s", sorted(pids))
             break
@@ -244,16 +245,28 @@ def end_processes(token: Path) -> int:
     return len(ended)
 
 
-def _processes_with(token: Path) -> Iterator[int]:
-    word = f"RAY_AUTH_TOKEN_PATH={token}".encode()
+def processes_of(directory: Path) -> Iterator[int]:
+    """The processes of the cluster that lies in `directory`, without this one.
+
+    Without /proc (macOS) it finds none.
+    """
     for path in _PROCESSES.glob("[0-9]*"):
-        pid = int(path.name)
-        try:
-            # Those of other users cannot be read; what is a zombie has no environment any more.
-            if pid != os.getpid() and word in (path / "environ").read_bytes().split(b"\0"):
-                yield pid
-        except OSError:
-            continue
+        if (pid := int(path.name)) != os.getpid():
+            # Those of other users cannot be read; zombies have nothing left to read.
+            with suppress(OSError):
+                if _belongs(path, directory):
+                    yield pid
+
+
+def _belongs(process: Path, directory: Path) -> bool:
+    word = f"RAY_AUTH_TOKEN_PATH={directory / _TOKEN}".encode()
+    if word in (process / "environ").read_bytes().split(b"\0"):
+        return True
+    # The long titles of block hosts lie over their environment, but their logs are here.
+    if not (process / "cmdline").read_bytes().startswith(b"ray::"):
+        return False
+    files = [os.readlink(link) for link in (process / "fd").iterdir()]
+    return any(file.startswith(f"{directory}/") for file in files)
 
 
 def _kill(pid: int) -> None:
