@@ -70,7 +70,17 @@ def swarm(tmp_path_factory):
 
 
 def test_up_answers_and_says_what_to_type(swarm, repository):
-    process, address, _ = swarm
+    process, address, state = swarm
+    said = (Path(state).parent / "log").read_text()
+    steps = re.findall(r"^ *[\d.]+ s  (.+)$", said, re.MULTILINE)
+    assert steps[:3] == [
+        "Importing torch ...",
+        "Loading bundled:digits-swarm, and connecting to Ray ...",
+        "Starting 6 block hosts ...",
+    ]
+    assert [step.partition(" is up")[2] for step in steps[3:]] == [
+        f" ({n} of 6)" for n in range(1, 7)
+    ]
     image = str(repository / "docs" / "digit-pair.png")  # the one of the README: 42
     done = layershuffle("classify", image, "--address", address, "--json")
     assert done.returncode == 0, done.stderr

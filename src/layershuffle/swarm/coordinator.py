@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
@@ -108,18 +108,23 @@ class Coordinator:
             health.cancel()
             await asyncio.gather(health, return_exceptions=True)
 
-    async def ready(self, *, within: float) -> tuple[str, ...]:
+    async def ready(
+        self, *, within: float, say: Callable[[str], object] = _log.info
+    ) -> tuple[str, ...]:
         """The hosts of the plan that are not up once all are, or after `within` seconds.
 
-        It only waits: `run` must be running beside it.
+        It only waits: `run` must be running beside it. `say` gets a sentence for each that is up.
         """
-        clock = self.router.clock
-        end = clock() + within
-        while missing := [name for name in self.plan.hosts if not self.is_up(name)]:
-            if clock() >= end:
-                break
+        clock, seen = self.router.clock, set[str]()
+        end, count = clock() + within, len(self.plan.hosts)
+        while True:
+            up = {name for name in self.plan.hosts if self.is_up(name)}
+            for name in sorted(up - seen):
+                seen.add(name)
+                say(f"{name} is up ({len(seen)} of {count})")
+            if len(up) == count or clock() >= end:
+                return tuple(name for name in self.plan.hosts if name not in up)
             await asyncio.sleep(_POLL)
-        return tuple(missing)
 
     async def close(self) -> None:
         """End all hosts."""

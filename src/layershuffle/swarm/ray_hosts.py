@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import os
 import pickle
 import threading
 from collections.abc import Callable, Collection, Mapping
@@ -154,6 +155,7 @@ class RayHosts:
         self._ray, self._limits, self._threads, self._only = ray, limits, threads, only
         self.transport = RayTransport(ray)
         self._making: dict[str, asyncio.Task[None]] = {}
+        self._starts: dict[str, asyncio.Semaphore] = {}
         settings = f"{limits.model_dump_json()} {threads}".encode()
         self._kind = hashlib.sha256(settings).hexdigest()[:8]
 
@@ -161,6 +163,7 @@ class RayHosts:
         """Drop all handles, and what waits for Ray: a handle that outlives it blocks the next."""
         self.transport.actors.clear()
         self._making.clear()
+        self._starts.clear()
 
     async def nodes(self) -> tuple[Node, ...]:
         """The living members that are to run block hosts, by id."""
@@ -189,6 +192,13 @@ class RayHosts:
     async def _started(self, name: str, node: str) -> HostInfo:
         if earlier := self._making.get(name):
             await asyncio.wait({earlier})
+        # A process imports torch, which takes a core two seconds. More at once than there are cores
+        # take all of them from the hosts that live. Of other machines the cores are not known: they
+        # run one host, as a rule.
+        async with self._starts.setdefault(node, asyncio.Semaphore(os.cpu_count() or 1)):
+            return await self._begun(name, node)
+
+    async def _begun(self, name: str, node: str) -> HostInfo:
         making = self._making[name] = asyncio.create_task(self._make(name, node))
         # The thread goes on when this is cancelled; `end` waits for the process that it makes.
         await asyncio.shield(making)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from importlib import resources
@@ -27,7 +27,7 @@ from layershuffle.swarm.chaos import ChaosBackend, FaultInjector
 from layershuffle.swarm.coordinator import Coordinator
 from layershuffle.swarm.lineage import check_blocks, lineage_of, read_block, read_lineage
 from layershuffle.swarm.messages import Wire
-from layershuffle.swarm.placement import HostBackend
+from layershuffle.swarm.placement import HostBackend, homes_of
 from layershuffle.swarm.plan import SwarmPlan
 from layershuffle.swarm.planning.hosts import ModelFacts, facts_of
 from layershuffle.swarm.program import pack_tensors, read_program
@@ -182,11 +182,13 @@ async def running_service(
     backend: HostBackend,
     session: RaySession | None = None,
     within: float = START_SECONDS,
+    say: Callable[[str], object] = _log.info,
 ) -> AsyncIterator[Service]:
     """The swarm of `plan`, once its hosts are up or `within` seconds have passed.
 
-    `session`: the connection to Ray if `backend` is a `RayHosts` on it; it is kept here. On leaving
-    it ends the hosts. It takes `cargo.model` over, which loses its blocks' weights.
+    `session`: the connection to Ray if `backend` is a `RayHosts` on it; it is kept here. `say` gets
+    a sentence for every host that is up. On leaving it ends the hosts. It takes `cargo.model` over,
+    which loses its blocks' weights.
     """
     depth = cargo.bundles[plan.model].depth
     # Always there: without a fault it adds one look into a dictionary per visit (decision 014).
@@ -208,7 +210,7 @@ async def running_service(
     if session is not None:
         tasks.append(asyncio.create_task(_keep_session(session, coordinator)))
     try:
-        missing = await coordinator.ready(within=within)
+        missing = await coordinator.ready(within=within, say=say)
         yield Service(
             plan, router, coordinator, faults, remote_model, cargo.calibration, missing, session
         )
@@ -220,6 +222,26 @@ async def running_service(
         await coordinator.close()
         # In a thread, because it waits for stems and heads that still compute.
         await asyncio.to_thread(remote_model.close)
+
+
+@asynccontextmanager
+async def started_early(backend: HostBackend, plan: SwarmPlan) -> AsyncIterator[None]:
+    """The processes of the plan's hosts start inside, for a coordinator that is still to come.
+
+    They import torch while the model is being loaded. What fails the coordinator starts again.
+    """
+
+    async def start() -> None:
+        homes = homes_of(await backend.nodes(), {})
+        hosts = [backend.start(name, node=homes[name]) for name in plan.hosts if name in homes]
+        await asyncio.gather(*hosts, return_exceptions=True)
+
+    starting = asyncio.ensure_future(start())
+    try:
+        yield
+    finally:
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
 
 
 async def keep_watching(coordinator: Coordinator) -> None:
