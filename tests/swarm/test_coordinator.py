@@ -367,38 +367,20 @@ def test_a_watch_that_breaks_begins_anew(caplog):
         await coordinator.close()
 
     run_virtual(go())
-    (first, *_) = [one for one in caplog.records if "begins anew" in one.message]
-    assert "nobody foresaw this" in str(first.exc_info[1])
+    errors = [str(r.exc_info[1]) for r in caplog.records if "begins anew" in r.message]
+    assert "nobody foresaw this" in errors[0]
 
 
 def test_a_question_for_the_machines_that_hangs_is_asked_once(caplog):
     async def check(coordinator, hosts):
         hosts.known.clear()
         before = len(hosts.log)
-        await until(lambda: "no answer within 10 ms" in caplog.text)
-        await asyncio.sleep(0.1)  # ten looks
-        assert caplog.text.count("no answer within 10 ms") == 1
+        await asyncio.sleep(0.2)
+        assert caplog.text.count("no answer within 10 ms") == 1  # in many looks
         assert hosts.log[before:].count(("nodes",)) <= 2  # one was under way
         assert coordinator.watching
         hosts.known.set()
         await replaced(coordinator, hosts, "a")
-
-    coordinated(check)
-
-
-def test_hosts_begin_anew_when_what_ran_them_has_ended():
-    """The machines are the same, and their processes are not known any more."""
-
-    async def check(coordinator, hosts):
-        first = dict(hosts.processes)
-        await coordinator.drain("b")
-        hosts.processes.clear()
-        coordinator.begin_anew("Ray ended")
-        assert coordinator.router.swarm["a"].why == "Ray ended"
-        assert condition(coordinator, "a") == "gone"
-        await until(lambda: condition(coordinator, "a") == "healthy")
-        assert hosts.processes["a"] is not first["a"]
-        assert coordinator.hosts["b"].phase == "held"
 
     coordinated(check)
 

@@ -5,19 +5,25 @@ That real ones are killed: test_swarm_up.py (GCS, raylet), test_ray_hosts.py (th
 
 import asyncio
 import logging
+import os
+import socket
 import subprocess
 import sys
 import tempfile
 
 import pytest
+from fake_hosts import condition, coordinated
 
 from clock import loop_time, run_virtual
 from layershuffle.errors import LayerShuffleError
 from layershuffle.swarm.limits import Limits, restart_pause
 from layershuffle.swarm.placement import HostRecord, ended
+from layershuffle.swarm.ray_hosts import RayHosts
 from layershuffle.swarm.ray_local import LocalCluster, Loss, sweep
 from layershuffle.swarm.ray_session import JoinedCluster, RaySession
+from waiting import until
 
+CORES = os.cpu_count()
 LIMITS = Limits(restart_ms=200, restart_max_ms=30_000, stable_ms=60_000)
 
 
@@ -164,9 +170,55 @@ def test_a_joined_cluster_knows_its_head_and_its_own_member():
 
 
 def listening():
-    import socket
-
     return socket.create_server(("127.0.0.1", 0))
+
+
+# --- hosts that start again ----------------------------------------------------------------------
+
+
+def test_hosts_begin_anew_when_what_ran_them_has_ended():
+    """The machines are the same, and their processes are not known any more."""
+
+    async def check(coordinator, hosts):
+        first = dict(hosts.processes)
+        await coordinator.drain("b")
+        hosts.processes.clear()
+        coordinator.begin_anew("Ray ended")
+        assert coordinator.router.swarm["a"].why == "Ray ended"
+        assert condition(coordinator, "a") == "gone"
+        await until(lambda: condition(coordinator, "a") == "healthy")
+        assert hosts.processes["a"] is not first["a"]
+        assert coordinator.hosts["b"].phase == "held"
+
+    coordinated(check)
+
+
+def test_no_more_processes_start_at_once_than_there_are_cores():
+    """Six hosts that restart together would take the cores from those that live."""
+
+    class Info:
+        draining = False
+
+    class Counting(RayHosts):
+        now = most = 0
+
+        async def _begun(self, name, node):
+            self.now += 1
+            self.most = max(self.most, self.now)
+            await asyncio.sleep(1.0)
+            self.now -= 1
+            return Info()
+
+    async def go():
+        hosts, clock = Counting(None, limits=LIMITS), asyncio.get_running_loop().time
+        names = [f"host-{number}" for number in range(2 * CORES + 1)]
+        await asyncio.gather(*[hosts.start(name, node="n1") for name in names])
+        assert (hosts.most, round(clock(), 3)) == (CORES, 3.0)
+        # Another machine has cores of its own.
+        await asyncio.gather(*[hosts.start("a", node=node) for node in ("n2", "n3")])
+        assert round(clock(), 3) == 4.0
+
+    run_virtual(go())
 
 
 # --- what is left when the program was killed -----------------------------------------------------

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 from engines import BLOCKS, CHECKS, LIMITS, rig_of
 
-from clock import run_virtual
 from layershuffle.errors import UsageError
 from layershuffle.swarm.chaos import signal_process
 from layershuffle.swarm.local import LocalHosts
@@ -58,7 +57,6 @@ RAY_CHECKS = (
     "hosts_outlive_their_coordinator",
 )
 PROGRAM_SECONDS = 600
-CORES = os.cpu_count()
 
 
 # --- the contract ---------------------------------------------------------------------------------
@@ -301,34 +299,6 @@ def test_a_start_that_was_given_up_leaves_no_process():
         assert hosts.transport.actors == {}
 
     asyncio.run(go())
-
-
-def test_no_more_processes_start_at_once_than_there_are_cores():
-    """Six hosts that restart together would take the cores from those that live."""
-
-    class Info:
-        draining = False
-
-    class Counting(RayHosts):
-        now = most = 0
-
-        async def _begun(self, name, node):
-            self.now += 1
-            self.most = max(self.most, self.now)
-            await asyncio.sleep(1.0)
-            self.now -= 1
-            return Info()
-
-    async def go():
-        hosts, clock = Counting(FakeRay(), limits=LIMITS), asyncio.get_running_loop().time
-        names = [f"host-{number}" for number in range(2 * CORES + 1)]
-        await asyncio.gather(*[hosts.start(name, node="n1") for name in names])
-        assert (hosts.most, round(clock(), 3)) == (CORES, 3.0)
-        # Another machine has cores of its own.
-        await asyncio.gather(*[hosts.start("a", node=node) for node in ("n2", "n3")])
-        assert round(clock(), 3) == 4.0
-
-    run_virtual(go())
 
 
 def test_what_could_not_be_ended_is_ended_another_time():
