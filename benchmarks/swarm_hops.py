@@ -211,12 +211,12 @@ def rows(effort: Effort) -> Iterator[Row]:
     smoke = effort is SMOKE
     few, some = (1, 1) if smoke else (9, 40)
     names = [f"host-{number + 1}" for number in range(DEPTH)]
-    with nullcontext() if smoke else local_ray(names) as ray:
-        swarms = partial(swarm_on, ray)
+    with nullcontext() if smoke else local_ray(names) as session:
+        swarms = partial(swarm_on, session)
         for wire in get_args(Wire):
             yield asyncio.run(hop(swarms, wire, model=NARROW if smoke else WIDE, count=some))
         if not smoke:
-            yield asyncio.run(bare(ray, count=some))
+            yield asyncio.run(bare(session.ray, count=some))
         yield asyncio.run(against_one_process(swarms, count=some))
         for model, sizes in [*SIZES.items()][: 1 if smoke else None]:
             count = 2 if smoke else 100 if model == DEFAULT_MODEL else 16

@@ -128,8 +128,8 @@ async def measured(plan: SwarmPlan, options: argparse.Namespace) -> dict[str, An
     """Everything, on one running swarm."""
     images = labelled_images(load(DEFAULT_MODEL), "digit-pairs", count=1000)
     results: dict[str, Any] = {}
-    with nullcontext() if options.smoke else local_ray(list(plan.hosts)) as ray:
-        async with swarm_on(ray, plan) as service, client_inside(service) as client:
+    with nullcontext() if options.smoke else local_ray(list(plan.hosts)) as session:
+        async with swarm_on(session, plan) as service, client_inside(service) as client:
             load_ = Load(service, client, images)
             await load_.drill(40)
             results["order-free"] = await load_.killed("order-free", options.requests)

@@ -51,9 +51,9 @@ def failures(plan: SwarmPlan, requests: int) -> tuple[Fault, ...]:
     return check_faults([*dead, *passing], hosts)
 
 
-async def real(ray: Any, plan: SwarmPlan, requests: int) -> tuple[Drill, Profile, float]:
+async def real(session: Any, plan: SwarmPlan, requests: int) -> tuple[Drill, Profile, float]:
     """The drill through the gateway; how fast the hosts were before, and a request beside them."""
-    async with swarm_on(ray, plan) as service, client_inside(service) as client:
+    async with swarm_on(session, plan) as service, client_inside(service) as client:
         images = labelled_images(load(DEFAULT_MODEL), DATA, count=min(requests, 100))
         ask = load_client(client, images, deadline_ms=plan.limits.deadline_ms)
         await run_drill(ask, requests // 6, concurrency=CLIENTS)
@@ -94,11 +94,11 @@ def simulated(plan: SwarmPlan, seen: Profile, *, each: float, requests: int) -> 
     )
 
 
-def case(ray: Any, routing: Routing, replicas: int, *, requests: int) -> Row:
+def case(session: Any, routing: Routing, replicas: int, *, requests: int) -> Row:
     """How far the shares of the simulation are from those of the real swarm, in points."""
     plan = even_plan(DEPTH, HOSTS, replicas=replicas)
     plan = plan.model_copy(update={"routing": routing, "limits": LIMITS})
-    drill, seen, each = asyncio.run(real(ray, plan, requests))
+    drill, seen, each = asyncio.run(real(session, plan, requests))
     outcome = simulated(plan, seen, each=each, requests=requests)
     shares = {
         end: {"real": round(drill.share(end), 2), "simulated": round(outcome.share(end), 2)}
@@ -128,9 +128,9 @@ def rows(effort: Effort) -> Iterator[Row]:
     """Every case once, on processes of this machine; a smoke within this process."""
     smoke = effort is SMOKE
     names = [f"host-{number + 1}" for number in range(HOSTS)]
-    with nullcontext() if smoke else local_ray(names) as ray:
+    with nullcontext() if smoke else local_ray(names) as session:
         for routing, replicas in CASES[:1] if smoke else CASES:
-            yield case(ray, routing, replicas, requests=FEW if smoke else REQUESTS)
+            yield case(session, routing, replicas, requests=FEW if smoke else REQUESTS)
 
 
 CLAIM = Claim(theme="swarm-validation", text=__doc__.removeprefix("Claim: "), rows=rows)

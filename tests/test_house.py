@@ -37,7 +37,7 @@ LAYERS = (
 # state of a swarm and the decisions on it, to processes, then to what a user starts.
 SWARM_LAYERS = (
     ("limits", "ray_config", "program"),
-    ("messages", "export", "lineage", "ray_session"),
+    ("ray_local", "messages", "export", "lineage", "ray_session"),
     ("state", "audits", "frames", "stream"),
     ("policy",),
     ("plan", "router", "host", "channel", "bundle"),

@@ -53,9 +53,9 @@ def main(directory: Path, ip: str) -> None:
     address = f"{ip}:{HEAD_PORT}"
     wait_for(address, head)
     log("head", seconds=time.monotonic() - begun)
-    with joined_ray(address, token=token, tls=tls) as ray:
+    with joined_ray(address, token=token, tls=tls) as session:
         log("joined", seconds=time.monotonic() - begun)
-        asyncio.run(serve(ray, directory, log))
+        asyncio.run(serve(session.ray, directory, log))
     head.terminate()
 
 

@@ -8,6 +8,7 @@ traceback if it failed.
 from __future__ import annotations
 
 import asyncio
+import http.client
 import ipaddress
 import json
 import os
@@ -20,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from engines import BLOCKS, CHECKS, DEPTH, LIMITS, PLAN, Rig, rig_of
-from netns import processes_with
 
 from layershuffle.swarm.chaos import ChaosBackend
 from layershuffle.swarm.coordinator import Coordinator
 from layershuffle.swarm.ray_hosts import RayHosts
+from layershuffle.swarm.ray_local import processes_of
 from layershuffle.swarm.ray_session import local_ray
 from layershuffle.swarm.router import Router
 from waiting import HANGS, until
@@ -32,6 +33,7 @@ from waiting import HANGS, until
 CHECK_SECONDS = 120.0
 END_SECONDS = 30.0
 RAY_ALONE = " over Ray alone"
+VISITS, AT_ONCE = 3000, 10
 # As Ray itself asks at a head: with whatever token the environment names.
 CLIENT = """
 import sys
@@ -45,10 +47,66 @@ except Exception as error:
 
 async def nothing_listens_beyond_this_machine(rig: Rig) -> None:
     """Every port of every process of the cluster is on 127.0.0.1."""
-    members = set(processes_with(os.environ["RAY_AUTH_TOKEN_PATH"]))
-    assert len(members) >= 3 + len(BLOCKS)
-    seen = {address for pid in members | {os.getpid()} for address in listening(pid)}
+    members = set(members_of_cluster())
+    assert len(members) == 4 + len(BLOCKS)  # GCS, raylet, its two agents
+    seen = {address for pid in members | {os.getpid()} for address, _ in listening(pid)}
     assert seen == {"127.0.0.1"}
+
+
+async def no_port_answers_without_the_token(rig: Rig) -> None:
+    """Those that speak HTTP refuse; those that speak gRPC close."""
+    members = [*members_of_cluster(), os.getpid()]
+    ports = {port for pid in members for _, port in listening(pid)}
+    assert len(ports) >= 4 + len(BLOCKS)  # GCS, two of the raylet, an agent, this process
+    said = {port: await asyncio.to_thread(status_at, port) for port in ports}
+    assert set(said.values()) == {None, 401}, said
+
+
+def status_at(port: int) -> int | None:
+    """The status of the answer to `GET /`; `None` if there is none."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=HANGS)
+    try:
+        connection.request("GET", "/")
+        return connection.getresponse().status
+    except (OSError, http.client.HTTPException):
+        return None
+    finally:
+        connection.close()
+
+
+async def memory_holds(rig: Rig) -> None:
+    """Of every process of the swarm, over a few thousand visits."""
+    await many_visits(rig, 500)
+    before = resident()
+    await many_visits(rig, VISITS)
+    grown = {pid: size - before[pid] for pid, size in resident().items() if pid in before}
+    gcs = {pid for pid in grown if "gcs_server" in Path(f"/proc/{pid}/cmdline").read_text()}
+    rig.measured |= {"all_kb": sum(grown.values()), "gcs_kb": sum(map(grown.get, gcs))}
+    assert len(gcs) == 1
+    # A tenth of a kilobyte per visit: with Ray's task events it takes ten times that.
+    assert rig.measured["gcs_kb"] < VISITS
+    assert rig.measured["all_kb"] < 10 * VISITS
+
+
+async def many_visits(rig: Rig, count: int) -> None:
+    for _ in range(0, count, AT_ONCE):
+        await asyncio.gather(*[rig.visit("a", BLOCKS["a"][0]) for _ in range(AT_ONCE)])
+
+
+def members_of_cluster() -> list[int]:
+    return list(processes_of(Path(os.environ["RAY_AUTH_TOKEN_PATH"]).parent))
+
+
+def resident() -> dict[int, int]:
+    """Kilobytes of memory of every process of the swarm, this one among them."""
+    sizes = {}
+    for pid in [*members_of_cluster(), os.getpid()]:
+        try:
+            status = Path(f"/proc/{pid}/status").read_text()
+        except OSError:  # it has ended
+            continue
+        sizes[pid] = int(status.partition("VmRSS:")[2].split()[0])
+    return sizes
 
 
 async def a_client_without_the_token_gets_nothing(rig: Rig) -> None:
@@ -121,6 +179,8 @@ RAY_CHECKS = {
     check.__name__: check
     for check in (
         nothing_listens_beyond_this_machine,
+        no_port_answers_without_the_token,
+        memory_holds,
         a_client_without_the_token_gets_nothing,
         a_frozen_process_is_ended_for_good,
         hosts_outlive_their_coordinator,
@@ -129,8 +189,8 @@ RAY_CHECKS = {
 }
 
 
-def listening(pid: int) -> set[str]:
-    """Addresses on which a process listens for TCP, without their ports."""
+def listening(pid: int) -> set[tuple[str, int]]:
+    """Addresses and ports on which a process listens for TCP."""
     try:
         links = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
     except OSError:
@@ -144,12 +204,12 @@ def listening(pid: int) -> set[str]:
     return {readable(row[1]) for row in rows if row[3] == "0A" and row[9] in mine}
 
 
-def readable(address: str) -> str:
-    """The address of an entry of /proc/net/tcp as people write it."""
-    raw = address.partition(":")[0]
+def readable(address: str) -> tuple[str, int]:
+    """Address and port of an entry of /proc/net/tcp as people write them."""
+    raw, _, port = address.partition(":")
     words = [bytes.fromhex(raw[i : i + 8])[::-1] for i in range(0, len(raw), 8)]
     found = ipaddress.ip_address(b"".join(words))
-    return str(getattr(found, "ipv4_mapped", None) or found)
+    return str(getattr(found, "ipv4_mapped", None) or found), int(port, 16)
 
 
 async def run_all(ray: Any, out: Path, *, channel: bool) -> None:
@@ -180,15 +240,15 @@ def tell(out: Path, name: str, **said: Any) -> None:
 
 def main(out: Path) -> None:
     begun = time.monotonic()
-    with local_ray(list(BLOCKS)) as ray:
-        word = os.environ["RAY_AUTH_TOKEN_PATH"]
+    with local_ray(list(BLOCKS)) as session:
+        directory = Path(os.environ["RAY_AUTH_TOKEN_PATH"]).parent
         tell(out, "up", seconds=time.monotonic() - begun)
         for channel in (True, False):
-            asyncio.run(run_all(ray, out, channel=channel))
+            asyncio.run(run_all(session.ray, out, channel=channel))
         begun = time.monotonic()
-    while processes_with(word) and time.monotonic() < begun + END_SECONDS:
+    while [*processes_of(directory)] and time.monotonic() < begun + END_SECONDS:
         time.sleep(0.1)
-    tell(out, "down", seconds=time.monotonic() - begun, left=len(processes_with(word)))
+    tell(out, "down", seconds=time.monotonic() - begun, left=len([*processes_of(directory)]))
 
 
 if __name__ == "__main__":

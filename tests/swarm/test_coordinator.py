@@ -59,7 +59,7 @@ def test_a_dead_host_on_a_living_machine_starts_again():
         # Nobody asks: the canary finds out.
         await until(lambda: hosts.processes.get("a") not in (None, first))
         await until(lambda: condition(coordinator, "a") == "healthy")
-        assert coordinator.hosts["a"].tries == 0
+        assert coordinator.hosts["a"].tries == 1  # until it has run for a minute
 
     coordinated(check)
 
@@ -367,15 +367,16 @@ def test_a_watch_that_breaks_begins_anew(caplog):
         await coordinator.close()
 
     run_virtual(go())
-    (first, *_) = [one for one in caplog.records if "begins anew" in one.message]
-    assert "nobody foresaw this" in str(first.exc_info[1])
+    errors = [str(r.exc_info[1]) for r in caplog.records if "begins anew" in r.message]
+    assert "nobody foresaw this" in errors[0]
 
 
 def test_a_question_for_the_machines_that_hangs_is_asked_once(caplog):
     async def check(coordinator, hosts):
         hosts.known.clear()
         before = len(hosts.log)
-        await until(lambda: caplog.text.count("no answer within 10 ms") >= 3)
+        await asyncio.sleep(0.2)
+        assert caplog.text.count("no answer within 10 ms") == 1  # in many looks
         assert hosts.log[before:].count(("nodes",)) <= 2  # one was under way
         assert coordinator.watching
         hosts.known.set()

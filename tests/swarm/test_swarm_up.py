@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from layershuffle.swarm.client import SwarmClient
+
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="needs the extra `swarm` (Ray)"
 )
@@ -68,7 +70,17 @@ def swarm(tmp_path_factory):
 
 
 def test_up_answers_and_says_what_to_type(swarm, repository):
-    process, address, _ = swarm
+    process, address, state = swarm
+    said = (Path(state).parent / "log").read_text()
+    steps = re.findall(r"^ *[\d.]+ s  (.+)$", said, re.MULTILINE)
+    assert steps[:3] == [
+        "Importing torch ...",
+        "Loading bundled:digits-swarm, and connecting to Ray ...",
+        "Starting 6 block hosts ...",
+    ]
+    assert [step.partition(" is up")[2] for step in steps[3:]] == [
+        f" ({n} of 6)" for n in range(1, 7)
+    ]
     image = str(repository / "docs" / "digit-pair.png")  # the one of the README: 42
     done = layershuffle("classify", image, "--address", address, "--json")
     assert done.returncode == 0, done.stderr
@@ -101,6 +113,49 @@ def test_requests_are_answered_while_a_third_of_the_hosts_dies(swarm):
     assert judged[2] == "inside", done.stdout
     assert low <= top1 <= high
     assert layershuffle("swarm", "status", "--address", address).stdout.count("healthy") == 6
+
+
+@pytest.mark.alone
+def test_the_swarm_outlives_rays_own_processes(swarm, repository):
+    """Without its GCS it answers on, with the same hosts; after its raylet it starts new ones."""
+    process, address, state = swarm
+    image, log = repository / "docs" / "digit-pair.png", Path(state).parent / "log"
+    hosts = named(process.pid, "BlockHost")
+    assert len(hosts) == 6
+    with SwarmClient(address) as client:
+
+        def killed(kind, *, renewals):
+            (victim,) = named(process.pid, f"/{kind} ")
+            os.kill(victim, signal.SIGKILL)
+            waited(lambda: f"Ray's {kind} (exit code -9) ended" in log.read_text())
+            waited(lambda: log.read_text().count("Ray runs again") == renewals)
+            waited(lambda: client.health().usable_hosts == 6 and not client.health().why)
+            assert len(client.classify(image, deadline_ms=30_000).blocks) == 12
+            return named(process.pid, "BlockHost")
+
+        assert killed("gcs_server", renewals=1) == hosts
+        anew = killed("raylet", renewals=2)
+        assert len(anew) == 6
+        assert not anew & hosts
+
+
+def named(leader, word):
+    """Processes of the session with `word` in their command line."""
+    return {pid for pid in session_processes(leader) if word in command_of(pid)}
+
+
+def command_of(pid):
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:  # it has ended
+        return ""
+
+
+def waited(true):
+    end = time.monotonic() + START_SECONDS
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.1)
 
 
 def test_ctrl_c_leaves_no_process_behind(swarm):

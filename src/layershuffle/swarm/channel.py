@@ -283,9 +283,13 @@ class ChannelLink:
             raise ChannelLost(f"The channel to host {self.host}: {self.why}")
         return await self._connection.visit(blocks, packet, budget_ms=budget_ms)
 
+    def end(self) -> None:
+        """End the connection soon, and open none any more."""
+        self._task.cancel()
+
     async def close(self) -> None:
         """End the connection, and open none any more."""
-        self._task.cancel()
+        self.end()
         await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run(self) -> None:

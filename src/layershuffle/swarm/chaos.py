@@ -262,6 +262,13 @@ class ChaosBackend:
         """How visits get to each host."""
         return self.inner.carriers()
 
+    def forget(self) -> None:
+        """Drop everything about the processes; whatever was wrong with them ends too."""
+        self.inner.forget()
+        for name in self._processes:
+            self.transport.heal(name)
+        self._processes.clear()
+
     async def kill(self, name: str) -> None:
         """The host's process dies at once. Raises `HostUnavailable` if there is none."""
         if self._ray is not None:

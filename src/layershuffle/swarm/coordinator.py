@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
@@ -18,11 +18,13 @@ from layershuffle.swarm import state
 from layershuffle.swarm.health import HealthMonitor, references
 from layershuffle.swarm.placement import (
     Action,
+    Drop,
     HostBackend,
     HostRecord,
     Node,
     Reload,
     Start,
+    ended,
     reconcile,
 )
 from layershuffle.swarm.plan import SwarmPlan
@@ -75,6 +77,7 @@ class Coordinator:
         # Weak: a lock lasts as long as somebody holds it or waits for it. `Lock.locked` says
         # nothing of those who wait, so a lock that is deleted by hand may be deleted under them.
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._unknown = ""  # why the machines are not known
         self._asking: asyncio.Future[Sequence[Node]] | None = None
         for name, host in plan.hosts.items():
             # Shown from the start, so that the hosts that are still missing can be seen.
@@ -105,18 +108,23 @@ class Coordinator:
             health.cancel()
             await asyncio.gather(health, return_exceptions=True)
 
-    async def ready(self, *, within: float) -> tuple[str, ...]:
+    async def ready(
+        self, *, within: float, say: Callable[[str], object] = _log.info
+    ) -> tuple[str, ...]:
         """The hosts of the plan that are not up once all are, or after `within` seconds.
 
-        It only waits: `run` must be running beside it.
+        It only waits: `run` must be running beside it. `say` gets a sentence for each that is up.
         """
-        clock = self.router.clock
-        end = clock() + within
-        while missing := [name for name in self.plan.hosts if not self.is_up(name)]:
-            if clock() >= end:
-                break
+        clock, seen = self.router.clock, set[str]()
+        end, count = clock() + within, len(self.plan.hosts)
+        while True:
+            up = {name for name in self.plan.hosts if self.is_up(name)}
+            for name in sorted(up - seen):
+                seen.add(name)
+                say(f"{name} is up ({len(seen)} of {count})")
+            if len(up) == count or clock() >= end:
+                return tuple(name for name in self.plan.hosts if name not in up)
             await asyncio.sleep(_POLL)
-        return tuple(missing)
 
     async def close(self) -> None:
         """End all hosts."""
@@ -124,6 +132,17 @@ class Coordinator:
         if self._asking is not None:
             self._asking.cancel()
         await asyncio.gather(*map(self._end, self.hosts), *self._ending)
+
+    def begin_anew(self, why: str) -> None:
+        """The backend has lost all its processes: start the hosts again, or find those that live.
+
+        Hosts that an operator ended stay away.
+        """
+        if self._asking is not None:  # it asks what has ended, and would wait for ever
+            self._asking.cancel()
+        for name, host in [*self.hosts.items()]:
+            if host.phase != "held":
+                self._do(Drop(name, why))
 
     # --- what operators do ------------------------------------------------------------------------
 
@@ -207,13 +226,16 @@ class Coordinator:
         try:
             nodes = await self._machines()
         except LayerShuffleError as error:
-            _log.warning("The swarm's machines are not known now: %s", error.cause)
+            if error.cause != self._unknown:  # twice a second it would fill the log
+                _log.warning("The swarm's machines are not known now: %s", error.cause)
+            self._unknown = error.cause
             return
+        self._unknown = ""
         now = self.router.clock()
         for host in [*self.hosts.values()]:
             # A visit that fails tells the router of a death before anybody else knows.
             if host.phase == "up" and self.router.swarm[host.name].condition == "gone":
-                self.hosts[host.name] = replace(host, phase="dead", retry_at=now)
+                self.hosts[host.name] = ended(host, now=now, limits=self.router.limits)
         for action in reconcile(
             self.plan, nodes, hosts=self.hosts, now=now, depth=self.router.depth
         ):
@@ -228,12 +250,14 @@ class Coordinator:
         """
         limit = self.router.limits.watch_ms
         # The same question is waited for again: it may answer after the next look.
-        self._asking = self._asking or asyncio.ensure_future(self.backend.nodes())
-        done, _ = await asyncio.wait({self._asking}, timeout=limit / _MILLI)
+        asking = self._asking = self._asking or asyncio.ensure_future(self.backend.nodes())
+        done, _ = await asyncio.wait({asking}, timeout=limit / _MILLI)
         if not done:
             raise LayerShuffleError(f"there was no answer within {limit:g} ms")
-        asked, self._asking = self._asking, None
-        return asked.result()
+        self._asking = None
+        if asking.cancelled():  # `begin_anew`
+            raise LayerShuffleError("what would have answered has ended")
+        return asking.result()
 
     def _do(self, action: Action) -> None:
         name = action.name
@@ -278,17 +302,14 @@ class Coordinator:
                 _log.warning("Host %s did not start: %s", name, why)
                 await self._end_process(name)
                 return self._failed(name, why)
-            self.hosts[name] = replace(self.hosts[name], phase="up", tries=0, why="")
+            now = self.router.clock()
+            self.hosts[name] = replace(self.hosts[name], phase="up", since=now, why="")
             self._show(self._fresh(name, start.blocks))
             await self._trim(start)
 
     def _failed(self, name: str, why: str) -> None:
-        host, limits = self.hosts[name], self.router.limits
-        pause = min(limits.suspect_ms * 2**host.tries, limits.suspect_max_ms) / _MILLI
-        retry_at = self.router.clock() + pause
-        self.hosts[name] = replace(
-            host, phase="dead", retry_at=retry_at, tries=min(host.tries + 1, 32), why=why
-        )
+        now, limits = self.router.clock(), self.router.limits
+        self.hosts[name] = ended(self.hosts[name], now=now, limits=limits, why=why)
         self._gone(name, why)
 
     async def _filled(self, start: Start) -> str:

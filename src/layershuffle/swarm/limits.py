@@ -13,6 +13,8 @@ from layershuffle.settings import Positive, Settings, Share
 
 Milliseconds = Annotated[float, Field(gt=0)]
 Factor = Annotated[float, Field(gt=1)]
+_MILLI = 1000.0
+_DOUBLINGS = 32
 
 
 class Limits(Settings):
@@ -75,9 +77,15 @@ class Limits(Settings):
 
     channel_ms: Milliseconds = 2000.0
     """Longest time to connect to a host's data channel, handshake and proof included."""
-
     lag_fade: Share = 0.005
     """What a visit takes off the longest recent lag, as a share: half of it in 140 visits."""
+    # A start costs two seconds of processor time, which the hosts that live would miss.
+    restart_ms: Milliseconds = 200.0
+    """Pause before a process that ended is started again; doubled at every further end ..."""
+    restart_max_ms: Milliseconds = 30_000.0
+    """... up to this ..."""
+    stable_ms: Milliseconds = 60_000.0
+    """... and short again for a process that ran for this long."""
     average_weight: Share = 0.2
     """Weight of the newest measurement in the averages of compute and link times."""
     prior_compute_ms: Milliseconds = 5.0
@@ -94,3 +102,16 @@ class Limits(Settings):
     # (decision 009): no honest host comes near this.
     tolerance: Annotated[float, Field(ge=0)] = 1e-3
     """Largest difference of an answer from the known one, relative to its largest value."""
+
+
+def restart_pause(tries: int, *, ran: float, limits: Limits) -> tuple[int, float]:
+    """How often a process has now ended in a row, and the seconds until it is started again.
+
+    `tries`: how often it had ended in a row before; `ran`: for how many seconds it was up, 0 if its
+    start failed.
+    """
+    if ran >= limits.stable_ms / _MILLI:
+        tries = 0
+    # The exponent is bounded because a float overflows at 1024.
+    pause = limits.restart_ms * 2.0 ** min(tries, _DOUBLINGS)
+    return tries + 1, min(pause, limits.restart_max_ms) / _MILLI

@@ -42,6 +42,12 @@ class LocalHosts:
         if host := self._hosts.pop(name, None):
             host.close()
 
+    def forget(self) -> None:
+        """End all hosts; visits that are there fail."""
+        for host in self._hosts.values():
+            host.close()
+        self._hosts.clear()
+
     async def call(self, name: str, method: HostCall, *args: Any) -> Any:
         """What that method of the host returns."""
         # In a thread, because a load takes long.

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median_low
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from layershuffle.swarm.limits import Limits, restart_pause
 from layershuffle.swarm.messages import Transport
 
 if TYPE_CHECKING:
@@ -74,6 +75,9 @@ class HostBackend(Protocol):
     def carriers(self) -> Mapping[str, Carrier]:
         """How visits get to each host that runs here."""
 
+    def forget(self) -> None:
+        """Drop everything about the processes: what runs them has ended, or ends now."""
+
 
 @dataclass(frozen=True, slots=True)
 class HostRecord:
@@ -84,7 +88,8 @@ class HostRecord:
     dead      its process has ended; it is started again from `retry_at` on
     held      an operator ended it or is ending it; it stays away until `Coordinator.readmit`
 
-    `tries` counts the starts that failed in a row, `why` says what went wrong last.
+    `tries` counts the processes that ended in a row, `since` is when the present one came up, and
+    `why` says what went wrong last.
     """
 
     name: str
@@ -93,7 +98,15 @@ class HostRecord:
     phase: Phase = "starting"
     retry_at: float = 0.0
     tries: int = 0
+    since: float = 0.0
     why: str = ""
+
+
+def ended(host: HostRecord, *, now: float, limits: Limits, why: str = "") -> HostRecord:
+    """`host` when its process has ended, or has not started: dead, until it is tried again."""
+    ran = now - host.since if host.phase == "up" else 0.0
+    tries, pause = restart_pause(host.tries, ran=ran, limits=limits)
+    return replace(host, phase="dead", retry_at=now + pause, tries=tries, why=why)
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,6 +52,7 @@ _CHANNEL_VARIABLE = "LAYERSHUFFLE_CHANNEL_PORT"
 _METRIC_PORT, _CLIENT_PORT = 8, 9  # Ray opens them on heads whether anybody needs them or not
 STORE_BYTES = 256 << 20
 """Shared memory of a member; blocks pass through it one at a time when a host loads them."""
+_HEADLESS_SECONDS = 7 * 24 * 3600  # Ray turns it into milliseconds of 32 bits
 HOST_MARK, NAME_MARK = "block_host", "host:"
 """Ray resources by which the coordinator knows block hosts, and their names."""
 NAMESPACE = "layershuffle-swarm"
@@ -143,6 +144,10 @@ def environment(
         "RAY_AUTH_TOKEN_PATH": str(token.absolute()),
         "RAY_worker_niceness": "0",  # else a host starves beside any other program
         "RAY_USAGE_STATS_ENABLED": "0",
+        # By default Ray ends every process, the server's too, that has missed its head for 60 s.
+        "RAY_gcs_rpc_server_reconnect_timeout_s": str(_HEADLESS_SECONDS),
+        # Else the GCS keeps what every call did: 12.5 kB per request, 300 MB in 25,000.
+        "RAY_task_events_report_interval_ms": "0",
         "OMP_NUM_THREADS": str(threads),
         # Else Ray replaces 127.0.0.1 by an address that others reach, and listens on all of them.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0" if loopback else "1",

@@ -11,8 +11,10 @@ import asyncio
 import hashlib
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -124,7 +126,8 @@ class RayTransport:
         except VisitError:
             raise
         except BrokenFrame as error:
-            raise HostFailed(f"The answer of host {host} cannot be read: {error.cause}") from error
+            _log.warning("Host %s sent what is no answer: %s", host, error.cause)
+            raise HostFailed(f"The answer of host {host} cannot be read") from error
         except LayerShuffleError as error:
             raise HostFailed(f"Host {host} failed: {error.cause}") from error
 
@@ -137,7 +140,8 @@ class RayTransport:
 async def called(ray: Any, submit: Callable[[], Any], *, host: str) -> Any:
     """The result of the remote call that `submit` makes; being cancelled drops the call.
 
-    Raises what the host raised, if it is ours, as it was; else a `VisitError`.
+    Raises what the host raised, if it is ours, as it was; else a `VisitError`. Clients read what it
+    says, so Ray's own words go to the log.
     """
     errors, reference = ray.exceptions, None
     try:
@@ -145,18 +149,22 @@ async def called(ray: Any, submit: Callable[[], Any], *, host: str) -> Any:
         return await reference
     except asyncio.CancelledError:
         if reference is not None and ray.is_initialized():
-            ray.cancel(reference)
+            with suppress(TypeError):  # "no owner": Ray was started anew since
+                ray.cancel(reference)
         raise
     except errors.ActorDiedError as error:
         raise HostGone(f"The process of host {host} is dead") from error
     except errors.RayTaskError as error:
         if isinstance(error.cause, LayerShuffleError):
             raise error.cause from None
-        raise HostFailed(f"Host {host} failed: {one_line(error.cause)}") from error
-    except errors.RayError as error:  # cannot be reached, has too many calls, lost the answer
-        raise HostUnavailable(
-            f"Host {host} is not available ({type(error).__name__}: {one_line(error)})"
-        ) from error
+        _log.warning("Host %s broke on a call: %s", host, one_line(error.cause))
+        raise HostFailed(f"Host {host} broke on the call") from error
+    except errors.PendingCallsLimitExceeded as error:
+        raise HostUnavailable(f"Host {host} has too many calls that wait") from error
+    except errors.RayError as error:  # it cannot be reached, or its answer is lost
+        # Not a warning: while a host is away, every visit to it ends here.
+        _log.debug("Host %s is not available: %s", host, one_line(error))
+        raise HostUnavailable(f"Host {host} cannot be reached now") from error
 
 
 class RayHosts:
@@ -181,8 +189,18 @@ class RayHosts:
         self.transport, self._channel = RayTransport(ray), channel
         self._why_not: dict[str, str] = {}
         self._making: dict[str, asyncio.Task[None]] = {}
+        self._starts: dict[str, asyncio.Semaphore] = {}
         settings = f"{limits.model_dump_json()} {threads}".encode()
         self._kind = hashlib.sha256(settings).hexdigest()[:8]
+
+    def forget(self) -> None:
+        """Drop all handles, and what waits for Ray: a handle that outlives it blocks the next."""
+        self.transport.actors.clear()
+        for link in self.transport.links.values():
+            link.end()
+        self.transport.links.clear()
+        self._making.clear()
+        self._starts.clear()
 
     async def nodes(self) -> tuple[Node, ...]:
         """The living members that are to run block hosts, by id."""
@@ -211,18 +229,28 @@ class RayHosts:
     async def _started(self, name: str, node: str) -> HostInfo:
         if earlier := self._making.get(name):
             await asyncio.wait({earlier})
+        # A process imports torch, which takes a core two seconds. More at once than there are cores
+        # take all of them from the hosts that live. Of other machines the cores are not known: they
+        # run one host, as a rule.
+        async with self._starts.setdefault(node, asyncio.Semaphore(os.cpu_count() or 1)):
+            return await self._begun(name, node)
+
+    async def _begun(self, name: str, node: str) -> HostInfo:
         making = self._making[name] = asyncio.create_task(self._make(name, node))
         # The thread goes on when this is cancelled; `end` waits for the process that it makes.
         await asyncio.shield(making)
         try:
-            why = await self._listening(name) if self._channel else "it is switched off"
+            why_not = await self._listening(name) if self._channel else "it is switched off"
             info: HostInfo = await self.call(name, "info")
         except HostGone as error:
             # The reason, as a package that the host lacks, stands at the end of Ray's message.
             why = " ".join(str(error.__cause__).split())[-_MESSAGE:]
-            raise HostGone(f"The process of host {name} does not start: {why}") from error
-        self._why_not[name] = why
-        if not why:
+            _log.warning("The process of host %s does not start: %s", name, why)
+            raise HostGone(
+                f"The process of host {name} does not start; the log says more"
+            ) from error
+        self._why_not[name] = why_not
+        if not why_not:
             await self._connect(name, info.channel)
         return info
 
@@ -303,8 +331,29 @@ class RayHosts:
         self.transport.actors.pop(name, None)
 
     async def _outside(self, call: Callable[[], _Result]) -> _Result:
-        """A call that blocks, in a thread."""
-        try:
-            return await asyncio.to_thread(call)
-        except (self._ray.exceptions.RayError, OSError, ValueError) as error:
-            raise HostUnavailable(f"Ray could not do it ({one_line(error)})") from error
+        """A call that blocks, in a thread of its own for which nobody has to wait.
+
+        A question to a GCS that has died is never answered, and the threads of asyncio's pool keep
+        a process from ending.
+        """
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[_Result] = loop.create_future()
+
+        def settle(done: Callable[[], None]) -> None:
+            with suppress(RuntimeError):  # the loop has been closed
+                loop.call_soon_threadsafe(lambda: None if answer.done() else done())
+
+        def work() -> None:
+            try:
+                settle(partial(answer.set_result, call()))
+            except (self._ray.exceptions.RayError, OSError, ValueError) as error:
+                _log.debug("Ray did not carry out a call: %s", one_line(error))
+                failure = HostUnavailable("Ray does not carry out calls now")
+                failure.__cause__ = error
+                settle(partial(answer.set_exception, failure))
+            finally:  # a defect: the thread prints its traceback
+                broken = HostUnavailable("A call to Ray broke; the log says more")
+                settle(partial(answer.set_exception, broken))
+
+        threading.Thread(target=work, daemon=True, name="ray-call").start()
+        return await answer

@@ -1,117 +1,209 @@
 """This process as a member of a Ray cluster: one of its own on this machine, or one that runs.
 
-Both yield the module `ray`, connected, and leave nothing behind. They set the environment that Ray
-reads when it is imported first, so call them before anything else imports Ray.
+Both yield a `RaySession` and leave nothing behind. They set the environment that Ray reads when it
+is imported first, so call them before anything else imports Ray. The session connects anew when
+Ray's own processes have died (docs/decisions/023-when-ray-dies.md).
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
-import shutil
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from layershuffle import ray_cluster
 from layershuffle.errors import LayerShuffleError
 from layershuffle.ray_cluster import connect_ray, import_ray
+from layershuffle.swarm.limits import Limits, restart_pause
 from layershuffle.swarm.ray_config import (
-    CALL_CONFIG,
-    LOOPBACK,
     NAMESPACE,
-    STORE_BYTES,
     Tls,
     check_tls,
     check_token,
     environment,
-    host_resources,
-    new_token,
 )
-from layershuffle.text import one_line
+from layershuffle.swarm.ray_local import LocalCluster, Loss, sweep
 
+_Result = TypeVar("_Result")
 _CLUSTER, _EXTRA = "swarm", "swarm"
 _HINT = "start one with `layershuffle swarm head`, or check the address"
+_LOOK = 0.5  # seconds between two looks at whether Ray is there
+_ANSWER_SECONDS = 1.0
 _log = logging.getLogger(__name__)
 
 
+class Cluster(Protocol):
+    """A cluster that this process connects to. Calls block."""
+
+    def connect(self, ray: Any) -> None:
+        """Connect; start it first if it is ours. Raises `LayerShuffleError` where that fails."""
+
+    def disconnect(self, ray: Any) -> None:
+        """Disconnect; end it first if it is ours."""
+
+    def loss(self) -> Loss | None:
+        """What of Ray is gone; `None` while nothing is."""
+
+
+class RaySession:
+    """This process's connection to Ray, and a new one whenever Ray's processes die (`keep`).
+
+    `ray` is the connected module. `trouble` says what is wrong with Ray now, "" if nothing.
+    """
+
+    def __init__(self, ray: Any, cluster: Cluster) -> None:
+        self.ray, self.trouble = ray, ""
+        self._cluster = cluster
+        # One thread for all: the kernel ends Ray's processes with the thread that started them.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ray-session")
+
+    def open(self) -> None:
+        """Connect. Raises what `Cluster.connect` raises."""
+        self._thread.submit(self._cluster.connect, self.ray).result()
+
+    async def keep(self, *, forget: Callable[[], None], begin_anew: Callable[[str], None]) -> None:
+        """Look for losses, and connect anew; until cancelled.
+
+        `forget` is called before a new connection, which handles of the old one would block, and
+        `begin_anew` after it, with the reason. Attempts back off.
+        """
+        clock, limits = asyncio.get_running_loop().time, Limits()
+        tries, since, due = 0, clock(), clock()
+        while True:
+            loss = await self._blocking(self._cluster.loss)
+            self._note(loss)
+            if loss is not None and loss.renewable and clock() >= due:
+                tries, pause = restart_pause(tries, ran=clock() - since, limits=limits)
+                try:
+                    # What has just been revived and ended again needs more than that.
+                    if loss.revive is not None and tries == 1:
+                        await self._blocking(loss.revive)
+                    else:
+                        forget()
+                        await self._blocking(self._renew)
+                        begin_anew(loss.what)
+                except LayerShuffleError as error:
+                    _log.error("%s", error.cause)
+                since, due = clock(), clock() + pause
+            await asyncio.sleep(_LOOK)
+
+    def close(self) -> None:
+        """Disconnect, once a connection that is still being made stands or has failed."""
+        self._thread.submit(self._cluster.disconnect, self.ray).result()
+        self._thread.shutdown()
+
+    def _renew(self) -> None:
+        self._cluster.disconnect(self.ray)
+        try:
+            self._cluster.connect(self.ray)
+        except LayerShuffleError:
+            self._cluster.disconnect(self.ray)  # what has started is of no use
+            raise
+
+    def _note(self, loss: Loss | None) -> None:
+        trouble = "" if loss is None else loss.what
+        if trouble and trouble != self.trouble:
+            _log.error("%s", trouble)
+        elif self.trouble and not trouble:
+            _log.warning("Ray runs again")
+        self.trouble = trouble
+
+    async def _blocking(self, call: Callable[[], _Result]) -> _Result:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+
+
 @contextmanager
-def local_ray(names: Sequence[str], *, threads: int = 1) -> Iterator[Any]:
+def local_ray(names: Sequence[str], *, threads: int = 1) -> Iterator[RaySession]:
     """A cluster of this process's own for the block hosts `names`, on 127.0.0.1 alone.
 
-    It has a token of its own, and ends with this process however that ends. Raises `UsageError` if
-    Ray is not installed, `LayerShuffleError` if it does not start.
+    It has a token of its own, and ends with this process however that ends. What an earlier process
+    left when it was killed is swept up first. Raises `UsageError` if Ray is not installed,
+    `LayerShuffleError` if it does not start.
     """
-    directory = Path(tempfile.mkdtemp(prefix="ls-"))  # short: sockets lie below it; mode 0700
-    token = directory / "token"
-    new_token(token)
+    sweep()
+    cluster = LocalCluster(names)
     try:
         # Ray reads these variables once, when it is imported.
-        with _set(environment(token, threads=threads, loopback=True)):
-            ray = import_ray(extra=_EXTRA)
-            _log_dead_hosts(ray)
-            try:
-                _start(ray, directory / "ray", names)
-                yield ray
-            finally:
-                ray.shutdown()
+        with (
+            _set(environment(cluster.token, store=cluster.store, threads=threads, loopback=True)),
+            _session(import_ray(extra=_EXTRA), cluster) as session,
+        ):
+            yield session
     finally:
-        shutil.rmtree(directory, ignore_errors=True)
-
-
-def _start(ray: Any, directory: Path, names: Sequence[str]) -> None:
-    with _Started(directory):
-        ray.init(
-            # With processors to offer, Ray would start idle workers in advance, one per core.
-            num_cpus=0,
-            num_gpus=0,
-            resources=host_resources(names),
-            include_dashboard=False,
-            object_store_memory=STORE_BYTES,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            namespace=NAMESPACE,
-            _node_ip_address=LOOPBACK,
-            _temp_dir=str(directory),
-            _system_config=dict(CALL_CONFIG),
-        )
-    # If Ray was imported earlier, it has not seen `loopback` and listens on other addresses too.
-    address = ray.nodes()[0]["NodeManagerAddress"]
-    if address != LOOPBACK:
-        raise LayerShuffleError(
-            f"Ray listens on {address}, not on this machine alone: it was imported before",
-            hint="start the local swarm in a process of its own",
-        )
-
-
-class _Started:
-    """Says in one paragraph why Ray does not start.
-
-    Ray raises a plain `Exception` where its processes need more than 30 seconds, and gives no other
-    way to tell that from the rest.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
-    ) -> None:
-        if isinstance(error, Exception):
-            raise LayerShuffleError(
-                f"Ray does not start ({one_line(error)})",
-                place=self._directory,
-                hint="if this machine is busy, wait until it is less so, then try again",
-            ) from error
+        cluster.remove()
 
 
 @contextmanager
-def joined_ray(address: str, *, token: Path, tls: Tls | None = None) -> Iterator[Any]:
+def _session(ray: Any, cluster: Cluster) -> Iterator[RaySession]:
+    _log_dead_hosts(ray)
+    session = RaySession(ray, cluster)
+    try:
+        session.open()
+        yield session
+    finally:
+        session.close()
+
+
+class JoinedCluster:
+    """The running cluster at `address` (`Cluster`), whose head runs on this machine."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._raylet: tuple[str, int] | None = None
+        self._stale = False
+
+    def connect(self, ray: Any) -> None:
+        """Connect. Raises `UsageError` if nothing answers, or it does not take the token."""
+        connect_ray(
+            self._address,
+            namespace=NAMESPACE,
+            cluster=_CLUSTER,
+            extra=_EXTRA,
+            hint=_HINT,
+            refused="use the head's token (and its TLS files), on a machine of the swarm",
+        )
+        mine = ray.get_runtime_context().get_node_id()
+        (member,) = [node for node in ray.nodes() if node["NodeID"] == mine]
+        self._raylet = member["NodeManagerAddress"], member["NodeManagerPort"]
+        self._stale = False
+
+    def disconnect(self, ray: Any) -> None:
+        """Disconnect; the hosts go on."""
+        ray.shutdown()
+
+    def loss(self) -> Loss | None:
+        """Whether the head, and Ray's process on this machine, take connections."""
+        host, _, port = self._address.rpartition(":")
+        # Remembered: the next raylet may take the same port, and does not know this process.
+        self._stale |= self._raylet is not None and not _answers(self._raylet)
+        if not _answers((host, int(port))):
+            what = (
+                f"The head at {self._address} does not answer. Requests still go to the hosts that "
+                "can be reached, but a host that fails now does not come back until the head "
+                "runs again"
+            )
+            return Loss(what)
+        if self._stale:
+            return Loss("Ray on this machine ended and has begun anew", renewable=True)
+        return None
+
+
+def _answers(address: tuple[str, int]) -> bool:
+    try:
+        socket.create_connection(address, timeout=_ANSWER_SECONDS).close()
+    except OSError:
+        return False
+    return True
+
+
+@contextmanager
+def joined_ray(address: str, *, token: Path, tls: Tls | None = None) -> Iterator[RaySession]:
     """The running cluster whose head is at `address` ("10.0.0.1:6400"), as a client on a member.
 
     Raises `UsageError` if the token is missing or not private (at once), if nothing answers there,
@@ -122,20 +214,11 @@ def joined_ray(address: str, *, token: Path, tls: Tls | None = None) -> Iterator
     if tls is not None:
         check_tls(tls)
     check_answers(address)  # before anything of Ray is imported, which takes a second
-    with _set(environment(token, tls=tls)):
-        _log_dead_hosts(import_ray(extra=_EXTRA))
-        ray = connect_ray(
-            address,
-            namespace=NAMESPACE,
-            cluster=_CLUSTER,
-            extra=_EXTRA,
-            hint=_HINT,
-            refused="use the head's token (and its TLS files), on a machine of the swarm",
-        )
-        try:
-            yield ray
-        finally:
-            ray.shutdown()
+    with (
+        _set(environment(token, tls=tls)),
+        _session(import_ray(extra=_EXTRA), JoinedCluster(address)) as session,
+    ):
+        yield session
 
 
 def check_answers(address: str) -> None:

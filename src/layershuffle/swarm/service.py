@@ -8,12 +8,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -27,7 +27,7 @@ from layershuffle.swarm.chaos import ChaosBackend, FaultInjector
 from layershuffle.swarm.coordinator import Coordinator
 from layershuffle.swarm.lineage import check_blocks, lineage_of, read_block, read_lineage
 from layershuffle.swarm.messages import Wire
-from layershuffle.swarm.placement import HostBackend
+from layershuffle.swarm.placement import HostBackend, homes_of
 from layershuffle.swarm.plan import SwarmPlan
 from layershuffle.swarm.planning.hosts import ModelFacts, facts_of
 from layershuffle.swarm.program import pack_tensors, read_program
@@ -36,6 +36,8 @@ from layershuffle.swarm.router import Router
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from layershuffle.swarm.ray_session import RaySession
 
 _TIMED = 30
 _MILLI = 1000.0
@@ -153,7 +155,8 @@ def _block_ms(bundle: Bundle) -> float:
 class Service:
     """A running swarm. `missing`: hosts of the plan that had not started in time.
 
-    `coordinator.watching` says whether its hosts are watched; `faults` breaks them, for drills.
+    `coordinator.watching` says whether its hosts are watched; `faults` breaks them, for drills;
+    `session` is the connection to Ray, if its hosts run there.
     """
 
     plan: SwarmPlan
@@ -163,6 +166,12 @@ class Service:
     remote_model: RemoteModel
     calibration: Calibration | None
     missing: tuple[str, ...]
+    session: RaySession | None
+
+    @property
+    def trouble(self) -> str:
+        """What is wrong with what runs the hosts, "" if nothing."""
+        return "" if self.session is None else self.session.trouble
 
 
 @asynccontextmanager
@@ -171,17 +180,19 @@ async def running_service(
     cargo: Cargo,
     *,
     backend: HostBackend,
-    ray: Any | None = None,
+    session: RaySession | None = None,
     within: float = START_SECONDS,
+    say: Callable[[str], object] = _log.info,
 ) -> AsyncIterator[Service]:
     """The swarm of `plan`, once its hosts are up or `within` seconds have passed.
 
-    `ray`: the connected module if `backend` runs its hosts on Ray, for drills that kill processes.
-    On leaving it ends the hosts. It takes `cargo.model` over, which loses its blocks' weights.
+    `session`: the connection to Ray if `backend` is a `RayHosts` on it; it is kept here. `say` gets
+    a sentence for every host that is up. On leaving it ends the hosts. It takes `cargo.model` over,
+    which loses its blocks' weights.
     """
     depth = cargo.bundles[plan.model].depth
     # Always there: without a fault it adds one look into a dictionary per visit (decision 014).
-    chaos = ChaosBackend(backend, ray=ray)
+    chaos = ChaosBackend(backend, ray=None if session is None else session.ray)
     router = Router(
         chaos.transport,
         depth=depth,
@@ -195,17 +206,42 @@ async def running_service(
     # The model may be refused, so before anything runs.
     remote_model = RemoteModel(cargo.model, router)
     # Before `ready`, which only waits for what the watch starts.
-    watch = asyncio.create_task(keep_watching(coordinator))
+    tasks = [asyncio.create_task(keep_watching(coordinator))]
+    if session is not None:
+        tasks.append(asyncio.create_task(_keep_session(session, coordinator)))
     try:
-        missing = await coordinator.ready(within=within)
-        yield Service(plan, router, coordinator, faults, remote_model, cargo.calibration, missing)
+        missing = await coordinator.ready(within=within, say=say)
+        yield Service(
+            plan, router, coordinator, faults, remote_model, cargo.calibration, missing, session
+        )
     finally:
         # First of all, because the watch would start the hosts again that `close` ends.
-        watch.cancel()
-        await asyncio.gather(watch, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await coordinator.close()
         # In a thread, because it waits for stems and heads that still compute.
         await asyncio.to_thread(remote_model.close)
+
+
+@asynccontextmanager
+async def started_early(backend: HostBackend, plan: SwarmPlan) -> AsyncIterator[None]:
+    """The processes of the plan's hosts start inside, for a coordinator that is still to come.
+
+    They import torch while the model is being loaded. What fails the coordinator starts again.
+    """
+
+    async def start() -> None:
+        homes = homes_of(await backend.nodes(), {})
+        hosts = [backend.start(name, node=homes[name]) for name in plan.hosts if name in homes]
+        await asyncio.gather(*hosts, return_exceptions=True)
+
+    starting = asyncio.ensure_future(start())
+    try:
+        yield
+    finally:
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
 
 
 async def keep_watching(coordinator: Coordinator) -> None:
@@ -218,20 +254,31 @@ async def keep_watching(coordinator: Coordinator) -> None:
         await asyncio.sleep(coordinator.router.limits.watch_ms / _MILLI)
 
 
+async def _keep_session(session: RaySession, coordinator: Coordinator) -> None:
+    """Run `session.keep`, and again whenever an error ends it; until cancelled."""
+    while True:
+        forget, begin_anew = coordinator.backend.forget, coordinator.begin_anew
+        keeping = session.keep(forget=forget, begin_anew=begin_anew)
+        (error,) = await asyncio.gather(keeping, return_exceptions=True)
+        _log.error("The watch over Ray broke, and begins anew", exc_info=error)
+        await asyncio.sleep(coordinator.router.limits.watch_ms / _MILLI)
+
+
 @asynccontextmanager
-async def swarm_on(ray: Any | None, plan: SwarmPlan) -> AsyncIterator[Service]:
-    """The swarm of `plan` on the members of `ray`'s cluster; without one, within this process.
+async def swarm_on(session: RaySession | None, plan: SwarmPlan) -> AsyncIterator[Service]:
+    """The swarm of `plan` on the members of Ray's cluster; without one, within this process.
 
     For demonstrations and measurements: hosts that the plan does not name take no part. Raises what
     `load_cargo` raises.
     """
-    if ray is None:
+    if session is None:
         from layershuffle.swarm.local import LocalHosts
 
         backend: HostBackend = LocalHosts(list(plan.hosts), limits=plan.limits)
     else:
         from layershuffle.swarm.ray_hosts import RayHosts
 
-        backend = RayHosts(ray, limits=plan.limits, only=plan.hosts)
-    async with running_service(plan, load_cargo(plan), backend=backend, ray=ray) as service:
+        backend = RayHosts(session.ray, limits=plan.limits, only=plan.hosts)
+    cargo = load_cargo(plan)
+    async with running_service(plan, cargo, backend=backend, session=session) as service:
         yield service

@@ -60,8 +60,8 @@ class DemoCommand(Command):
         print(
             f"Starting {self.hosts} block hosts, each a process with its own blocks ...", flush=True
         )
-        with local_ray(list(plan.hosts)) as ray:
-            async with swarm_on(ray, plan) as service:
+        with local_ray(list(plan.hosts)) as session:
+            async with swarm_on(session, plan) as service:
                 await self._show(service, images)
         print("The swarm has ended. To keep one running: layershuffle swarm up")
 

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
     from layershuffle.swarm.plan import SwarmPlan
     from layershuffle.swarm.ray_config import Tls
-    from layershuffle.swarm.service import Cargo, Service
+    from layershuffle.swarm.ray_session import RaySession
+    from layershuffle.swarm.service import Service
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,6 +201,7 @@ async def serve_service(
         watching=lambda: coordinator.watching,
         audits=lambda: (health.audited, health.disagreed),
         carriers=service.faults.backend.carriers,
+        trouble=lambda: service.trouble,
     )
     async with operator_door(service, state):
         await serve(app, host=host, port=port, public=public, tls=tls, ready=ready)
@@ -230,6 +232,18 @@ def describe_service(service: Service, url: str, *, state: str | None, keyed: bo
     )
 
 
+def steps() -> Callable[[str], None]:
+    """What prints the steps of a start, each with the seconds since this call."""
+    import time
+
+    begun = time.monotonic()
+
+    def say(step: str) -> None:
+        print(f"{time.monotonic() - begun:5.1f} s  {step}", flush=True)
+
+    return say
+
+
 @dataclass(frozen=True, kw_only=True)
 class _ServingCommand(HttpsOptions):
     """What `up` and `deploy` have in common."""
@@ -244,9 +258,9 @@ class _ServingCommand(HttpsOptions):
     async def serve(
         self,
         plan: SwarmPlan,
-        session: AbstractContextManager[Any],
+        session: AbstractContextManager[RaySession],
         *,
-        cargo: Cargo,
+        say: Callable[[str], None],
         tls: ssl.SSLContext | None,
         host: str = "127.0.0.1",
         keys: tuple[str, ...] = (),
@@ -255,33 +269,51 @@ class _ServingCommand(HttpsOptions):
     ) -> None:
         """Serve the plan by the hosts of a Ray session, until SIGINT or SIGTERM.
 
-        `wait`: seconds until the server starts without the hosts that are not up by then.
+        `wait`: seconds until the server starts without the hosts that are not up by then; `say`
+        gets the steps until then.
         """
+        import asyncio
+        from concurrent.futures import ThreadPoolExecutor
+
         from layershuffle.swarm.ray_hosts import RayHosts
         from layershuffle.swarm.server.admin import state_directory
-        from layershuffle.swarm.service import running_service
+        from layershuffle.swarm.service import load_cargo, running_service, started_early
 
         state = state_directory(self.state)
-        print(f"Waiting for {len(plan.hosts)} block hosts ...", flush=True)
-        with session as ray:
-            backend = RayHosts(ray, limits=plan.limits, threads=self.threads)
-            async with running_service(
-                plan, cargo, backend=backend, ray=ray, within=wait
-            ) as service:
-                await serve_service(
-                    service,
-                    state=state,
-                    host=host,
-                    port=self.port,
-                    keys=keys,
-                    public=public,
-                    tls=tls,
-                    # With port 0 the address is only known once the server listens.
-                    ready=lambda url: print(
-                        describe_service(service, url, state=self.state, keyed=bool(keys)),
-                        flush=True,
-                    ),
-                )
+        say(f"Loading {plan.model}, and connecting to Ray ...")
+        # Side by side, because Ray mostly waits for its processes. Torch is imported by now: it
+        # takes its number of threads from a variable that the session sets for the hosts.
+        with ThreadPoolExecutor(1) as loader:
+            loading = loader.submit(load_cargo, plan)
+            with session as ray_session:
+                backend = RayHosts(ray_session.ray, limits=plan.limits, threads=self.threads)
+                say(f"Starting {len(plan.hosts)} block hosts ...")
+                starting = started_early(backend, plan)
+                async with (
+                    starting,
+                    running_service(
+                        plan,
+                        await asyncio.wrap_future(loading),
+                        backend=backend,
+                        session=ray_session,
+                        within=wait,
+                        say=say,
+                    ) as service,
+                ):
+                    await serve_service(
+                        service,
+                        state=state,
+                        host=host,
+                        port=self.port,
+                        keys=keys,
+                        public=public,
+                        tls=tls,
+                        # With port 0 the address is only known once the server listens.
+                        ready=lambda url: print(
+                            describe_service(service, url, state=self.state, keyed=bool(keys)),
+                            flush=True,
+                        ),
+                    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,16 +346,15 @@ class UpCommand(_ServingCommand):
 
         from layershuffle.swarm.ray_session import local_ray
         from layershuffle.swarm.server.admin import free_socket, state_directory
-        from layershuffle.swarm.service import load_cargo
 
-        tls = context_of(self)
-        # Before the model is loaded and hosts are started, which takes half a minute.
+        say, tls = steps(), context_of(self)
+        # Before torch is imported and hosts are started, which takes seconds.
         free_socket(state_directory(self.state))
+        say("Importing torch ...")
         plan = self._plan()
-        cargo = load_cargo(plan)
         with ended_by_signals(), suppress(KeyboardInterrupt):
             session = local_ray(list(plan.hosts), threads=self.threads)
-            asyncio.run(self.serve(plan, session, cargo=cargo, tls=tls))
+            asyncio.run(self.serve(plan, session, say=say, tls=tls))
         print("The swarm has ended, with all its hosts.")
         return 0
 
@@ -376,17 +407,17 @@ class DeployCommand(TlsOptions, _ServingCommand):
         from layershuffle.swarm.ray_session import check_answers, joined_ray
         from layershuffle.swarm.server.admin import free_socket, state_directory
         from layershuffle.swarm.server.tls import check_address, in_clear
-        from layershuffle.swarm.service import load_cargo
 
+        say = steps()
         plan = read_plan(self.plan)
         keys, tls = read_keys(self.keys), context_of(self)
-        # Before the model is loaded, which takes seconds.
+        # Before torch is imported, which takes seconds.
         free_socket(state_directory(self.state))
         check_answers(self.address)
         check_address(self.bind, keyed=bool(keys), public=self.public)
         if warning := in_clear(self.bind, keyed=bool(keys), encrypted=tls is not None):
             print(f"warning: {warning}", file=sys.stderr, flush=True)
-        cargo = load_cargo(plan)
+        say("Importing torch ...")
         with ended_by_signals(), suppress(KeyboardInterrupt):
             session = joined_ray(
                 self.address, token=self.token or default_token(), tls=tls_of(self)
@@ -395,7 +426,7 @@ class DeployCommand(TlsOptions, _ServingCommand):
                 self.serve(
                     plan,
                     session,
-                    cargo=cargo,
+                    say=say,
                     tls=tls,
                     host=self.bind,
                     keys=keys,

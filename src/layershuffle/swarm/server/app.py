@@ -82,6 +82,7 @@ def create_app(
     watching: Callable[[], bool] | None = None,
     audits: Callable[[], tuple[int, int]] | None = None,
     carriers: Callable[[], Mapping[str, Carrier]] = dict,
+    trouble: Callable[[], str] = str,
 ) -> FastAPI:
     """The gateway to `remote_model`, which it closes when the server ends.
 
@@ -89,8 +90,9 @@ def create_app(
     `keys` the API keys, none for an open gateway, `model` what /v1/swarm calls the model.
     `foreign_blocks`: the blocks, with their hosts, of another model than the calibrated one;
     `watching`: whether somebody watches over the hosts; `audits`: visits that were repeated, and
-    those of them that differed; `carriers`: how visits get to each host. Raises `UsageError` for
-    short keys, and for labels or a calibration of another model.
+    those of them that differed; `carriers`: how visits get to each host; `trouble`: what is wrong
+    with what runs the hosts. Raises `UsageError` for short keys, and for labels or a calibration of
+    another model.
     """
     names = _labels(remote_model, labels=labels, calibration=calibration)
     scheduler = RequestScheduler(
@@ -100,7 +102,7 @@ def create_app(
         calibration=calibration,
         foreign_blocks=foreign_blocks,
     )
-    metrics = Metrics(remote_model.router, watching=watching, audits=audits)
+    metrics = Metrics(remote_model.router, watching=watching, audits=audits, trouble=trouble)
     gateway = _Gateway(scheduler, keys=Keys(keys), model=model, metrics=metrics, carriers=carriers)
 
     @asynccontextmanager

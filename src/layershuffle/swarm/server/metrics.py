@@ -30,7 +30,7 @@ class Metrics(Collector):
 
     `requests` counts classifications by outcome, `hops` visits by host and outcome. `watching`:
     whether somebody watches over the hosts; `audits`: visits that were repeated, and those of them
-    that differed.
+    that differed; `trouble`: what is wrong with what runs the hosts, "" if nothing.
     """
 
     def __init__(
@@ -39,8 +39,10 @@ class Metrics(Collector):
         *,
         watching: Callable[[], bool] | None = None,
         audits: Callable[[], tuple[int, int]] | None = None,
+        trouble: Callable[[], str] = str,
     ) -> None:
         self._router, self._watching, self._audits = router, watching, audits
+        self._trouble = trouble
         # Counted here, not by prometheus_client: it never forgets a label, and hosts come and go.
         self.requests: Counter[str] = Counter()
         self.hops: dict[str, Counter[Outcome]] = {}
@@ -99,7 +101,12 @@ class Metrics(Collector):
     def health(self) -> Health:
         """Whether requests can be answered now."""
         watching = None if self._watching is None else self._watching()
-        return schemas.health(self._router.swarm, depth=self._router.depth, watching=watching)
+        return schemas.health(
+            self._router.swarm,
+            depth=self._router.depth,
+            watching=watching,
+            trouble=self._trouble(),
+        )
 
     def audits(self) -> Audits | None:
         """How many visits were audited, if anybody counts."""

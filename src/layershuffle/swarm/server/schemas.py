@@ -239,14 +239,19 @@ def hosts_of(swarm: Swarm, carriers: Mapping[str, Carrier], *, now: float) -> li
     ]
 
 
-def health(swarm: Swarm, *, depth: int, watching: bool | None = None) -> Health:
-    """Whether any block can be run at all, and whether the hosts are watched."""
+def health(swarm: Swarm, *, depth: int, watching: bool | None = None, trouble: str = "") -> Health:
+    """Whether any block can be run at all, and whether the hosts are watched.
+
+    `trouble`: what is wrong with what runs the hosts.
+    """
     reachable = depth - len(unreachable(swarm, depth=depth))
     reasons = []
     if reachable == 0:
         reasons.append("no usable host holds a block")
     if watching is False:
         reasons.append("nobody watches the hosts now: those that fail do not come back")
+    if trouble:
+        reasons.append(trouble)
     return Health(
         # A single block gives an answer, if a poor one, and one can be had without a watch too.
         ok=reachable > 0,

@@ -1,0 +1,276 @@
+"""Ray's own processes for a swarm on one machine: started, watched, ended, swept up after a crash.
+
+Two of them are essential: the GCS, which knows all members and actors, and the raylet, which starts
+the block hosts. They are started by Ray's `Node`, as `ray.init` does it, but without the three
+helpers that `ray.init` starts too: the dashboard, which the start would wait for, the autoscaler's
+monitor, whose port takes everybody, and the reader of logs. docs/decisions/023-when-ray-dies.md.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from layershuffle.errors import LayerShuffleError
+from layershuffle.swarm.ray_config import (
+    CALL_CONFIG,
+    LOOPBACK,
+    NAMESPACE,
+    STORE_BYTES,
+    host_resources,
+    new_token,
+)
+from layershuffle.text import one_line
+
+_PREFIX = "ls-"  # short: sockets lie below it, and their paths have at most 107 bytes
+_OWNER, _TOKEN = "owner", "token"
+_GCS = "gcs_server"  # Ray's name of the process
+_PROCESSES = Path("/proc")
+_END_SECONDS = 5.0  # a process that SIGKILL does not end by then hangs in the kernel
+_POLL = 0.02
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What of Ray is gone, as a sentence.
+
+    `renewable`: whether a new connection brings it back. `revive` does so under the connections
+    that there are, and may raise `LayerShuffleError`.
+    """
+
+    what: str
+    renewable: bool = False
+    revive: Callable[[], None] | None = None
+
+
+class LocalCluster:
+    """A cluster of Ray for the block hosts `names`, on 127.0.0.1 alone, with a token of its own.
+
+    It lies in a directory that is locked as long as this process lives, however that ends, so that
+    `sweep` can tell what is left over. Ray's processes end with the thread that called `connect`.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        # Mode 0700: with the token, others could run code as this user.
+        self.directory = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        self._lock = _owned(self.directory)
+        self.token, self.store = self.directory / _TOKEN, self.directory / "gcs"
+        new_token(self.token)
+        self._node: Any | None = None
+
+    def connect(self, ray: Any) -> None:
+        """Start Ray's processes and connect to them. Raises `LayerShuffleError` if they do not
+        start."""
+        # Ray raises a plain `Exception` where its processes need more than 30 seconds, and gives
+        # no other way to tell that from the rest. So do its sockets, with OSError.
+        with _Started(self.directory):
+            self._node = _start_node(self.directory / "ray", self._names)
+            ray.init(
+                address=self._node.gcs_address,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                namespace=NAMESPACE,
+            )
+        # If Ray was imported earlier, it has not seen `loopback` and listens on other addresses
+        # too.
+        address = ray.nodes()[0]["NodeManagerAddress"]
+        if address != LOOPBACK:
+            raise LayerShuffleError(
+                f"Ray listens on {address}, not on this machine alone: it was imported before",
+                hint="start the local swarm in a process of its own",
+            )
+
+    def loss(self) -> Loss | None:
+        """What of Ray has ended by itself."""
+        if self._node is None:
+            return Loss("Ray does not run", renewable=True)
+        dead = dict(self._node.dead_processes())
+        if not dead:
+            return None
+        ended = " and ".join(f"{kind} (exit code {dead[kind].returncode})" for kind in sorted(dead))
+        revive = self._revive if [*dead] == [_GCS] else None
+        return Loss(f"Ray's {ended} ended and is started again", renewable=True, revive=revive)
+
+    def _revive(self) -> None:
+        """Start the GCS again, where it was: it finds its state in its store, the others find it.
+
+        Calls to block hosts go on meanwhile, because they do not pass through it.
+        """
+        node: Any = self._node
+        with _Started(self.directory):
+            # The same port, which the others know. `start_gcs_server` insists on a fresh node.
+            node._ray_params.gcs_server_port = int(node.gcs_address.rpartition(":")[2])
+            del node.all_processes[_GCS]
+            node._gcs_address = node._gcs_client = None
+            node.start_gcs_server()
+
+    def disconnect(self, ray: Any) -> None:
+        """Disconnect, and end every process of the cluster, also those that Ray has lost."""
+        ray.shutdown()
+        node, self._node = self._node, None
+        if node is not None:
+            # A raylet that is asked to end takes its hosts with it.
+            node.kill_all_processes(check_alive=False, allow_graceful=True)
+        end_processes(self.directory)
+        # The next cluster here is a new one, without the members and actors of this one.
+        shutil.rmtree(self.store, ignore_errors=True)
+
+    def remove(self) -> None:
+        """Remove the directory, when the cluster has ended."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+        self.release()
+
+    def release(self) -> None:
+        """Give up the directory's lock, as the kernel does when this process ends."""
+        os.close(self._lock)
+
+
+def _start_node(directory: Path, names: Sequence[str]) -> Any:
+    from ray._private.node import Node
+    from ray._private.parameter import RayParams
+
+    class EssentialNode(Node):  # type: ignore[misc]
+        # Nobody asks Ray's dashboard; starting it took 5 of the 14 seconds of Ray's start.
+        def start_api_server(self, **settings: Any) -> None:
+            del settings
+
+    parameters = RayParams(
+        node_ip_address=LOOPBACK,
+        # With processors to offer, Ray would start idle workers in advance, one per core.
+        num_cpus=0,
+        num_gpus=0,
+        resources=host_resources(names),
+        object_store_memory=STORE_BYTES,
+        temp_dir=str(directory),
+        include_log_monitor=False,
+        no_monitor=True,
+        _system_config=dict(CALL_CONFIG),
+    )
+    return EssentialNode(parameters, head=True, shutdown_at_exit=False, spawn_reaper=True)
+
+
+class _Started:
+    """Says in one paragraph why Ray does not start."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
+        if isinstance(error, Exception):
+            raise LayerShuffleError(
+                f"Ray does not start ({one_line(error)})",
+                place=self._directory,
+                hint="if this machine is busy, wait until it is less so, then try again",
+            ) from error
+
+
+def sweep() -> None:
+    """End and remove what is left of clusters of this user whose own process was killed."""
+    for owner in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_OWNER}"):
+        if _is_left_over(owner):
+            directory = owner.parent
+            ended = end_processes(directory)
+            shutil.rmtree(directory, ignore_errors=True)
+            _log.warning(
+                "Swept up after a swarm that was killed: %s, %d process(es)", directory, ended
+            )
+
+
+def _is_left_over(owner: Path) -> bool:
+    try:
+        if owner.stat().st_uid != os.getuid():
+            return False
+        lock = os.open(owner, os.O_RDWR)
+    except OSError:  # it was removed meanwhile
+        return False
+    try:
+        return _locked(lock)
+    finally:
+        os.close(lock)
+
+
+def _owned(directory: Path) -> int:
+    """The open file whose lock says that `directory` is in use.
+
+    The kernel frees the lock when this process ends; Ray's processes do not inherit the file.
+    """
+    fresh = directory / f"{_OWNER}.new"
+    lock = os.open(fresh, os.O_RDWR | os.O_CREAT, 0o600)
+    _locked(lock)
+    # Only now under the name that `sweep` looks for: nobody may find it unlocked.
+    fresh.rename(directory / _OWNER)
+    return lock
+
+
+def _locked(lock: int) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def end_processes(directory: Path) -> int:
+    """Kill every process of the cluster that lies in `directory`; returns how many there were.
+
+    Ray's agents and workers end by themselves when their raylet dies, but some only after a minute,
+    and a stopped one never.
+    """
+    begun, ended = time.monotonic(), set[int]()
+    while pids := set(processes_of(directory)):
+        if time.monotonic() - begun > _END_SECONDS:
+            _log.error("Processes of Ray cannot be killed: %s", sorted(pids))
+            break
+        for pid in pids - ended:
+            _kill(pid)
+        ended |= pids
+        time.sleep(_POLL)
+    return len(ended)
+
+
+def processes_of(directory: Path) -> Iterator[int]:
+    """The processes of the cluster that lies in `directory`, without this one.
+
+    Without /proc (macOS) it finds none.
+    """
+    for path in _PROCESSES.glob("[0-9]*"):
+        if (pid := int(path.name)) != os.getpid():
+            # Those of other users cannot be read; zombies have nothing left to read.
+            with suppress(OSError):
+                if _belongs(path, directory):
+                    yield pid
+
+
+def _belongs(process: Path, directory: Path) -> bool:
+    word = f"RAY_AUTH_TOKEN_PATH={directory / _TOKEN}".encode()
+    if word in (process / "environ").read_bytes().split(b"\0"):
+        return True
+    # The long titles of block hosts lie over their environment, but their logs are here.
+    if not (process / "cmdline").read_bytes().startswith(b"ray::"):
+        return False
+    files = [os.readlink(link) for link in (process / "fd").iterdir()]
+    return any(file.startswith(f"{directory}/") for file in files)
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return  # it has ended meanwhile
