@@ -209,12 +209,12 @@ class Versioned(Placed):
         """The state after this step, for the newest state among the arguments."""
         state, args, kwargs = state_first(self._module, args=args, kwargs=kwargs)
         position, version = self._step.position, self._version
+        refuse_other_sums(self._module, state, args=args, kwargs=kwargs)
         # Checkpointing by the host runs this very entry again in the backward pass, when the states
         # of the forward are gone.
         replay, self._ran = self._ran, True
         if not replay:
             self._states.keep(position, state)
-        refuse_other_sums(self._module, state, args=args, kwargs=kwargs)
         if version == position:
             return super().__call__(state, *args, **kwargs)
         read = self._reread() if replay else self._states.read(version, position=position)
