@@ -341,14 +341,14 @@ def scores_table(summary: Summary) -> Table:
     )  # fmt: skip
     rows = [
         (
-            label(cell.arm), cell.mode, str(cell.kept), choice_text(cell.choose), cell.draw,
+            label(cell.arm), cell.order, str(cell.kept), choice_text(cell.choose), cell.draw,
             str(cell.top1.models), str(cell.top1.orders), f"{cell.top1.images:,}",
             f"{cell.top1.mean:.2f}", number_text(cell.top1.sd_orders),
             number_text(cell.top1.sd_models), interval_text(cell.top1), cell.top1.kind,
             f"{cell.top1.least:.2f}", f"{cell.top1.most:.2f}", f"{cell.top5.mean:.2f}",
             f"{cell.cross_entropy.mean:.4f}",
         )
-        for cell in summary.cells
+        for cell in (*summary.cells, *summary.others)
     ]  # fmt: skip
     return Table(
         title="Every condition, with its spreads",
