@@ -146,8 +146,13 @@ def draw_rounds(summary: Summary, mode: str = "arbitrary") -> Figure:
     for arm in summary.arms:
         cells = in_rounds(summary, arm, mode=mode)
         counts |= {cell.rounds for cell in cells}
-        colour, marker, dash = arm_style(summary, arm)
-        _line(axes, cells, [cell.rounds for cell in cells], (colour, marker, dash), label(arm))
+        _line(
+            axes,
+            cells,
+            [cell.rounds for cell in cells],
+            style=arm_style(summary, arm),
+            name=label(arm),
+        )
     axes.set_xscale("log", base=2)
     axes.set_xticks(sorted(counts), [str(count) for count in sorted(counts)], minor=False)
     axes.minorticks_off()
@@ -165,14 +170,21 @@ def draw_passes(summary: Summary) -> Figure:
     for axes, arm in zip(panels, arms, strict=True):
         for index, count in enumerate(_all_passes(summary)):
             cells = in_passes(summary, arm, passes=count)
-            _line(axes, cells, [cell.kept for cell in cells], STYLES[index], _times(count))
+            _line(
+                axes, cells, [cell.kept for cell in cells], style=STYLES[index], name=_times(count)
+            )
         axes.set_xlabel(f"blocks alive (of {summary.depth})", color=INK)
         _finish(axes, label(arm))
     return figure
 
 
 def _line(
-    axes: Axes, cells: Sequence[Cell], places: Sequence[int], style: tuple[str, str, str], name: str
+    axes: Axes,
+    cells: Sequence[Cell],
+    places: Sequence[int],
+    *,
+    style: tuple[str, str, str],
+    name: str,
 ) -> None:
     if not cells:
         return
