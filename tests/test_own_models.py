@@ -30,7 +30,7 @@ from deaf_models import CUTTING, DEAF, CachedLater, Zipped, ZippedAfter
 from layershuffle.errors import StackError, UsageError
 from layershuffle.hooks import Step
 from layershuffle.stack import recomputing, stack_of, with_hooks
-from own_models import CHAINS, IN_PARTS, LOOPS, Block, Masked, Own
+from own_models import CHAINS, IN_PARTS, LOOPS, Masked
 from test_contracts import CHECKS
 
 EQUAL_LENGTHS = (PERMUTED, SEQUENTIAL, (3, 3, 0, 1))
@@ -76,7 +76,7 @@ NOT_FOR = {
     ("own-ofitsclass", "encoding_equals versions_equal versions_with"): (
         "the slow path of the check has blocks of its own class"
     ),
-    ("own-tuples", "versions"): "refused below",
+    ("own-tuples", "versions"): "refused: tests/test_rounds_refused.py",
     **{(name, "state_dict_never"): "it taps the blocks, refused below" for name in IN_PARTS},
 }
 
@@ -402,74 +402,6 @@ def test_as_many_tokens_as_samples_is_no_mask() -> None:
     each = [ls.ExecutionOrder(order, 2) for order in ((0, 1), (1, 0), (0, 0))]
     with ls.running(model, each):
         assert model(torch.ones(3, 3, 4)).shape == (3, 3, 4)
-
-
-# --- older versions of the state ------------------------------------------------------------------
-
-
-class PostNorm(Block):
-    """Normalises the sum, so that no state lives on in it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The next state."""
-        return nn.functional.layer_norm(super().forward(x), (WIDTH,))
-
-
-class PostNormed(Own):
-    """Blocks that do not add to their state."""
-
-    block = PostNorm
-
-
-REFUSED = {
-    "tuples": (CHAINS["own-tuples"].wrapped, "TupleBlock returns a tuple"),
-    "post-norm": (lambda: ls.wrap(PostNormed().eval()), "PostNorm does not add to its state"),
-    "in place": (LOOPS["own-inplace"].wrapped, "WritingBlock writes into its input"),
-    "tuple state": (LOOPS["own-tuplestate"].wrapped, "hands its blocks a tuple"),
-    "backwards": (LOOPS["own-backwards"].wrapped, "takes them one at a time or in parts"),
-    "pairs": (LOOPS["own-pairs"].wrapped, "takes the parts out of its blocks"),
-    "index": (CUTTING["own-counting"].wrapped, "takes them one at a time or in parts"),
-}
-
-
-@pytest.mark.parametrize(("make", "phrase"), REFUSED.values(), ids=list(REFUSED))
-def test_blocks_side_by_side_are_refused_with_the_reason(
-    make: Callable[[], nn.Module], phrase: str
-) -> None:
-    model = make()
-    with pytest.raises(StackError, match=phrase), ls.running(model, "0+1,2+3"):
-        answer(model)
-    if phrase.startswith(("Tuple", "PostNorm")):
-        for _ in range(2):
-            with pytest.raises(StackError, match=phrase):
-                ls.evaluate(model, labelled(), orders=["0+1,2+3", "0,1,2,3"])
-        with pytest.raises(StackError, match=phrase), ls.running(model, ["0,1", "2+3", "0,1"]):
-            answer(model)
-    ls.evaluate(model, labelled(), orders=["0,1,2,3"])
-
-
-def test_a_gate_weighs_what_a_block_adds() -> None:
-    """A host's own step between blocks, on the residual of an older state."""
-    model, x = LOOPS["own-gates"].wrapped(), torch.randn(2, 16, WIDTH)
-    blocks, gates = ls.blocks_of(model), model.gates.detach()
-    with torch.no_grad():
-        first = x + gates[0] * (blocks[2](x) - x)
-        second = first + gates[1] * (blocks[0](x) - x)
-        with ls.running(model, "2+0"):
-            assert_close(model.run(x), second, tolerance=1e-5)
-
-
-def test_an_older_state_per_sample_needs_a_host_that_does_no_more() -> None:
-    model = LOOPS["own-injection"].wrapped()
-    each = [ls.ExecutionOrder.parse(text, depth=DEPTH) for text in ("0+1", "2,3", "0+2")]
-    with (
-        pytest.raises(StackError, match="cannot read older versions of the state"),
-        ls.running(model, each),
-    ):
-        answer(model)
-
-
-# --- states that hosts record ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("by", ["argument", "config"])
