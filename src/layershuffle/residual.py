@@ -61,7 +61,7 @@ class States:
 
 
 def refuse_other_sums(
-    block: nn.Module, state: Tensor, *, args: tuple[Any, ...], kwargs: dict[str, Any]
+    block: nn.Module, state: Any, *, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Raises `StackError` unless `block` adds to the state, in a tensor of its own, and no more.
 
