@@ -43,6 +43,7 @@ from common import (
 )
 from layershuffle.errors import UsageError
 from layershuffle.hooks import TapRecord
+from layershuffle.orders import order_of
 from layershuffle.stack import BlockStack
 
 Gradients = dict[str, Tensor | None]
@@ -369,8 +370,12 @@ THREADS, ITERATIONS = 8, 12
 
 
 def check_threads_never_mix_orders(family: Family) -> None:
+    some = list(permutations(range(DEPTH)))[3::5][:5]
+    assert_unmixed(family, [*some, PRUNED, REPEATED, LONGER])
+
+
+def assert_unmixed(family: Family, orders: Sequence[Sequence[int] | str]) -> None:
     model = family.wrapped()
-    orders = [*list(permutations(range(DEPTH)))[3::5][:5], PRUNED, REPEATED, LONGER]
     serial = [_answer_along(model, order) for order in orders]
     assert all((a - b).abs().max() > 1e-4 for i, a in enumerate(serial) for b in serial[:i])
     barrier = threading.Barrier(THREADS)
@@ -393,7 +398,7 @@ def check_threads_never_mix_orders(family: Family) -> None:
 
 
 @torch.no_grad()
-def _answer_along(model: nn.Module, order: Sequence[int]) -> Tensor:
+def _answer_along(model: nn.Module, order: Sequence[int] | str) -> Tensor:
     with ls.running(model, order):
         return logits_of(model(images()))
 
@@ -408,17 +413,17 @@ MIXED = (PERMUTED, PRUNED, SEQUENTIAL, REPEATED, (2,))
 
 
 def check_per_sample_orders_equal_one_by_one(family: Family) -> None:
-    _assert_one_by_one(family, (*MIXED, LONGER), lambda model: model)
+    assert_one_by_one(family, (*MIXED, LONGER), lambda model: model)
 
 
 def check_per_sample_orders_with_position_parts(family: Family) -> None:
-    _assert_one_by_one(family, MIXED, positioned)
+    assert_one_by_one(family, MIXED, positioned)
 
 
-def _assert_one_by_one(
-    family: Family, ids: Sequence[Sequence[int]], prepare: Callable[[nn.Module], nn.Module]
+def assert_one_by_one(
+    family: Family, ids: Sequence[Any], prepare: Callable[[nn.Module], nn.Module]
 ) -> None:
-    orders = [ls.ExecutionOrder(tuple(one), DEPTH) for one in ids]
+    orders = [order_of(order, DEPTH) for order in ids]
     batch = images(len(orders))
     model, single = prepare(family.wrapped()), prepare(family.wrapped())
     with ls.running(model, orders):
@@ -431,7 +436,7 @@ def _assert_one_by_one(
         score(output).backward()
         alone.append(output.detach())
     assert_close(logits_of(together).detach(), torch.cat(alone), tolerance=TOLERANCE)
-    _assert_close_gradients(gradients(model), gradients(single), tolerance=GRADIENT_TOLERANCE)
+    assert_close_gradients(gradients(model), gradients(single), tolerance=GRADIENT_TOLERANCE)
 
 
 def _alone(family: Family, batch: Tensor, row: int) -> Tensor:
@@ -440,7 +445,7 @@ def _alone(family: Family, batch: Tensor, row: int) -> Tensor:
     return batch[[row] * (2 if family.name == "timm-xcit" else 1)]
 
 
-def _assert_close_gradients(got: Gradients, wanted: Gradients, *, tolerance: float) -> None:
+def assert_close_gradients(got: Gradients, wanted: Gradients, *, tolerance: float) -> None:
     assert got.keys() == wanted.keys()
     for name, gradient in got.items():
         other = wanted[name]
@@ -615,10 +620,10 @@ def check_encoding_equals_the_slow_path(family: Family) -> None:
         with ls.running(model, order):
             got = step(model)
         assert_close(got, wanted, tolerance=TOLERANCE)
-        _assert_close_gradients(
+        assert_close_gradients(
             gradients(model.encoding), gradients(twin), tolerance=GRADIENT_TOLERANCE
         )
-        _assert_close_gradients(
+        assert_close_gradients(
             gradients(model.host), rebuilt.gradients(), tolerance=GRADIENT_TOLERANCE
         )
 

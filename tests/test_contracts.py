@@ -7,11 +7,12 @@ from collections.abc import Callable
 import pytest
 
 import contracts
+import contracts_rounds
 from common import FAMILIES, Family
 
 CHECKS = {
     name.removeprefix("check_"): check
-    for name, check in vars(contracts).items()
+    for name, check in {**vars(contracts), **vars(contracts_rounds)}.items()
     if name.startswith("check_") and name != "check_export_of_one_order"
 }
 

@@ -16,6 +16,7 @@ from layershuffle.policies import Kept, LayerDrop, Sequential, Shuffled
         ("layershuffle-predict", Shuffled(), "arbitrary", (False, True)),
         ("layerdrop", LayerDrop(0.2), "sequential", (False, False)),
         ("layershuffle-depth", Shuffled(depth=(3, None)), "arbitrary", (False, False)),
+        ("layershuffle-parallel", Shuffled(parallel=(1, 4)), "arbitrary", (False, False)),
         ("layershuffle-tied", Shuffled(), "arbitrary", (False, False)),
     ],
 )
@@ -27,7 +28,7 @@ def test_table(name, policy, selects_by, parts):
 
 
 def test_every_method_is_tested_above_and_has_a_source():
-    assert len(METHODS) == 8
+    assert len(METHODS) == 9
     assert all(method.source and method.summary for method in METHODS.values())
 
 
@@ -43,8 +44,17 @@ def test_options():
     assert find_method("layerdrop", drop=0.5).policy == LayerDrop(0.5)
     assert find_method("layershuffle", drop=0.2).policy == Shuffled(drop=0.2)
     assert find_method("layershuffle-depth", min_blocks=2).policy == Shuffled(depth=(2, None))
+    assert find_method("layershuffle-parallel", max_parallel=6).policy == Shuffled(parallel=(1, 6))
     assert find_method("layershuffle-tied").distinct == 1
     assert find_method("layershuffle-tied", distinct=3).distinct == 3
+
+
+def test_rounds_compose_with_dropped_blocks():
+    wanted = Shuffled(drop=0.2, parallel=(1, 4))
+    assert find_method("layershuffle-parallel", drop=0.2).policy == wanted
+    assert find_method("layershuffle", drop=0.2, max_parallel=4).policy == wanted
+    depth = find_method("layershuffle-depth", min_blocks=2, max_parallel=3)
+    assert depth.policy == Shuffled(depth=(2, None), parallel=(1, 3))
 
 
 @pytest.mark.parametrize(
@@ -57,6 +67,7 @@ def test_options():
         ("layershuffle", {"min_blocks": 3}, "no smallest number of blocks"),
         ("truncated", {}, "--kept 6"),
         ("layershuffle", {"distinct": 2}, "a block of its own"),
+        ("layerdrop", {"max_parallel": 3}, "one block after the other"),
         ("layershuffle", {"kept": 6}, "trains all blocks"),
         ("baseline", {"choose": "first"}, "trains all blocks"),
         ("layerdrop", {"drop": 1.0}, r"lies in \[0, 1\)"),

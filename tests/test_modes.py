@@ -26,6 +26,30 @@ from layershuffle.policies import Kept, Sequential, Shuffled
             Kept(6, order="arbitrary", choose="last"),
             True,
         ),
+        (
+            "arbitrary:parallel=3",
+            Mode(order="arbitrary", parallel=3),
+            Shuffled(parallel=(3, 3)),
+            True,
+        ),
+        (
+            "sequential:parallel=2",
+            Mode(order="sequential", parallel=2),
+            Sequential(parallel=(2, 2)),
+            False,
+        ),
+        (
+            "kept:6:arbitrary:passes=2",
+            Mode(order="arbitrary", kept=6, passes=2),
+            Kept(6, order="arbitrary", passes=2),
+            True,
+        ),
+        (
+            "kept:6:sequential:last:parallel=2:passes=3",
+            Mode(order="sequential", kept=6, choose="last", parallel=2, passes=3),
+            Kept(6, choose="last", passes=3, parallel=(2, 2)),
+            False,
+        ),
     ],
 )
 def test_words(text, mode, policy, drawn):
@@ -53,6 +77,7 @@ def test_a_mode_has_as_many_scores_as_it_has_orders(depth, order, choose):
     [
         ("kept:2-4:arbitrary", "kept:4:arbitrary,kept:3:arbitrary,kept:2:arbitrary"),
         ("kept:2-1,sequential", "kept:2,kept:1,sequential"),
+        ("kept:1-2:arbitrary:passes=2", "kept:2:arbitrary:passes=2,kept:1:arbitrary:passes=2"),
         ("kept:9-10:sequential:last", "kept:10:sequential:last,kept:9:sequential:last"),
     ],
 )
@@ -72,6 +97,12 @@ def test_a_range_stands_for_each_of_its_counts(text, expanded):
         ("kept:9:sequential:best", "choose='best'"),
         ("kept:9:sequential:first:more", "is not an evaluation mode"),
         ("sequential,sequential", "named twice"),
+        ("arbitrary,arbitrary:parallel=1", "named twice"),
+        ("arbitrary:parallel=0", "is not an evaluation mode"),
+        ("arbitrary:parallel=2:parallel=3", "is not an evaluation mode"),
+        ("parallel=3", "is not an evaluation mode"),
+        ("arbitrary:rounds=3", "is not an evaluation mode"),
+        ("arbitrary:passes=2", "does not say how many blocks run again"),
     ],
 )
 def test_wrong_words(text, phrase):

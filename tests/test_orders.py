@@ -36,6 +36,80 @@ def subsets(draw: st.DrawFn) -> ExecutionOrder:
     return ExecutionOrder(tuple(draw(st.permutations(range(depth)))[:count]), depth)
 
 
+@st.composite
+def versioned(draw: st.DrawFn) -> ExecutionOrder:
+    """Orders whose steps read any version that is there, no block twice on one."""
+    depth = draw(st.integers(1, 12))
+    steps: list[tuple[int, int]] = []
+    for _ in range(draw(st.integers(1, 20))):
+        step = (draw(st.integers(0, depth - 1)), draw(st.integers(0, len(steps))))
+        steps += [step] * (step not in steps)
+    return ExecutionOrder(tuple(b for b, _ in steps), depth, tuple(v for _, v in steps))
+
+
+@given(versioned())
+def test_versions_round_trip(order: ExecutionOrder) -> None:
+    assert ExecutionOrder.parse(str(order), depth=order.depth) == order
+    assert ExecutionOrder.from_json(order.to_json()) == order
+    blocks, versions = zip(*order.steps, strict=True)
+    assert ExecutionOrder(blocks, order.depth, versions) == order
+    newest = versions == tuple(range(len(order)))
+    assert (order.versions is None) == newest
+    assert ("versions" in json.loads(order.to_json())) != newest
+
+
+@given(versioned())
+def test_last_readers_are_those_of_a_search(order: ExecutionOrder) -> None:
+    wanted = {}
+    for version in range(len(order)):
+        later = [k for k, (_, v) in enumerate(order.steps) if v == version and k > v]
+        if later:
+            wanted[version] = max(later)
+    assert order.last_readers() == wanted
+
+
+@pytest.mark.parametrize(
+    ("text", "steps", "printed"),
+    [
+        ("3,0,2", ((3, 0), (0, 1), (2, 2)), "3,0,2"),
+        ("3+7+0,5+1", ((3, 0), (7, 0), (0, 0), (5, 3), (1, 3)), "3+7+0,5+1"),
+        ("3,7@0,0@0", ((3, 0), (7, 0), (0, 0)), "3+7+0"),
+        ("3,7@0,0@1", ((3, 0), (7, 0), (0, 1)), "3,7@0,0@1"),
+        ("3@0,7@1", ((3, 0), (7, 1)), "3,7"),
+        ("3+7,5@1,5", ((3, 0), (7, 0), (5, 1), (5, 3)), "3,7@0,5@1,5"),
+    ],
+)
+def test_steps_of_a_text(text: str, steps: object, printed: str) -> None:
+    order = ExecutionOrder.parse(text, depth=8)
+    assert order.steps == steps
+    assert str(order) == printed
+
+
+def test_rounds() -> None:
+    order = ExecutionOrder.in_rounds([[3, 7, 0], [5, 1], [3]], 8)
+    assert order == ExecutionOrder.parse("3+7+0,5+1,3", depth=8)
+    assert order.rounds == ((3, 7, 0), (5, 1), (3,))
+    assert order.versions == (0, 0, 0, 3, 3, 5)
+    assert order.has_repeats
+    assert ExecutionOrder.parse("3,7@0,0@1", depth=8).rounds is None
+    assert ExecutionOrder.in_rounds([[1], [0]], 2) == ExecutionOrder((1, 0), 2)
+    assert not ExecutionOrder.in_rounds([[0, 1]], 2).is_sequential
+    assert ExecutionOrder.in_rounds([[0, 1]], 2).is_permutation
+    assert repr(order) == "ExecutionOrder('3+7+0,5+1,3' of 8, 3 missing, repeats)"
+
+
+def test_kendall_counts_no_pair_side_by_side() -> None:
+    """Blocks of one round are in no order: 1+0 and 0+1 are the same, and so is a single round."""
+    assert ExecutionOrder.parse("3+2+1+0", depth=4).kendall_tau() == 1.0
+    assert ExecutionOrder.parse("1+0,3+2", depth=4).kendall_distance() == 0
+    reversed_rounds = ExecutionOrder.parse("3+2,1+0", depth=4)
+    assert (reversed_rounds.kendall_distance(), reversed_rounds.kendall_tau()) == (4, -1.0)
+    # 3 before 0 and 1, 0 before 1; 2 began with 3 and knows nothing of it.
+    mixed = ExecutionOrder.parse("3,2@0,0@1,1@3", depth=4)
+    assert mixed.kendall_distance() == 3
+    assert mixed.kendall_tau() == pytest.approx(1 - 2 * 3 / 4)
+
+
 @given(orders())
 def test_text_round_trip(order: ExecutionOrder) -> None:
     assert ExecutionOrder.parse(str(order), depth=order.depth) == order
@@ -163,6 +237,20 @@ BAD = {
     "JSON true": (_json('{"blocks": [true], "depth": 2}'), "True is not a block"),
     "JSON nested": (_json('{"blocks": [[0]], "depth": 2}'), "[0] is not a block"),
     "JSON number": (_json(5), "TypeError"),
+    "plus alone": (_parse("1+"), "'' in the execution order '1+' is not a block id"),
+    "no version": (_parse("1@"), "'' in the execution order '1@' is not a block id"),
+    "version word": (_parse("1@a"), "'a' in the execution order"),
+    "two versions": (_parse("1@0@0"), "'0@0' in the execution order"),
+    "version in a round": (_parse("1+2@0"), "'2@0' in the execution order"),
+    "later version": (_parse("1,2@2"), "Block 2 at position 1 reads version 2 of the state, which"),
+    "version below 0": (_parse("1,2@-1"), "reads version -1 of the state"),
+    "twice on a version": (_parse("1+1"), "Block 1 runs twice on version 0 of the state"),
+    "few versions": (lambda: ExecutionOrder((0, 1), 4, (0,)), "1 versions were given for 2 steps"),
+    "bool version": (lambda: ExecutionOrder((0,), 4, (False,)), "reads version False"),
+    "JSON text versions": (
+        _json('{"blocks": [0], "depth": 2, "versions": "0"}'),
+        '"versions" must be a list',
+    ),
     "tau of repeats": (ExecutionOrder((1, 1), 2).kendall_tau, "not defined with repeats"),
     "distance of repeats": (ExecutionOrder((0, 0), 2).kendall_distance, "not defined with repeats"),
 }

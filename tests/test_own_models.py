@@ -42,6 +42,9 @@ NO_SUCH_THING = {
     "checkpointing_with_position_parts": "as above",
     "per_sample_orders_under_checkpointing": "as above",
     "tap_under_checkpointing": "as above",
+    "versions_under_checkpointing": "as above",
+    "versions_per_sample_under_checkpointing": "as above",
+    "versions_intermediate_features": "as for features above",
 }
 CHAIN_CHECKS = {name: check for name, check in CHECKS.items() if name not in NO_SUCH_THING}
 # The rest of the contract needs orders of several lengths in a batch (refused below), or something
@@ -50,6 +53,7 @@ LOOP_CHECKS = {
     name: check
     for name, check in CHAIN_CHECKS.items()
     if not name.startswith(("per_sample", "wrong_number", "encoding", "prediction", "zero", "tap"))
+    and not name.startswith("versions")
     and name != "hooks_fire_once_per_run_of_the_right_block"
 }
 # Why no order can be given per sample.
@@ -65,9 +69,14 @@ NOT_FOR = {
         "autograd refuses writing into what it saved, with or without an order"
     ),
     ("own-inplace", "tap hooks reads_every_output"): "the next block writes over what they saw",
-    ("own-named", "encoding_equals"): "the slow path of the check takes the state without a name",
+    ("own-named", "encoding_equals versions_equal versions_with"): (
+        "the slow path of the check takes the state without a name"
+    ),
     ("own-byforward", "hooks_fire"): "the hooks that the check counts are not called",
-    ("own-ofitsclass", "encoding_equals"): "the slow path of the check has blocks of its own class",
+    ("own-ofitsclass", "encoding_equals versions_equal versions_with"): (
+        "the slow path of the check has blocks of its own class"
+    ),
+    ("own-tuples", "versions"): "refused: tests/test_rounds_refused.py",
     **{(name, "state_dict_never"): "it taps the blocks, refused below" for name in IN_PARTS},
 }
 
@@ -406,7 +415,7 @@ def test_hidden_states_of_groups_are_refused(by: str) -> None:
         if run is model or asked:
             with (
                 ls.running(model, each),
-                pytest.raises(UsageError, match="whose records name their samples"),
+                pytest.raises(UsageError, match="cannot be combined with an order per sample"),
             ):
                 run(images(3), **asked)
 

@@ -37,6 +37,12 @@ EVERY_POLICY: dict[str, OrderPolicy] = {
     "kept first": ls.Kept(5, choose="first"),
     "kept last arbitrary": ls.Kept(5, order="arbitrary", choose="last"),
     "fixed": ls.Fixed(ls.ExecutionOrder((3, 0, 2, 2), 12)),
+    "sequential rounds": ls.Sequential(parallel=(5, 5)),
+    "shuffled rounds": ls.Shuffled(parallel=(1, 4)),
+    "shuffled drop rounds": ls.Shuffled(drop=0.3, parallel=(1, 4)),
+    "shuffled depth rounds": ls.Shuffled(depth=(3, None), parallel=(1, 4)),
+    "kept twice": ls.Kept(3, order="arbitrary", passes=2),
+    "kept twice rounds": ls.Kept(5, passes=2, parallel=(3, 3)),
 }
 ARBITRARY = {"Shuffled": ls.Shuffled(), "Kept(12)": ls.Kept(12, order="arbitrary")}
 
@@ -69,6 +75,12 @@ GOLDEN = {
     "kept first": ("0,1,2,3,4", "0,1,2,3,4"),
     "kept last arbitrary": ("9,8,7,10,11", "9,7,10,8,11"),
     "fixed": ("3,0,2,2", "3,0,2,2"),
+    "sequential rounds": ("0+1+2+3+4,5+6+7+8+9,10+11", "0+1+2+3+4,5+6+7+8+9,10+11"),
+    "shuffled rounds": ("3+2+9+6,5+8+7+1,10,11+4+0", "1+9+7+10,8+5+6+4,0+11,3+2"),
+    "shuffled drop rounds": ("3+2,9+6+5+8,7,1+11+4,0", "1,9,7+8,0+11+3"),
+    "shuffled depth rounds": ("3+2+9+6,5,8", "1+9+7+10,8+5"),
+    "kept twice": ("3,2,9,3,2,9", "1,9,7,1,9,7"),
+    "kept twice rounds": ("2+3+5,6+9,2+3+5,6+9", "1+7+8,9+10,1+7+8,9+10"),
 }
 
 
@@ -226,6 +238,33 @@ def test_every_policy_can_be_stored() -> None:
     assert {policy_to_json(policy)["policy"] for policy in EVERY_POLICY.values()} == set(POLICIES)
 
 
+def test_rounds_hold_the_same_blocks_and_uniform_sizes() -> None:
+    """The sizes are drawn after the blocks: the order is the one of the policy without rounds."""
+    sizes: Counter[int] = Counter()
+    for step in range(DRAWS // 4):
+        order = ls.Shuffled(parallel=(1, 4)).draw(24, seed=2024, step=step)
+        assert order.blocks == ls.Shuffled().draw(24, seed=2024, step=step).blocks
+        assert order.rounds is not None
+        # The last round has what is left; four more blocks would have fit into any other.
+        sizes.update(map(len, order.rounds[:3]))
+    assert_uniform(sizes, [1, 2, 3, 4])
+
+
+def test_passes_share_their_beginning() -> None:
+    once, twice = (ls.Kept(5, order="arbitrary", passes=n).draw(12, seed=1, step=2) for n in (1, 2))
+    assert twice.blocks == once.blocks * 2
+    rounds = ls.Kept(3, passes=2, parallel=(4, 4)).draw(12, seed=1, step=2).rounds
+    assert rounds is not None
+    assert [len(blocks) for blocks in rounds] == [3, 3], "no round is in two passes"
+
+
+def test_records_of_earlier_versions_say_the_same() -> None:
+    assert policy_to_json(ls.Shuffled()) == {"policy": "shuffled", "drop": None, "depth": None}
+    assert policy_to_json(ls.Sequential()) == {"policy": "sequential"}
+    assert policy_to_json(ls.Kept(3)).keys() == {"policy", "k", "order", "choose"}
+    assert policy_to_json(ls.Shuffled(parallel=(1, 4)))["parallel"] == (1, 4)
+
+
 # --- refused --------------------------------------------------------------------------------------
 
 
@@ -256,6 +295,13 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     "kept text": (lambda: ls.Kept("3"), "a number of blocks, not '3'"),  # type: ignore[arg-type]
     "kept order": (lambda: ls.Kept(3, order="random"), "no order='random'"),  # type: ignore[arg-type]
     "kept choice": (lambda: ls.Kept(3, choose="best"), "no choose='best'"),  # type: ignore[arg-type]
+    "parallel number": (
+        lambda: ls.Shuffled(parallel=3),
+        "parallel=(low, high) of at least 1, not 3",
+    ),  # type: ignore[arg-type]
+    "parallel from 0": (lambda: ls.Sequential(parallel=(0, 2)), "of at least 1, not (0, 2)"),
+    "parallel reversed": (lambda: ls.Kept(3, parallel=(4, 2)), "of at least 1, not (4, 2)"),
+    "passes 0": (lambda: ls.Kept(3, passes=0), "at least 1 pass, not in 0"),
     "fixed list": (lambda: ls.Fixed([1, 0]), "takes an ExecutionOrder"),  # type: ignore[arg-type]
     "fixed other depth": (_draw(ls.Fixed(ls.ExecutionOrder((0,), 3))), "made for 3 blocks"),
     "sequential 0": (_draw(ls.Sequential(), 0), "at least 1, not 0"),

@@ -62,6 +62,21 @@ def test_effective_numbers_of_images_have_columns_where_some_row_has_them(tmp_pa
         read_rows(path)
 
 
+def test_rounds_and_passes_have_columns_where_some_row_has_more_than_one(tmp_path):
+    path = tmp_path / "results.csv"
+    rows = (row(), row(parallel=2, order="2+0,1"), row(passes=2, order="2,0,1,2@1,0,1"))
+    write_rows(path, rows, padded=False)
+    assert path.read_text().splitlines()[0] == ",".join([*COLUMNS, "parallel", "passes"])
+    assert read_rows(path) == rows
+    # A file from before these columns, which such rows do not change.
+    write_rows(path, rows[:1], padded=False)
+    assert path.read_text().splitlines()[0] == ",".join(COLUMNS)
+    assert [(r.parallel, r.passes) for r in read_rows(path)] == [(1, 1)]
+    path.write_text(path.read_text().replace("2,0,1", "2,0,1,2"))
+    with pytest.raises(DataError, match="order has 4 steps but kept is 3 and passes is 1"):
+        read_rows(path)
+
+
 @pytest.mark.parametrize(
     ("column", "value", "message"),
     [
@@ -69,7 +84,7 @@ def test_effective_numbers_of_images_have_columns_where_some_row_has_them(tmp_pa
         ("choose", "best", "choose 'best'"),
         ("draw", "epoch", "draw 'epoch'"),
         ("kept", "0", "kept '0'"),
-        ("kept", "11", "order has 3 blocks but kept is 11"),
+        ("kept", "11", "order has 3 steps but kept is 11"),
         ("kept", "2.5", "valid integer"),
         ("n", "0", "n '0'"),
         ("order", "", "order is empty"),

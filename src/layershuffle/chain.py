@@ -16,19 +16,17 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Hashable
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from layershuffle.entries import HOSTS, Entry, Form, Host, form_of, has_parts, state_first, state_of
 from layershuffle.errors import StackError
-from layershuffle.runs import in_eval, in_place, is_compiled
+from layershuffle.runs import apart, in_place
 
 IMAGES = 2  # with one image a mask for all samples looks like a mask per sample
 # What the stand-ins hand out, in proper states. NaN is the last, because a GPU may abort the
@@ -91,7 +89,7 @@ def _tried(stack: nn.Module, model: nn.Module, forward: Callable[[], Any]) -> Ho
 
     def run(entries: list[Entry]) -> Any:
         trial.calls.clear()
-        with _apart(trial.devices, model), in_place(stack, lambda _: entries):
+        with apart(trial.devices, model), in_place(stack, lambda _: entries):
             return forward()
 
     try:
@@ -113,17 +111,6 @@ def _tried(stack: nn.Module, model: nn.Module, forward: Callable[[], Any]) -> Ho
     finally:
         trial.over = True
     return Host(chain=chain, form=trial.form, batched=trial.batched, writes=trial.writes)
-
-
-@contextmanager
-def _apart(devices: list[torch.device], model: nn.Module) -> Iterator[None]:
-    """What runs here leaves no trace in running statistics or torch's generators."""
-    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-    compiled = any(map(is_compiled, model.modules()))
-    # One forward is no reason for a graph of its own.
-    eager = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
-    with torch.random.fork_rng(devices), in_eval(*norms), torch.no_grad(), eager:
-        yield
 
 
 class _Trial:

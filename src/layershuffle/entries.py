@@ -19,7 +19,9 @@ from torch.utils.checkpoint import checkpoint
 from layershuffle.errors import StackError, UsageError
 from layershuffle.grouped import BlockCall
 from layershuffle.hooks import Step
-from layershuffle.runs import Run, in_backward
+from layershuffle.orders import ExecutionOrder
+from layershuffle.residual import States, added, refuse_other_sums
+from layershuffle.runs import Run, in_backward, in_checkpoint
 
 Walk = Callable[[BlockCall, Tensor], Tensor]
 
@@ -192,13 +194,65 @@ class Placed(Entry):
         return out
 
 
+class Versioned(Placed):
+    """A block at a position that reads a version of the state, maybe an older one."""
+
+    def __init__(
+        self, module: nn.Module, step: Step, run: Run, *, version: int, states: States
+    ) -> None:
+        super().__init__(module, step, run)
+        self._version, self._states = version, states
+        self._ran = False
+        self._again: Tensor | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The state after this step, for the newest state among the arguments."""
+        state, args, kwargs = state_first(self._module, args=args, kwargs=kwargs)
+        position, version = self._step.position, self._version
+        refuse_other_sums(self._module, state, args=args, kwargs=kwargs)
+        # Checkpointing by the host runs this very entry again in the backward pass, when the states
+        # of the forward are gone.
+        replay, self._ran = self._ran, True
+        if not replay:
+            self._states.keep(position, state)
+        if version == position:
+            return super().__call__(state, *args, **kwargs)
+        read = self._reread() if replay else self._states.read(version, position=position)
+        # Reentrant checkpointing runs without a graph first, and could not reach `read` later.
+        if not (replay or torch.compiler.is_compiling()) and torch.is_grad_enabled():
+            self._again = read if in_checkpoint() else None
+        return added(state, read=read, out=super().__call__(read, *args, **kwargs))
+
+    def _reread(self) -> Tensor:
+        if self._again is None:
+            raise StackError(
+                "Reentrant gradient checkpointing cuts a block off from the older state that it "
+                "reads",
+                hint="checkpoint with use_reentrant=False, or let layershuffle.recomputing(model) "
+                "do it",
+            )
+        return self._again
+
+
+def versioned(
+    blocks: Sequence[nn.Module], order: ExecutionOrder, *, run: Run
+) -> Iterator[Versioned]:
+    """The entries of one forward along an order in which steps read older versions."""
+    states = States(order)
+    for position, (block, version) in enumerate(order.steps):
+        step = Step(position, block)
+        yield Versioned(blocks[block], step, run, version=version, states=states)
+
+
 class Walked(Entry):
     """The one entry of a stack that a walk runs as a whole."""
 
-    def __init__(self, stack: nn.Module, walk: Walk, run: Run, host: Host | None) -> None:
+    def __init__(
+        self, stack: nn.Module, walk: Walk, run: Run, host: Host | None, *, older: bool = False
+    ) -> None:
         self._blocks = list(stack._modules.values())
         super().__init__(self._blocks[0])  # type: ignore[arg-type]
-        self._walk, self._run, self._host = walk, run, host
+        self._walk, self._run, self._host, self._older = walk, run, host, older
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the last block of the walk returns, for the state among the arguments."""
@@ -210,6 +264,9 @@ class Walked(Entry):
                 hint="give the blocks the state first and other things after it; one order for the "
                 "whole batch (layershuffle.running), and evaluate(), work as they are",
             )
+        if self._older:
+            for block in self._blocks:
+                refuse_other_sums(block, state, args=args, kwargs=kwargs)  # type: ignore[arg-type]
         form = Form() if self._host is None else self._host.form
 
         def call(block: int, position: int, chunk: Tensor, rows: tuple[int, ...] | None) -> Tensor:

@@ -67,8 +67,9 @@ class Score:
 
     @property
     def kept(self) -> int:
-        """How many blocks ran."""
-        return len(self.batch_orders[0] if self.order is None else self.order)
+        """How many blocks ran, each as often as it did in one pass."""
+        steps = len(self.batch_orders[0] if self.order is None else self.order)
+        return steps if self.mode is None else steps // self.mode.passes
 
 
 @dataclass
@@ -388,6 +389,8 @@ def score_rows(scores: Iterable[Score], *, method: str, seed: int, draw: Draw) -
             draw=draw,
             top1_n=score.top1_n,
             top5_n=score.top5_n,
+            parallel=score.mode.parallel,
+            passes=score.mode.passes,
         )
         for score in scores
         if score.mode is not None

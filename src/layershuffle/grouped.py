@@ -7,19 +7,21 @@ that shares its block with no other at a position is not copied.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from layershuffle.errors import UsageError
 from layershuffle.machine import to_device
+from layershuffle.orders import ExecutionOrder
+from layershuffle.residual import States, added
 
 BlockCall = Callable[[int, int, Tensor, "tuple[int, ...] | None"], Tensor]
 
 
-def run_grouped(state: Tensor, orders: Sequence[tuple[int, ...]], *, call: BlockCall) -> Tensor:
-    """`state` `[batch, ...]` after sample i ran through the blocks `orders[i]`.
+def run_grouped(state: Tensor, orders: Sequence[ExecutionOrder], *, call: BlockCall) -> Tensor:
+    """`state` `[batch, ...]` after sample i ran along `orders[i]`.
 
     `call(block, position, chunk, rows)` runs one block on the samples `rows`. Orders may differ in
     length. Equal to running the samples one by one up to the rounding of batched kernels. Raises
@@ -31,45 +33,60 @@ def run_grouped(state: Tensor, orders: Sequence[tuple[int, ...]], *, call: Block
             hint="give one order per sample, or a single order for the whole batch (also where the "
             "blocks do not take one row per sample)",
         )
-    groups: dict[tuple[int, ...], list[int]] = {}
+    rows_of: dict[ExecutionOrder, list[int]] = {}
     for row, order in enumerate(orders):
-        groups.setdefault(order, []).append(row)
+        rows_of.setdefault(order, []).append(row)
     # Rows of one group lie together from here on, so that joining and splitting groups are slices.
-    arranged = [row for rows in groups.values() for row in rows]
-    chunks = _chunks(_rearranged(state, arranged), groups)
+    arranged = [row for rows in rows_of.values() for row in rows]
+    chunks = torch.split(_rearranged(state, arranged), list(map(len, rows_of.values())))
+    groups = [
+        _Group(order, rows, state if len(chunks) == 1 else chunk)
+        for (order, rows), chunk in zip(rows_of.items(), chunks, strict=True)
+    ]
     # As many block runs as with one order, but in smaller calls: 2.7 times the time at width 64,
     # 1.2 times at width 192 (docs/log.md).
-    for position in range(max(map(len, groups))):
+    for position in range(max(map(len, rows_of))):
         for block, members in _by_next_block(groups, position).items():
-            parts = [chunks[order] for order in members]
+            parts = [group.read(position) for group in members]
             # torch.cat copies even a single tensor; a group that is alone runs where it lies.
             joined = parts[0] if len(parts) == 1 else torch.cat(parts)
-            rows = tuple(row for order in members for row in groups[order])
+            rows = tuple(row for group in members for row in group.rows)
             out = call(block, position, joined, rows)
-            chunks |= _chunks(out, {order: groups[order] for order in members})
+            outs = [out] if len(parts) == 1 else torch.split(out, list(map(len, parts)))
+            for group, part in zip(members, outs, strict=True):
+                group.advance(position, part)
     # The inverse permutation, computed on the host: a GPU has nothing to send back.
     original = sorted(range(len(arranged)), key=arranged.__getitem__)
-    return _rearranged(torch.cat(list(chunks.values())), original)
+    return _rearranged(torch.cat([group.state for group in groups]), original)
 
 
-def _chunks(
-    state: Tensor, groups: Mapping[tuple[int, ...], Sequence[int]]
-) -> dict[tuple[int, ...], Tensor]:
-    """The part of every group, where the groups lie one behind the other in `state`."""
-    if len(groups) == 1:
-        return dict.fromkeys(groups, state)
-    parts = torch.split(state, [len(rows) for rows in groups.values()])
-    return dict(zip(groups, parts, strict=True))
+class _Group:
+    """The samples of one order: their rows in the batch, and how far they came."""
+
+    def __init__(self, order: ExecutionOrder, rows: Sequence[int], state: Tensor) -> None:
+        self.steps, self.rows, self.state = order.steps, rows, state
+        self._older, self._read = States(order), state
+
+    def read(self, position: int) -> Tensor:
+        """The state that the step at `position` reads, before it runs."""
+        self._older.keep(position, self.state)
+        version = self.steps[position][1]
+        newest = version == position
+        self._read = self.state if newest else self._older.read(version, position=position)
+        return self._read
+
+    def advance(self, position: int, out: Tensor) -> None:
+        """The step at `position` made `out` of what it read."""
+        newest = self.steps[position][1] == position
+        self.state = out if newest else added(self.state, read=self._read, out=out)
 
 
-def _by_next_block(
-    groups: Mapping[tuple[int, ...], Sequence[int]], position: int
-) -> dict[int, list[tuple[int, ...]]]:
-    """The orders that run a block at `position`, by that block, ascending."""
-    members: dict[int, list[tuple[int, ...]]] = {}
-    for order in groups:
-        if position < len(order):
-            members.setdefault(order[position], []).append(order)
+def _by_next_block(groups: Sequence[_Group], position: int) -> dict[int, list[_Group]]:
+    """The groups that run a block at `position`, by that block, ascending."""
+    members: dict[int, list[_Group]] = {}
+    for group in groups:
+        if position < len(group.steps):
+            members.setdefault(group.steps[position][0], []).append(group)
     # Sorted, so that kernels run in the same sequence whichever sample comes first.
     return dict(sorted(members.items()))
 

@@ -97,6 +97,13 @@ _TABLE = (
         selects_by="arbitrary",
     ),
     Method(
+        name="layershuffle-parallel",
+        summary="shuffled, in rounds of 1 to 4 blocks side by side",
+        source="this project; pairs of layers run so in arXiv 2502.02790",
+        policy=Shuffled(parallel=(1, 4)),
+        selects_by="arbitrary",
+    ),
+    Method(
         name="layershuffle-tied",
         summary="shuffled, all places share the weights of one block, or of a few",
         source="this project; layers are shared as in arXiv 1909.11942",
@@ -116,14 +123,15 @@ def find_method(
     kept: int | None = None,
     choose: Choice | None = None,
     distinct: int | None = None,
+    max_parallel: int | None = None,
 ) -> Method:
     """The method of that name with its options set.
 
     `drop`: p of `layerdrop`, or blocks left out at random in `layershuffle`. `min_blocks`: the
     fewest blocks `layershuffle-depth` keeps. `kept` and `choose`: how many and which pretrained
     blocks a `truncated` model is made of. `distinct`: how many blocks a `layershuffle-tied` model
-    has. Raises `UsageError` for unknown names (with the nearest)
-    and for an option that the method does not have, or lacks.
+    has. `max_parallel`: the most blocks in a round of a shuffled method. Raises `UsageError` for
+    unknown names (with the nearest) and for an option that the method does not have, or lacks.
     """
     if name not in METHODS:
         hint = did_you_mean(name, METHODS, otherwise=f"one of {', '.join(METHODS)}")
@@ -134,6 +142,8 @@ def find_method(
         method = replace(method, policy=_with_drop(method, drop))
     if min_blocks is not None:
         method = replace(method, policy=_with_min_blocks(method, min_blocks))
+    if max_parallel is not None:
+        method = replace(method, policy=_with_rounds(method, max_parallel))
     if distinct is not None:
         if method.distinct is None:
             raise UsageError(
@@ -148,8 +158,8 @@ def _with_drop(method: Method, drop: float) -> OrderPolicy:
     if method.name == "layerdrop":
         return LayerDrop(drop)
     # layershuffle-depth has a policy with a range already; the two options exclude each other.
-    if method.policy == Shuffled():
-        return Shuffled(drop=drop)
+    if isinstance(method.policy, Shuffled) and method.policy.depth is None:
+        return replace(method.policy, drop=drop)
     raise UsageError(
         f"The method {method.name!r} has no drop probability",
         hint="use layerdrop, or a shuffled method that keeps all blocks",
@@ -163,6 +173,15 @@ def _with_min_blocks(method: Method, min_blocks: int) -> OrderPolicy:
             hint="only layershuffle-depth keeps a random number of blocks",
         )
     return Shuffled(depth=(min_blocks, None))
+
+
+def _with_rounds(method: Method, max_parallel: int) -> OrderPolicy:
+    if isinstance(method.policy, Shuffled):
+        return replace(method.policy, parallel=(1, max_parallel))
+    raise UsageError(
+        f"The method {method.name!r} runs one block after the other",
+        hint="only shuffled methods run blocks side by side, such as layershuffle-parallel",
+    )
 
 
 def _blocks(method: Method, number: int | None, choose: Choice | None) -> Kept | None:

@@ -2,7 +2,8 @@
 
 Written `sequential`, `arbitrary`, `kept:9` (9 blocks, ascending), `kept:9:arbitrary`,
 `kept:9:sequential:spaced` (choices: random, spaced, first, last). A range of block counts stands
-for each of them: `kept:1-11:arbitrary`.
+for each of them: `kept:1-11:arbitrary`. Behind any of them `:parallel=3` runs three blocks side by
+side, and behind kept `:passes=2` runs the blocks again: `kept:6:arbitrary:passes=2:parallel=3`.
 """
 
 from __future__ import annotations
@@ -16,24 +17,40 @@ from layershuffle.errors import UsageError
 from layershuffle.policies import Choice, Kept, OrderMode, OrderPolicy, Sequential, Shuffled
 
 _FORMS = (
-    "sequential, arbitrary, kept:9, kept:9:arbitrary, kept:9:sequential:spaced, kept:1-11:arbitrary"
+    "sequential, arbitrary, kept:9, kept:9:arbitrary, kept:9:sequential:spaced, "
+    "kept:1-11:arbitrary, arbitrary:parallel=3, kept:6:arbitrary:passes=2"
 )
+_OPTION = re.compile(r"(parallel|passes)=([1-9][0-9]{0,5})")
 _RANGE = re.compile(r"kept:(\d+)-(\d+)((?::.*)?)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mode:
-    """`order` as in the paper's tables; `kept=None` runs all blocks."""
+    """`order` as in the paper's tables; `kept=None` runs all blocks.
+
+    The blocks run in rounds of `parallel` side by side, and `passes` times over.
+    """
 
     order: OrderMode
     kept: int | None = None
     choose: Choice = "random"
+    parallel: int = 1
+    passes: int = 1
 
     def policy(self) -> OrderPolicy:
         """What draws this mode's orders."""
+        rounds = None if self.parallel == 1 else (self.parallel, self.parallel)
         if self.kept is not None:
-            return Kept(self.kept, order=self.order, choose=self.choose)
-        return Sequential() if self.order == "sequential" else Shuffled()
+            return Kept(
+                self.kept,
+                order=self.order,
+                choose=self.choose,
+                passes=self.passes,
+                parallel=rounds,
+            )
+        if self.order == "sequential":
+            return Sequential(parallel=rounds)
+        return Shuffled(parallel=rounds)
 
     def is_drawn(self, depth: int) -> bool:
         """Whether more than one order of a model with `depth` blocks belongs to the mode."""
@@ -47,11 +64,16 @@ class Mode:
         return num_orders if self.is_drawn(depth) else 1
 
     def __str__(self) -> str:
-        if self.kept is None:
-            return self.order
-        # "random" is what `parse_modes` assumes, so equal modes have equal texts.
-        tail = "" if self.choose == "random" else f":{self.choose}"
-        return f"kept:{self.kept}:{self.order}{tail}"
+        # What `parse_modes` assumes is left out, so that equal modes have equal texts.
+        words: list[str] = [] if self.kept is None else ["kept", str(self.kept)]
+        words.append(self.order)
+        if self.choose != "random":
+            words.append(self.choose)
+        if self.passes > 1:
+            words.append(f"passes={self.passes}")
+        if self.parallel > 1:
+            words.append(f"parallel={self.parallel}")
+        return ":".join(words)
 
 
 def parse_modes(text: str) -> tuple[Mode, ...]:
@@ -72,13 +94,28 @@ def parse_modes(text: str) -> tuple[Mode, ...]:
     return modes
 
 
-def _parse_mode(word: str) -> Mode:
-    if word in ("sequential", "arbitrary"):
-        return Mode(order=cast(OrderMode, word))
-    name, *options = word.split(":")
+def _parse_mode(text: str) -> Mode:
+    words, counts = text.split(":"), {"parallel": 1, "passes": 1}
+    named: list[str] = []
+    # The options stand last, in any order, each once.
+    while words and (option := _OPTION.fullmatch(words[-1])) and option[1] not in named:
+        named.append(option[1])
+        counts[option[1]] = int(option[2])
+        words.pop()
+    parallel, passes = counts["parallel"], counts["passes"]
+    if words in (["sequential"], ["arbitrary"]):
+        if passes > 1:
+            raise UsageError(
+                f"{text!r} does not say how many blocks run again",
+                hint="kept:K:ORDER:passes=2, where K may be the number of all blocks",
+            )
+        return Mode(order=cast(OrderMode, words[0]), parallel=parallel)
+    name, *options = words or [""]
     if name != "kept" or not 1 <= len(options) <= 3 or not options[0].isdecimal():
-        raise UsageError(f"{word!r} is not an evaluation mode", hint=f"modes are {_FORMS}")
+        raise UsageError(f"{text!r} is not an evaluation mode", hint=f"modes are {_FORMS}")
     order, choose = [*options[1:], *("sequential", "random")[len(options) - 1 :]]
     # Kept itself checks the words, so that there is one list of them.
     policy = Kept(int(options[0]), order=cast(OrderMode, order), choose=cast(Choice, choose))
-    return Mode(order=policy.order, kept=policy.k, choose=policy.choose)
+    return Mode(
+        order=policy.order, kept=policy.k, choose=policy.choose, parallel=parallel, passes=passes
+    )

@@ -1,7 +1,15 @@
-"""Execution orders: which block runs at which position.
+"""Execution orders: which block runs at which position, and which state it reads.
 
 An `ExecutionOrder` is a frozen value. Block ids are 0-based indices into the model's block stack;
 position 0 runs first. It may be a permutation, a subset (some blocks missing) or hold repeats.
+
+Version k of the state is the state after k steps. The step at position k reads version v <= k:
+
+    state[k + 1] = block(state[k])                          where v = k
+    state[k + 1] = state[k] + (block(state[v]) - state[v])  where v < k
+
+Written "3,0,2" where every step reads the newest version, "3+7+0,5+1" in rounds (steps that read
+one version: blocks side by side), and "3,7@0,0@1" in general.
 """
 
 from __future__ import annotations
@@ -11,7 +19,6 @@ import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import combinations
 from typing import Any
 
 from layershuffle.errors import UsageError
@@ -21,11 +28,14 @@ from layershuffle.errors import UsageError
 class ExecutionOrder:
     """The sequence of block ids to run in a model of `depth` blocks.
 
-    Raises `UsageError` for an empty sequence, ids outside [0, depth) or a depth below 1.
+    `versions` says for every step which version of the state it reads, and is `None` where each
+    reads the newest. Raises `UsageError` for an empty sequence, ids outside [0, depth), a depth
+    below 1, a version that is not there yet, and a block that runs twice on one version.
     """
 
     blocks: tuple[int, ...]
     depth: int
+    versions: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         # Frozen and with slots: the one way to normalise a field.
@@ -38,6 +48,11 @@ class ExecutionOrder:
             )
         for block in self.blocks:
             _check_block(block, self.depth)
+        if self.versions is not None:
+            versions = _checked_versions(self.blocks, self.versions)
+            # One value for one computation: equal orders are equal, and print alike.
+            newest = versions == tuple(range(len(versions)))
+            object.__setattr__(self, "versions", None if newest else versions)
 
     @classmethod
     def sequential(cls, depth: int) -> ExecutionOrder:
@@ -46,16 +61,33 @@ class ExecutionOrder:
         return cls(tuple(range(depth)), depth)
 
     @classmethod
-    def parse(cls, text: str, *, depth: int, permutation: bool = False) -> ExecutionOrder:
-        """The order written as `"3,0,2"`; `permutation=True` also refuses missing and repeated ids.
+    def in_rounds(cls, rounds: Iterable[Iterable[int]], depth: int) -> ExecutionOrder:
+        """The order in which the blocks of each round run side by side, round after round.
 
-        Raises `UsageError` for empty text, words that are not integers, and unknown ids.
+        Raises `UsageError` for a block that stands twice in one round.
+        """
+        steps: list[tuple[int, int]] = []
+        for blocks in rounds:
+            start = len(steps)
+            steps += [(block, start) for block in blocks]
+        return cls(tuple(block for block, _ in steps), depth, tuple(v for _, v in steps))
+
+    @classmethod
+    def parse(cls, text: str, *, depth: int, permutation: bool = False) -> ExecutionOrder:
+        """The order written as `"3,0,2"`, `"3+7+0,5+1"` or `"3,7@0,0@1"`.
+
+        `permutation=True` also refuses missing and repeated ids. Raises `UsageError` for empty
+        text, words that are not integers, unknown ids and versions that are not there yet.
         """
         if not text.strip():
             raise UsageError(
                 "The execution order is empty text", hint='write block ids, for example "3,0,2"'
             )
-        order = cls(tuple(_parse_id(word, text) for word in text.split(",")), depth)
+        steps: list[tuple[int, int]] = []
+        for word in text.split(","):
+            steps += _parse_steps(word, text, position=len(steps))
+        blocks, versions = zip(*steps, strict=True)
+        order = cls(blocks, depth, versions)
         return order.require_permutation() if permutation else order
 
     @classmethod
@@ -63,20 +95,55 @@ class ExecutionOrder:
         """The order that `to_json` wrote, from its text or from the decoded mapping."""
         try:
             fields = json.loads(data) if isinstance(data, str) else dict(data)
-            blocks, depth = fields["blocks"], fields["depth"]
+            blocks, depth, versions = fields["blocks"], fields["depth"], fields.get("versions")
         except (ValueError, KeyError, TypeError) as error:
             raise UsageError(
                 f"This is not an execution order in JSON ({error.__class__.__name__}: {error})",
                 hint='the form is {"blocks": [3, 0, 2], "depth": 12}',
             ) from error
         # A string is iterable too, and "210" would become three block ids.
-        if not isinstance(blocks, (list, tuple)):
-            raise UsageError(f'"blocks" must be a list of integers, not {blocks!r}')
-        return cls(tuple(blocks), depth)
+        for name, values in (("blocks", blocks), ("versions", versions)):
+            if not isinstance(values, (list, tuple)) and not (
+                name == "versions" and values is None
+            ):
+                raise UsageError(f'"{name}" must be a list of integers, not {values!r}')
+        return cls(tuple(blocks), depth, None if versions is None else tuple(versions))
 
     def to_json(self) -> str:
-        """`{"blocks": [3, 0, 2], "depth": 12}`."""
-        return json.dumps({"blocks": list(self.blocks), "depth": self.depth})
+        """`{"blocks": [3, 0, 2], "depth": 12}`, with "versions" where a step reads an older one."""
+        fields: dict[str, Any] = {"blocks": list(self.blocks), "depth": self.depth}
+        if self.versions is not None:
+            fields["versions"] = list(self.versions)
+        return json.dumps(fields)
+
+    @property
+    def steps(self) -> tuple[tuple[int, int], ...]:
+        """(block, version that it reads) of every step."""
+        versions = range(len(self.blocks)) if self.versions is None else self.versions
+        return tuple(zip(self.blocks, versions, strict=True))
+
+    @property
+    def rounds(self) -> tuple[tuple[int, ...], ...] | None:
+        """The blocks of every round; `None` for an order that is not made of rounds."""
+        rounds: list[tuple[int, ...]] = []
+        start = 0
+        for position, (block, version) in enumerate(self.steps):
+            if version == position:
+                start = position
+                rounds.append((block,))
+            elif version == start:
+                rounds[-1] += (block,)
+            else:
+                return None
+        return tuple(rounds)
+
+    def last_readers(self) -> dict[int, int]:
+        """The last step that reads a version after it was the newest, by version."""
+        return {
+            version: position
+            for position, (_, version) in enumerate(self.steps)
+            if version < position
+        }
 
     @property
     def is_permutation(self) -> bool:
@@ -85,8 +152,8 @@ class ExecutionOrder:
 
     @property
     def is_sequential(self) -> bool:
-        """Whether this is the full stack in its original order."""
-        return self.blocks == tuple(range(self.depth))
+        """Whether this is the full stack in its original order, one block after the other."""
+        return self.blocks == tuple(range(self.depth)) and self.versions is None
 
     @property
     def has_repeats(self) -> bool:
@@ -112,24 +179,40 @@ class ExecutionOrder:
     def kendall_distance(self) -> int:
         """Pairs of blocks that run in the opposite of their sequential order (0 when ascending).
 
-        Raises `UsageError` for orders with repeats, where the distance is not defined.
+        Blocks side by side are in no order and count nothing. Raises `UsageError` for orders with
+        repeats, where the distance is not defined.
         """
         if self.has_repeats:
             raise UsageError(f"Kendall's distance is not defined with repeats, as in {self}")
-        return sum(a > b for a, b in combinations(self.blocks, 2))
+        return sum(a > b for a, b in self._successive())
 
     def kendall_tau(self) -> float:
         """Kendall's tau against the sequential order: 1.0 ascending, -1.0 reversed.
 
-        For a subset, only the blocks that run are compared; a single block gives 1.0. Raises
-        `UsageError` for orders with repeats.
+        For a subset, only the blocks that run are compared, and only pairs of which the later one
+        reads what the earlier one did (Goodman and Kruskal's gamma of the rounds); without such a
+        pair it is 1.0. Raises `UsageError` for orders with repeats.
         """
-        pairs = len(self.blocks) * (len(self.blocks) - 1) // 2
-        # Kendall's tau counts concordant less discordant pairs; there are no ties in an order.
-        return 1.0 - 2.0 * self.kendall_distance() / pairs if pairs else 1.0
+        distance, pairs = self.kendall_distance(), len(self._successive())
+        # Kendall's tau counts concordant less discordant pairs.
+        return 1.0 - 2.0 * distance / pairs if pairs else 1.0
+
+    def _successive(self) -> list[tuple[int, int]]:
+        """The pairs of blocks of which the second one reads a state that the first one changed."""
+        return [
+            (self.blocks[earlier], block)
+            for block, version in self.steps
+            for earlier in range(version)
+        ]
 
     def __str__(self) -> str:
-        return ",".join(map(str, self.blocks))
+        rounds = self.rounds
+        if rounds is not None:
+            return ",".join("+".join(map(str, blocks)) for blocks in rounds)
+        return ",".join(
+            str(block) if version == position else f"{block}@{version}"
+            for position, (block, version) in enumerate(self.steps)
+        )
 
     def __repr__(self) -> str:
         # What is unusual about an order stands in its repr: logs then show it without a question.
@@ -174,12 +257,44 @@ def _check_block(block: int, depth: int) -> None:
         )
 
 
+def _checked_versions(blocks: tuple[int, ...], versions: Iterable[Any]) -> tuple[int, ...]:
+    versions = tuple(map(_plain_integer, versions))
+    if len(versions) != len(blocks):
+        raise UsageError(f"{len(versions)} versions were given for {len(blocks)} steps of an order")
+    ran: set[tuple[int, int]] = set()
+    for position, step in enumerate(zip(blocks, versions, strict=True)):
+        block, version = step
+        if not _is_int(version) or not 0 <= version <= position:
+            raise UsageError(
+                f"Block {block} at position {position} reads version {version!r} of the state, "
+                "which is not there",
+                hint=f"version k is the state after k steps: give 0 to {position}",
+            )
+        # Its residual would count twice, and nothing would have been computed for it.
+        if step in ran:
+            raise UsageError(
+                f"Block {block} runs twice on version {version} of the state",
+                hint="let it run again on a later version, in another round",
+            )
+        ran.add(step)
+    return versions
+
+
+def _parse_steps(word: str, text: str, *, position: int) -> list[tuple[int, int]]:
+    """The steps (block, version) that a word such as "3", "3+7+0" or "3@0" stands for."""
+    if "+" in word:
+        return [(_parse_id(part, text), position) for part in word.split("+")]
+    block, at, version = word.partition("@")
+    return [(_parse_id(block, text), _parse_id(version, text) if at else position)]
+
+
 def _parse_id(word: str, text: str) -> int:
     # Not int() alone, which also takes "1_0"; and no id has more than nine digits.
-    if not re.fullmatch(r"[+-]?[0-9]{1,9}", word.strip()):
+    if not re.fullmatch(r"-?[0-9]{1,9}", word.strip()):
         raise UsageError(
             f"{word.strip()!r} in the execution order {text!r} is not a block id",
-            hint='write integers with commas between them, for example "3,0,2"',
+            hint='write integers with commas between them, for example "3,0,2", or with "+" '
+            "between blocks side by side",
         )
     return int(word)
 

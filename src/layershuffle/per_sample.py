@@ -13,6 +13,7 @@ from layershuffle.chain import host_of_stack
 from layershuffle.entries import Entry, Host, Walk, Walked, state_first, state_of
 from layershuffle.errors import StackError, UsageError
 from layershuffle.grouped import BlockCall, run_grouped
+from layershuffle.orders import ExecutionOrder
 from layershuffle.runs import PLAIN, Run, in_backward, run_of
 
 
@@ -23,8 +24,9 @@ class SampleOrders:
     that does nothing between its blocks. Position by position the host's own loop runs.
     """
 
-    def __init__(self, stack: nn.Module, orders: Sequence[tuple[int, ...]]) -> None:
+    def __init__(self, stack: nn.Module, orders: Sequence[ExecutionOrder]) -> None:
         self.orders, self.called = tuple(orders), 0
+        self._older = any(order.versions is not None for order in self.orders)
         self.host: Host | None = None
         self._stack = stack
 
@@ -34,8 +36,8 @@ class SampleOrders:
         if not self.called and not in_backward():
             self.host = None
         if self.host is not None and self.host.chain:
-            return [Walked(self._stack, self._walk, run, self.host)]
-        self._refuse_lengths()
+            return [Walked(self._stack, self._walk, run, self.host, older=self._older)]
+        self._refuse_uneven()
         return [
             _Position(self._stack, self._at(position), run, self.host)
             for position in range(len(self.orders[0]))
@@ -45,7 +47,7 @@ class SampleOrders:
         return run_grouped(state, self.orders, call=call)
 
     def _at(self, position: int) -> Walk:
-        steps = [(order[position],) for order in self.orders]
+        steps = [ExecutionOrder((order.blocks[position],), order.depth) for order in self.orders]
 
         def walk(call: BlockCall, state: Tensor) -> Tensor:
             return run_grouped(
@@ -54,13 +56,21 @@ class SampleOrders:
 
         return walk
 
-    def _refuse_lengths(self) -> None:
+    def _refuse_uneven(self) -> None:
+        cause = (
+            "The host model does more between its blocks than hand on the state (or runs in "
+            "another way than by its own call), so samples "
+        )
         if len(set(map(len, self.orders))) > 1:
             raise StackError(
-                "The host model does more between its blocks than hand on the state (or runs in "
-                "another way than by its own call), so samples with shorter orders cannot wait for "
-                "the others",
+                cause + "with shorter orders cannot wait for the others",
                 hint="give all samples of a batch orders of one length",
+            )
+        if self._older:
+            raise StackError(
+                cause + "cannot read older versions of the state",
+                hint="give one order for the whole batch, or orders in which every step reads the "
+                "newest version",
             )
 
 
@@ -102,7 +112,12 @@ def calls_seen(model: nn.Module, stack: nn.Module, *, samples: SampleOrders) -> 
         if kwargs is None or not ours():
             return
         samples.called += 1
-        _refuse_hidden_states(module, kwargs)
+        _refuse_hidden_states(
+            module,
+            kwargs,
+            "an order per sample: blocks run on groups of samples, and the states would be those "
+            "of the groups",
+        )
         # The outermost call is tried: what the others get, and what is around them, follows.
         if samples.called == 1:
             samples.host = host_of_stack(
@@ -124,15 +139,42 @@ def calls_seen(model: nn.Module, stack: nn.Module, *, samples: SampleOrders) -> 
         yield
 
 
-def _refuse_hidden_states(module: nn.Module, kwargs: dict[str, Any]) -> None:
-    # transformers records them by hooks on the blocks, which run on some of the samples at a time.
+@contextmanager
+def hidden_states_refused(
+    model: nn.Module, stack: nn.Module, *, order: ExecutionOrder
+) -> Iterator[None]:
+    """Refuses states that a host would record while a step of `order` reads an older one."""
+
+    def before(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> None:
+        del args
+        # As above: the hooks are the model's, and other threads have orders of their own.
+        if kwargs is None or torch.compiler.is_compiling() or run_of(stack).order is not order:
+            return
+        _refuse_hidden_states(
+            module,
+            kwargs,
+            "blocks side by side: what a block returns is not the state after its step",
+        )
+
+    with ExitStack() as hooks:
+        for module in holders(model, stack):
+            if hasattr(module, "config"):
+                handle = module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+                hooks.callback(handle.remove)
+        yield
+
+
+def _refuse_hidden_states(module: nn.Module, kwargs: dict[str, Any], why: str) -> None:
+    # transformers records them by hooks on the blocks.
     config = getattr(module, "config", None)
     if kwargs.get("output_hidden_states", getattr(config, "output_hidden_states", False)):
         raise UsageError(
-            "output_hidden_states cannot be combined with an order per sample: blocks run on "
-            "groups of samples, and the states would be those of the groups",
-            hint="record them with layershuffle.tap(model), whose records name their samples, or "
-            "use one order for the whole batch",
+            f"output_hidden_states cannot be combined with {why}",
+            hint="record what blocks return with layershuffle.tap(model), whose records name their "
+            "steps and samples, or use one order for the whole batch in which every step reads the "
+            "newest state",
         )
 
 

@@ -31,14 +31,23 @@ class OrderPolicy(Protocol):
 
 @dataclass(frozen=True)
 class Sequential:
-    """Always 0..depth-1: ordinary training."""
+    """Always 0..depth-1: ordinary training.
+
+    `parallel=(low, high)`: in rounds of blocks side by side, whose sizes are uniform in [low, high]
+    each; the last round has what is left.
+    """
+
+    parallel: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "parallel", _checked_parallel(self.parallel))
 
     def draw(
         self, depth: int, *, seed: int, step: int, micro_batch: int = 0, rank: int = 0
     ) -> ExecutionOrder:
-        """The sequential order; the other arguments change nothing."""
-        del seed, step, micro_batch, rank
-        return ExecutionOrder.sequential(depth)
+        """The sequential order; the other arguments say the sizes of its rounds, if it has any."""
+        stream = Stream(seed, step, micro_batch=micro_batch, rank=rank)
+        return _in_rounds([range(depth)], depth, parallel=self.parallel, stream=stream)
 
 
 @dataclass(frozen=True)
@@ -48,10 +57,12 @@ class Shuffled:
     `drop`: each block is left out with this probability (at least one stays).
     `depth=(low, high)`: the number of blocks kept is uniform in [low, high], `high=None` meaning
     all of them; which blocks is uniform too. The two options exclude each other.
+    `parallel=(low, high)`: in rounds, as in `Sequential`, of the blocks that are kept.
     """
 
     drop: float | None = None
     depth: tuple[int, int | None] | None = None
+    parallel: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if self.drop is not None and self.depth is not None:
@@ -61,6 +72,7 @@ class Shuffled:
         if self.depth is not None:
             # The class is frozen; a list becomes a tuple so that the policy can be hashed.
             object.__setattr__(self, "depth", _checked_range(self.depth))
+        object.__setattr__(self, "parallel", _checked_parallel(self.parallel))
 
     def draw(
         self, depth: int, *, seed: int, step: int, micro_batch: int = 0, rank: int = 0
@@ -75,7 +87,7 @@ class Shuffled:
             # A prefix of a uniform permutation is a uniform subset in uniform order.
             low, high = _kept_range(self.depth, depth)
             blocks = blocks[: low + stream.below(high - low + 1)]
-        return ExecutionOrder(blocks, depth)
+        return _in_rounds([blocks], depth, parallel=self.parallel, stream=stream)
 
 
 @dataclass(frozen=True)
@@ -104,22 +116,29 @@ class Kept:
 
     `choose`: "random" (a uniform subset), "spaced" (evenly from the first block to the last),
     "first", "last". The paper prunes at test time without saying how it chooses (section 4.2).
+    `passes`: how often they run, in the same order each time. `parallel=(low, high)`: in rounds, as
+    in `Sequential`, none of which is in two passes.
     """
 
     k: int
     order: OrderMode = "sequential"
     choose: Choice = "random"
+    passes: int = 1
+    parallel: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if not _is_integer(self.k):
             raise UsageError(f"Kept takes a number of blocks, not {self.k!r}", hint="Kept(9)")
         _check_word("order", self.order, ("sequential", "arbitrary"))
         _check_word("choose", self.choose, ("random", "spaced", "first", "last"))
+        if not _is_integer(self.passes) or self.passes < 1:
+            raise UsageError(f"Blocks run in at least 1 pass, not in {self.passes!r}")
+        object.__setattr__(self, "parallel", _checked_parallel(self.parallel))
 
     def draw(
         self, depth: int, *, seed: int, step: int, micro_batch: int = 0, rank: int = 0
     ) -> ExecutionOrder:
-        """`k` blocks; raises `UsageError` unless 1 <= k <= depth."""
+        """`k` blocks, `passes` times; raises `UsageError` unless 1 <= k <= depth."""
         if not 1 <= self.k <= depth:
             raise UsageError(
                 f"{self.k} blocks cannot be kept of a model with {depth}",
@@ -127,11 +146,15 @@ class Kept:
             )
         # One shuffle serves both draws: its first k places are a uniform ordered subset, so the
         # orders of k = 12, 9, 6, 3 at one (seed, step) are prefixes of each other and share work.
-        shuffled = Stream(seed, step, micro_batch=micro_batch, rank=rank).shuffled(range(depth))
+        stream = Stream(seed, step, micro_batch=micro_batch, rank=rank)
+        shuffled = stream.shuffled(range(depth))
         chosen = self._chosen(depth, shuffled)
-        if self.order == "sequential":
-            return ExecutionOrder(tuple(sorted(chosen)), depth)
-        return ExecutionOrder(tuple(b for b in shuffled if b in chosen), depth)
+        blocks = sorted(chosen)
+        if self.order == "arbitrary":
+            blocks = [block for block in shuffled if block in chosen]
+        # The same order in every pass: another one scores no better (docs/rounds.md), and so the
+        # orders of one, two and three passes are prefixes of each other.
+        return _in_rounds([blocks] * self.passes, depth, parallel=self.parallel, stream=stream)
 
     def _chosen(self, depth: int, shuffled: Sequence[int]) -> tuple[int, ...]:
         every = range(depth)
@@ -170,6 +193,8 @@ POLICIES: dict[str, type[OrderPolicy]] = {
     "kept": Kept,
     "fixed": Fixed,
 }
+# Options that models saved by earlier versions lack, and what they then are.
+_LATER = {"parallel": None, "passes": 1}
 
 
 def spaced(k: int, depth: int) -> tuple[int, ...]:
@@ -184,7 +209,9 @@ def policy_to_json(policy: OrderPolicy) -> dict[str, Any]:
     """`{"policy": "shuffled", "drop": null, "depth": [3, null]}`: JSON types only."""
     name = next(name for name, kind in POLICIES.items() if type(policy) is kind)
     fields: dict[str, Any] = asdict(policy)  # type: ignore[call-overload]  # all are dataclasses
-    return {"policy": name, **fields}
+    # Records of models are compared: one from before these options says the same as one of today.
+    later = [key for key, default in _LATER.items() if fields.get(key) == default]
+    return {"policy": name} | {key: value for key, value in fields.items() if key not in later}
 
 
 def policy_from_json(data: Mapping[str, Any]) -> OrderPolicy:
@@ -210,6 +237,27 @@ def _survivors(blocks: Sequence[int], p: float, stream: Stream) -> tuple[int, ..
     return survivors or (blocks[stream.below(len(blocks))],)
 
 
+def _in_rounds(
+    passes: Sequence[Sequence[int]],
+    depth: int,
+    *,
+    parallel: tuple[int, int] | None,
+    stream: Stream,
+) -> ExecutionOrder:
+    """The blocks of each pass after those of the one before, in rounds of sizes drawn last."""
+    if parallel is None:
+        return ExecutionOrder(tuple(block for blocks in passes for block in blocks), depth)
+    low, high = parallel
+    rounds: list[Sequence[int]] = []
+    for blocks in passes:
+        start = 0
+        while start < len(blocks):
+            size = low + stream.below(high - low + 1)
+            rounds.append(blocks[start : start + size])
+            start += size
+    return ExecutionOrder.in_rounds(rounds, depth)
+
+
 def _kept_range(limits: tuple[int, int | None], depth: int) -> tuple[int, int]:
     low, high = limits[0], depth if limits[1] is None else limits[1]
     if not 1 <= low <= high <= depth:
@@ -227,6 +275,19 @@ def _checked_range(limits: Sequence[int | None]) -> tuple[int, int | None]:
         return parts[0], parts[1]
     raise UsageError(
         f"Shuffled takes depth=(low, high), not {limits!r}", hint="depth=(3, None) is 3 to all"
+    )
+
+
+def _checked_parallel(limits: Sequence[int] | None) -> tuple[int, int] | None:
+    if limits is None:
+        return None
+    # A list is accepted because JSON and YAML have no tuples.
+    parts = tuple(limits) if isinstance(limits, tuple | list) else ()
+    if len(parts) == 2 and all(map(_is_integer, parts)) and 1 <= parts[0] <= parts[1]:
+        return parts[0], parts[1]
+    raise UsageError(
+        f"Rounds have sizes parallel=(low, high) of at least 1, not {limits!r}",
+        hint="parallel=(1, 4) is one to four blocks side by side",
     )
 
 

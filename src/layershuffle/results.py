@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
@@ -44,9 +45,10 @@ class ScoreRow(BaseModel):
 
     `top1` and `top5` in percent over `n` images, `cross_entropy` in nats. `choose`: how the kept
     blocks were chosen, empty where all run. `top1_n`, `top5_n`: how many independent images the `n`
-    images count as (`stats.ImageGroups`). `order_seed` numbers the draws of a mode. `order` holds
-    block ids, "3,0,2"; it is empty where `draw` is "batch": every batch had another order. Columns
-    that this version does not know are kept as text.
+    images count as (`stats.ImageGroups`). `order_seed` numbers the draws of a mode. `order` is text
+    as `layershuffle.orders` writes it, "3,0,2"; it is empty where `draw` is "batch": every batch
+    had another order. The `kept` blocks ran `passes` times, in rounds of `parallel` side by side.
+    Columns that this version does not know are kept as text.
     """
 
     model_config = ConfigDict(frozen=True, extra="allow")
@@ -57,7 +59,7 @@ class ScoreRow(BaseModel):
     kept: Count
     choose: Literal["", "random", "spaced", "first", "last"]
     order_seed: int
-    order: Annotated[str, Field(pattern=r"^(\d+(,\d+)*)?$")]
+    order: Annotated[str, Field(pattern=r"^(\d+(@\d+)?([,+]\d+(@\d+)?)*)?$")]
     n: Count
     top1: Percent
     top5: Percent
@@ -65,12 +67,16 @@ class ScoreRow(BaseModel):
     draw: Literal["pass", "batch"]
     top1_n: Effective = None
     top5_n: Effective = None
+    parallel: Count = 1
+    passes: Count = 1
 
     @model_validator(mode="after")
     def _check(self) -> ScoreRow:
-        blocks = self.order.count(",") + 1
-        if self.order and blocks != self.kept:
-            raise ValueError(f"order has {blocks} blocks but kept is {self.kept}")
+        steps = len(re.findall("[,+]", self.order)) + 1
+        if self.order and steps != self.kept * self.passes:
+            raise ValueError(
+                f"order has {steps} steps but kept is {self.kept} and passes is {self.passes}"
+            )
         if not self.order and self.draw == "pass":
             raise ValueError("order is empty but it was drawn once per pass")
         if self.top1 > self.top5:
@@ -80,7 +86,9 @@ class ScoreRow(BaseModel):
 
 EFFECTIVE = ("top1_n", "top5_n")
 """Columns of a results file that are there where the images have groups."""
-COLUMNS = tuple(name for name in ScoreRow.model_fields if name not in EFFECTIVE)
+ROUNDS = ("parallel", "passes")
+"""Columns of a results file that are there where a row has more than 1; without them all have 1."""
+COLUMNS = tuple(name for name in ScoreRow.model_fields if name not in EFFECTIVE + ROUNDS)
 _DECIMALS = {"top1": ".4f", "top5": ".4f", "cross_entropy": ".6f"}
 
 
@@ -92,6 +100,8 @@ def write_rows(path: Path, rows: Iterable[ScoreRow], *, padded: bool = True) -> 
     """
     rows = list(rows)
     names = [*with_effective(COLUMNS, rows)]
+    # Files of one block after the other stay byte for byte as they were.
+    names += ROUNDS if any(row.parallel > 1 or row.passes > 1 for row in rows) else ()
     names += sorted({name for row in rows for name in row.model_extra or ()})
     write_text(path, format_rows(rows, names, decimals=_DECIMALS if padded else {}))
 
@@ -141,7 +151,8 @@ def read_rows(path: Path, *, hint: str | None = None) -> tuple[ScoreRow, ...]:
     except (OSError, UnicodeDecodeError) as error:
         raise refuse(f"The file cannot be read ({error})") from error
     rows = parse_rows(text, ScoreRow, columns=COLUMNS, refuse=refuse)
-    scores = {(r.method, r.seed, r.mode, r.kept, r.choose, r.draw, r.order_seed) for r in rows}
+    names = ("method", "seed", "mode", "kept", "choose", "draw", "order_seed", *ROUNDS)
+    scores = {tuple(getattr(row, name) for name in names) for row in rows}
     if len(scores) < len(rows):
         raise refuse("The results file has a score twice")
     return tuple(rows)

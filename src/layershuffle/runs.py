@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -18,10 +18,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import CheckpointFunction
 
 from layershuffle.errors import StackError
 from layershuffle.hooks import BlockHook
+from layershuffle.orders import ExecutionOrder
 
 # What the host calls where its blocks were: made for one run of the stack.
 Entries = Callable[["Run"], Sequence[Callable[..., Any]]]
@@ -85,12 +87,11 @@ class Asked:
 class Run:
     """How one stack is to run: an order, the hooks around its blocks, or entries of its own.
 
-    `order` holds block ids, `samples` those of every sample in a batch. `entries` take the place of
-    the blocks.
+    `samples` are the orders of every sample in a batch. `entries` take the place of the blocks.
     """
 
-    order: tuple[int, ...] | None = None
-    samples: tuple[tuple[int, ...], ...] | None = None
+    order: ExecutionOrder | None = None
+    samples: tuple[ExecutionOrder, ...] | None = None
     hooks: tuple[BlockHook, ...] = ()
     entries: Entries | None = None
     recompute: bool = False
@@ -177,6 +178,17 @@ def in_eval(*models: nn.Module) -> Iterator[None]:
 def is_compiled(module: nn.Module) -> bool:
     """Whether a call of `module` runs a graph that torch.compile made of it."""
     return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
+
+
+@contextmanager
+def apart(devices: list[torch.device], model: nn.Module) -> Iterator[None]:
+    """What runs here leaves no trace in running statistics or torch's generators."""
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    compiled = any(map(is_compiled, model.modules()))
+    # One forward is no reason for a graph of its own.
+    eager = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+    with torch.random.fork_rng(devices), in_eval(*norms), torch.no_grad(), eager:
+        yield
 
 
 def in_backward() -> bool:

@@ -54,7 +54,7 @@ class FitSettings(Settings):
 
     method: str
     """How to train: baseline, layershuffle, layershuffle-position, layershuffle-predict, layerdrop,
-    truncated, layershuffle-depth or layershuffle-tied."""
+    truncated, layershuffle-depth, layershuffle-parallel or layershuffle-tied."""
     model: str
     """Host model: bundled:digits, timm:NAME, hf:NAME_OR_DIR, torchvision:NAME or dir:PATH."""
     data: str
@@ -73,6 +73,9 @@ class FitSettings(Settings):
     first, last or random (by the seed)."""
     distinct: Positive | None = None
     """Number of different blocks in a model of the method layershuffle-tied (default: 1)."""
+    max_parallel: Positive | None = None
+    """Most blocks that run side by side in a round of a shuffled method, whose sizes are drawn
+    (layershuffle-parallel: 4 by default; the others: by default one block after the other)."""
     encoding: EncodingForm = EncodingForm()
     """Form of the position encoding of the method layershuffle-position."""
     prediction: PredictionForm = PredictionForm()
@@ -196,6 +199,7 @@ class FitSettings(Settings):
             kept=self.kept,
             choose=self.choose,
             distinct=self.distinct,
+            max_parallel=self.max_parallel,
         )
 
 
@@ -204,7 +208,8 @@ class EvalSettings(Settings):
 
     modes: str = "sequential,arbitrary"
     """Comma-separated order modes: sequential, arbitrary, kept:9 (the number of blocks that run),
-    kept:9:arbitrary, kept:9:sequential:spaced (or random, first, last)."""
+    kept:9:arbitrary, kept:9:sequential:spaced (or random, first, last); behind any of them
+    :parallel=3 (blocks side by side), behind kept also :passes=2 (they run again)."""
     num_orders: Positive = 20
     """Number of orders drawn per mode."""
     seed: Seed = 0

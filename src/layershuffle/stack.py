@@ -23,11 +23,11 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from layershuffle.discovery import find_blocks
-from layershuffle.entries import HOSTS, Placed, Walk, Walked
+from layershuffle.entries import HOSTS, Placed, Walk, Walked, versioned
 from layershuffle.errors import StackError
 from layershuffle.hooks import BlockHook, Step, Tap
 from layershuffle.orders import ExecutionOrder, order_of
-from layershuffle.per_sample import SampleOrders, calls_seen, holders
+from layershuffle.per_sample import SampleOrders, calls_seen, hidden_states_refused, holders
 from layershuffle.runs import (
     PLAIN,
     Asked,
@@ -90,6 +90,8 @@ class BlockStack(nn.ModuleList):
         if run.entries is not None:
             return [*run.entries(run)]
         order = range(len(blocks)) if run.order is None else run.order
+        if run.order is not None and run.order.versions is not None:
+            return [*versioned(blocks, run.order, run=run)]
         # The bare blocks, so that torch.compile and hooks of torch see no wrapper.
         if not run.hooks and not run.recompute:
             return [blocks[block] for block in order]
@@ -332,7 +334,7 @@ def running(
     with ExitStack() as contexts:
         if _is_per_sample(order):
             orders = tuple(order_of(sample, stack.depth) for sample in order)  # type: ignore[arg-type]
-            samples = SampleOrders(stack, [sample_order.blocks for sample_order in orders])
+            samples = SampleOrders(stack, orders)
             contexts.enter_context(
                 changed(
                     stack, order=None, samples=samples.orders, entries=samples.entries, asked=asked
@@ -345,9 +347,11 @@ def running(
         else:
             shared = order_of(order, stack.depth)  # type: ignore[arg-type]
             contexts.enter_context(
-                changed(stack, order=shared.blocks, samples=None, entries=None, asked=asked)
+                changed(stack, order=shared, samples=None, entries=None, asked=asked)
             )
             contexts.enter_context(_calls_watched(model))
+            if shared.versions is not None:
+                contexts.enter_context(hidden_states_refused(model, stack, order=shared))
             yield shared
     asked.refuse_cut(model)
 
@@ -364,14 +368,15 @@ def _say_batch_norm(stack: BlockStack, consequence: str) -> None:
 
 
 @contextmanager
-def walking(model: nn.Module, walk: Walk) -> Iterator[None]:
+def walking(model: nn.Module, walk: Walk, *, older: bool = False) -> Iterator[None]:
     """Run `walk(call, state) -> state` in place of the whole stack, in this thread.
 
     `call(block, position, chunk, rows)` runs one block, hooks included, with the other arguments
-    that the host model gave; `rows` names the samples in `chunk`, `None` meaning all.
+    that the host model gave; `rows` names the samples in `chunk`, `None` meaning all. `older`:
+    whether some step reads an older version of the state than the newest.
     """
     stack = stack_of(model)
-    with in_place(stack, lambda run: [Walked(stack, walk, run, HOSTS.get(stack))]):
+    with in_place(stack, lambda run: [Walked(stack, walk, run, HOSTS.get(stack), older=older)]):
         yield
 
 

@@ -24,7 +24,8 @@ from layershuffle.entries import Host
 from layershuffle.errors import StackError
 from layershuffle.grouped import BlockCall
 from layershuffle.orders import ExecutionOrder
-from layershuffle.stack import running, stack_of, walking
+from layershuffle.residual import added
+from layershuffle.stack import depth_of, running, stack_of, walking
 
 _log = logging.getLogger("layershuffle")
 # Of a state, on a CPU. Fewer images than these would read the weights too often.
@@ -34,19 +35,25 @@ _LOOPS_SAID: WeakSet[nn.Module] = WeakSet()
 
 @dataclass
 class TrieNode:
-    """A prefix: the blocks that follow it, and the indices of the orders that end here."""
+    """A prefix: the steps (block, version) that follow it, and the orders that end here.
 
-    children: dict[int, TrieNode] = field(default_factory=dict)
+    `ends` are their indices. `older` are the versions of the state that steps below read when they
+    are not the newest any more.
+    """
+
+    children: dict[tuple[int, int], TrieNode] = field(default_factory=dict)
     ends: list[int] = field(default_factory=list)
+    older: set[int] = field(default_factory=set)
 
 
 def build_trie(orders: Sequence[ExecutionOrder]) -> TrieNode:
     """The trie of `orders`; their indices stand where they end."""
     root = TrieNode()
     for index, order in enumerate(orders):
-        node = root
-        for block in order:
-            node = node.children.setdefault(block, TrieNode())
+        node, last = root, order.last_readers()
+        for position, step in enumerate(order.steps):
+            node.older.update(v for v, reader in last.items() if reader >= position)
+            node = node.children.setdefault(step, TrieNode())
         node.ends.append(index)
     return root
 
@@ -66,13 +73,14 @@ def forward_trie(
     on the state runs the orders one by one.
     """
     if not _is_chain(model, images, forward=forward):
-        for ends, blocks in _orders(trie):
-            with running(model, blocks):
+        for ends, steps in _orders(trie):
+            blocks, versions = zip(*steps, strict=True)
+            with running(model, ExecutionOrder(blocks, depth_of(model), versions)):
                 logits = forward(images)
             yield ends, logits
         return
-    start, call = run_stem(model, images, forward=forward)
-    for ends, state in _walk(trie, start, 0, call):
+    start, call = run_stem(model, images, forward=forward, older=bool(trie.older))
+    for ends, state in _walk(trie, (start,), call):
         yield ends, run_head(model, images, state=state, forward=forward)
 
 
@@ -97,19 +105,24 @@ def images_at_once(model: nn.Module, images: Tensor, *, forward: Callable[[Tenso
 
 
 def run_stem(
-    model: nn.Module, images: Tensor, *, forward: Callable[[Tensor], Tensor]
+    model: nn.Module,
+    images: Tensor,
+    *,
+    forward: Callable[[Tensor], Tensor],
+    older: bool = False,
 ) -> tuple[Tensor, BlockCall]:
     """The state `[batch, tokens, width]` that enters the first block, and how to call a block.
 
     `model` is wrapped; `forward(images)` calls it. No block runs. Raises `StackError` for a host
-    that never calls its blocks.
+    that never calls its blocks and, if steps are to read `older` versions of the state than the
+    newest, for blocks that do not add to their state.
     """
 
     def stop(call: BlockCall, state: Tensor) -> Tensor:
         raise _Reached(call, state)
 
     try:
-        with walking(model, stop):
+        with walking(model, stop, older=older):
             forward(images)
     except _Reached as reached:
         return reached.state, reached.call
@@ -143,27 +156,31 @@ class _Reached(BaseException):
 
 
 def _walk(
-    node: TrieNode, state: Tensor, position: int, call: BlockCall
+    node: TrieNode, states: tuple[Tensor, ...], call: BlockCall
 ) -> Iterator[tuple[list[int], Tensor]]:
+    """Run what follows `node`; `states` are the versions of the state up to it."""
+    position, state = len(states) - 1, states[-1]
     # An order may end where another goes on, as subsets of one permutation do.
     if node.ends:
         yield node.ends, state
     readers = len(node.children)
-    for block, child in node.children.items():
+    for (block, version), child in node.children.items():
         readers -= 1
+        read, newest = states[version], version == position
         # A block may write into its input, which blocks of other orders still have to read.
-        given = state.clone() if readers else state
-        yield from _walk(child, call(block, position, given, None), position + 1, call)
+        out = call(block, position, read.clone() if readers else read, None)
+        after = out if newest else added(state, read=read, out=out)
+        yield from _walk(child, (*states, after), call)
 
 
 def _orders(
-    node: TrieNode, blocks: tuple[int, ...] = ()
-) -> Iterator[tuple[list[int], tuple[int, ...]]]:
-    """(indices of orders, their blocks) of every distinct order, depth first."""
+    node: TrieNode, steps: tuple[tuple[int, int], ...] = ()
+) -> Iterator[tuple[list[int], tuple[tuple[int, int], ...]]]:
+    """(indices of orders, their steps) of every distinct order, depth first."""
     if node.ends:
-        yield node.ends, blocks
-    for block, child in node.children.items():
-        yield from _orders(child, (*blocks, block))
+        yield node.ends, steps
+    for step, child in node.children.items():
+        yield from _orders(child, (*steps, step))
 
 
 def refuse_loops(model: nn.Module, images: Tensor, *, forward: Callable[[Tensor], Tensor]) -> None:

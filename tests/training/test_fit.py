@@ -38,6 +38,7 @@ ARMS = {
     "layerdrop": {"method": "layerdrop", "drop": 0.5},
     "depth-ema": {"method": "layershuffle-depth", "ema": 0.9, "min_blocks": 1},
     "tied": {"method": "layershuffle-tied", "distinct": 2},
+    "rounds": {"method": "layershuffle-parallel", "drop": 0.2, "orders_per_batch": 2},
     "accumulate": {"method": "layershuffle", "accumulate": 2},
 }
 GOLDEN = Path(__file__).parent.parent / "golden" / "losses.json"
@@ -76,6 +77,7 @@ def fit_until_killed(arm, out, *, kind, step):
         ("layerdrop", "best", 4),  # the best model is written, its checkpoint is not
         ("depth-ema", "log", 5),
         ("tied", "log", 5),
+        ("rounds", "log", 5),
         ("accumulate", "log", 3),
     ],
 )

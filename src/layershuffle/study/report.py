@@ -30,6 +30,7 @@ from layershuffle.study.merging_report import merging_section
 from layershuffle.study.open_choices import open_choices
 from layershuffle.study.paper import SETTING
 from layershuffle.study.plan import RunSpec
+from layershuffle.study.rounds import rounds_section
 from layershuffle.study.score_tables import choices_table, scores_table
 from layershuffle.study.store import read_study
 from layershuffle.study.summary import Summary, label, printable, summarise
@@ -249,6 +250,7 @@ def sections(summary: Summary) -> list[Section]:
     results = (
         table_1(summary),
         choices_table(summary),
+        rounds_section(summary),
         budget_section(summary),
         merging_section(study),
         *_analysis_sections(study),

@@ -75,16 +75,16 @@ def scores_table(summary: Summary) -> Table:
     )  # fmt: skip
     levels = {cell.kept for cell in summary.cells if cell.choose not in ("", "random")}
     rows = []
-    for cell in summary.cells:
+    for cell in (*summary.cells, *summary.others):
         top1, above = cell.top1, _in_main_table(summary, cell)
-        choices = cell.choose != "" and cell.kept in levels
+        choices = cell.is_plain and cell.choose != "" and cell.kept in levels
         mean, interval = (
             (NONE, NONE) if above or choices else (f"{top1.mean:.2f}", interval_text(top1))
         )
         sd_models = NONE if above and cell.kept == summary.depth else number_text(top1.sd_models)
         rows.append(
             (
-                label(cell.arm), cell.mode, str(cell.kept), choice_text(cell.choose), cell.draw,
+                label(cell.arm), cell.order, str(cell.kept), choice_text(cell.choose), cell.draw,
                 str(top1.models), str(top1.orders), f"{top1.images:,}", mean,
                 NONE if above else number_text(top1.sd_orders), sd_models, interval, top1.kind,
                 f"{top1.least:.2f}", f"{top1.most:.2f}", f"{cell.top5.mean:.2f}",

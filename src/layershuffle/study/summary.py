@@ -36,10 +36,28 @@ class Cell:
     kept: int
     choose: str
     draw: str
+    parallel: int
+    passes: int
     top1: Estimate
     top5: Estimate
     cross_entropy: Estimate
     rows: tuple[ScoreRow, ...]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every block ran once, one after the other, as in the paper."""
+        return self.parallel == self.passes == 1
+
+    @property
+    def order(self) -> str:
+        """The kind of its orders in words: "arbitrary", "arbitrary, 3 side by side, 2 passes"."""
+        rounds = f", {self.parallel} side by side" if self.parallel > 1 else ""
+        return self.mode + rounds + (f", {self.passes} passes" if self.passes > 1 else "")
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds the blocks ran in: the length of the longest chain of blocks."""
+        return self.passes * -(-self.kept // self.parallel)
 
     @property
     def model_means(self) -> dict[int, float]:
@@ -61,11 +79,14 @@ class Summary:
     """A study with its cells. `depth`: blocks of the deepest model; 0 while no run is done.
 
     `choose`: how the pruned columns of the main table choose their blocks ("" if none is pruned).
+    `cells` are those of one block after the other, each once; `others` those in rounds of several
+    blocks or in several passes, which the paper has not.
     """
 
     study: Study
     arms: tuple[str, ...]
     cells: tuple[Cell, ...]
+    others: tuple[Cell, ...]
     depth: int
     choose: str
 
@@ -181,20 +202,23 @@ def summarise(study: Study, part: str = "main") -> Summary:
     """
     runs = [run for run in study.runs if run.task.part == part]
     arms = tuple(dict.fromkeys(shown_arm(run.task) for run in runs))
-    groups: dict[tuple[int, int, int, int, int], list[ScoreRow]] = {}
+    groups: dict[tuple[int, ...], list[ScoreRow]] = {}
     rows: list[ScoreRow] = []
     for run in runs:
         for row in run.result.rows if run.result else ():
             # Most blocks first, as in the tables.
             place = (arms.index(shown_arm(run.task)), MODES.index(row.mode), -row.kept)
-            key = (*place, CHOICES.index(row.choose), DRAWS.index(row.draw))
+            drawn = (CHOICES.index(row.choose), DRAWS.index(row.draw))
+            key = (*place, *drawn, row.parallel, row.passes)
             groups.setdefault(key, []).append(row)
             rows.append(row)
     choices = {row.choose for row in rows} - {""}
+    cells = [_cell(groups[key], arm=arms[key[0]]) for key in sorted(groups)]
     return Summary(
         study=study,
         arms=arms,
-        cells=tuple(_cell(groups[key], arm=arms[key[0]]) for key in sorted(groups)),
+        cells=tuple(cell for cell in cells if cell.is_plain),
+        others=tuple(cell for cell in cells if not cell.is_plain),
         depth=max(map(_depth_shown, rows), default=0),
         choose=min(choices, key=CHOICES.index, default=""),
     )
@@ -228,7 +252,9 @@ def printable(text: str) -> str:
 def _depth_shown(row: ScoreRow) -> int:
     """Blocks the model has at least, as far as this row shows."""
     # A run of a pruned model shows the depth by its highest block id alone.
-    return max([row.kept, *(int(block) + 1 for block in row.order.split(",") if block)])
+    # A block id stands at the start or behind a comma or plus; behind "@" stands a version.
+    blocks = re.findall(r"(?:^|[,+])(\d+)", row.order)
+    return max([row.kept, *(int(block) + 1 for block in blocks)])
 
 
 def _cell(rows: Sequence[ScoreRow], *, arm: str) -> Cell:
@@ -248,6 +274,8 @@ def _cell(rows: Sequence[ScoreRow], *, arm: str) -> Cell:
         kept=first.kept,
         choose=first.choose,
         draw=first.draw,
+        parallel=first.parallel,
+        passes=first.passes,
         top1=of("top1"),
         top5=of("top5"),
         cross_entropy=of("cross_entropy", percent=False),

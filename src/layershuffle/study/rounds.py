@@ -1,0 +1,215 @@
+"""Blocks side by side, and blocks that run again: what a study says beyond the paper's orders.
+
+Pure: from `Summary` to a section of the report and its figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from layershuffle.plotting import INK, RULE, new_figure, style_axes
+from layershuffle.results import MODES
+from layershuffle.study.figures import STYLES, arm_style, error_bars
+from layershuffle.study.summary import Cell, Summary, label
+from layershuffle.study.tables import NONE, Picture, Section, Table, interval_text
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_MOST_ARMS = 4  # panels in a row: more would not be read
+_SIZE = 4.4  # inches of a panel
+
+
+def rounds_section(summary: Summary) -> Section | None:
+    """Accuracy against the number of rounds, and against blocks alive, once and again.
+
+    `None` for a study that scored one block after the other, each once.
+    """
+    tables = (_rounds_table(summary), _passes_table(summary))
+    if not any(table.rows for table in tables):
+        return None
+    pictures = []
+    if tables[0].rows:
+        pictures.append(
+            Picture(
+                file="rounds",
+                caption="Accuracy against the number of rounds that all blocks run in.",
+                figure=draw_rounds(summary),
+            )
+        )
+    if tables[1].rows:
+        pictures.append(
+            Picture(
+                file="passes",
+                caption="Accuracy against blocks alive in arbitrary order, once and again.",
+                figure=draw_passes(summary),
+            )
+        )
+    return Section(
+        title="Blocks side by side, and blocks that run again",
+        sentences=(
+            "Top-1 in percent with its 95 % interval. Blocks of a round read the same state, and "
+            "what they add to it is added up; a pass runs the blocks that are kept once. The paper "
+            "runs one block after the other, each once.",
+        ),
+        pictures=tuple(pictures),
+        tables=tuple(table for table in tables if table.rows),
+    )
+
+
+def in_rounds(summary: Summary, arm: str, *, mode: str) -> tuple[Cell, ...]:
+    """The cells of an arm with all blocks in one pass, by number of rounds, descending."""
+    cells = [
+        cell
+        for cell in (*summary.cells, *summary.others)
+        if (cell.arm, cell.mode, cell.passes) == (arm, mode, 1)
+        and (cell.kept, cell.choose, cell.draw) == (summary.depth, "", "pass")
+    ]
+    return tuple(sorted(cells, key=lambda cell: -cell.rounds))
+
+
+def in_passes(summary: Summary, arm: str, *, passes: int) -> tuple[Cell, ...]:
+    """The cells of an arm in arbitrary order, one block after the other, by blocks kept."""
+    cells = [
+        cell
+        for cell in (*summary.cells, *summary.others)
+        if (cell.arm, cell.mode, cell.passes) == (arm, "arbitrary", passes)
+        and (cell.parallel, cell.draw) == (1, "pass")
+        and cell.choose in ("", "random")
+    ]
+    # All blocks are kept with and without the word for it: the same orders, and one point.
+    by_kept = {cell.kept: cell for cell in cells}
+    return tuple(by_kept[kept] for kept in sorted(by_kept, reverse=True))
+
+
+def _all_passes(summary: Summary) -> list[int]:
+    """How often blocks ran, if some ran more than once."""
+    again = {cell.passes for cell in summary.others if cell.parallel == 1} - {1}
+    return [1, *sorted(again)] if again else []
+
+
+def _rounds_table(summary: Summary) -> Table:
+    curves = {
+        (arm, mode): cells
+        for arm in summary.arms
+        for mode in MODES
+        if len(cells := in_rounds(summary, arm, mode=mode)) > 1
+    }
+    counts = sorted({cell.rounds for cells in curves.values() for cell in cells}, reverse=True)
+    rows = []
+    for (arm, mode), cells in curves.items():
+        texts = {cell.rounds: _text(cell) for cell in cells}
+        rows.append((label(arm), mode, *(texts.get(count, NONE) for count in counts)))
+    return Table(
+        title="All blocks, in so many rounds",
+        head=("Arm", "Order", *(f"{count} rounds" if count > 1 else "1 round" for count in counts)),
+        rows=tuple(rows),
+        numbers=True,
+    )
+
+
+def _passes_table(summary: Summary) -> Table:
+    passes, rows = _all_passes(summary), []
+    for arm in summary.arms:
+        by_kept: dict[int, dict[int, str]] = {}
+        for count in passes:
+            for cell in in_passes(summary, arm, passes=count):
+                by_kept.setdefault(cell.kept, {})[count] = _text(cell)
+        rows += [
+            (label(arm), str(kept), *(texts.get(count, NONE) for count in passes))
+            for kept, texts in by_kept.items()
+            if len(texts) > 1
+        ]
+    return Table(
+        title="Blocks alive in arbitrary order, run so often",
+        head=("Arm", "Blocks", *(_times(count) for count in passes)),
+        rows=tuple(rows),
+        numbers=True,
+    )
+
+
+def _times(passes: int) -> str:
+    return {1: "once", 2: "twice"}.get(passes, f"{passes} times")
+
+
+def _text(cell: Cell) -> str:
+    return f"{cell.top1.mean:.1f} ({interval_text(cell.top1)})"
+
+
+def draw_rounds(summary: Summary, mode: str = "arbitrary") -> Figure:
+    """A line per arm over the number of rounds, which falls to the right: fewer hops."""
+    figure = new_figure(_SIZE * 1.5, _SIZE)
+    axes = figure.subplots()
+    counts: set[int] = set()
+    for arm in summary.arms:
+        cells = in_rounds(summary, arm, mode=mode)
+        counts |= {cell.rounds for cell in cells}
+        _line(
+            axes,
+            cells,
+            [cell.rounds for cell in cells],
+            style=arm_style(summary, arm),
+            name=label(arm),
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sorted(counts), [str(count) for count in sorted(counts)], minor=False)
+    axes.minorticks_off()
+    axes.invert_xaxis()
+    axes.set_xlabel(f"rounds of all {summary.depth} blocks", color=INK)
+    _finish(axes, f"{mode.capitalize()} order, blocks side by side")
+    return figure
+
+
+def draw_passes(summary: Summary) -> Figure:
+    """A panel per arm: accuracy against blocks alive, a line per number of passes."""
+    arms = summary.arms[:_MOST_ARMS]
+    figure = new_figure(_SIZE * max(1, len(arms)) * 0.75, _SIZE)
+    panels = figure.subplots(1, len(arms), sharey=True, squeeze=False)[0]
+    for axes, arm in zip(panels, arms, strict=True):
+        for index, count in enumerate(_all_passes(summary)):
+            cells = in_passes(summary, arm, passes=count)
+            _line(
+                axes, cells, [cell.kept for cell in cells], style=STYLES[index], name=_times(count)
+            )
+        axes.set_xlabel(f"blocks alive (of {summary.depth})", color=INK)
+        _finish(axes, label(arm))
+    return figure
+
+
+def _line(
+    axes: Axes,
+    cells: Sequence[Cell],
+    places: Sequence[int],
+    *,
+    style: tuple[str, str, str],
+    name: str,
+) -> None:
+    if not cells:
+        return
+    colour, marker, dash = style
+    axes.errorbar(
+        places,
+        [cell.top1.mean for cell in cells],
+        yerr=error_bars([cell.top1 for cell in cells]),
+        color=colour,
+        marker=marker,
+        linestyle=dash,
+        markersize=5.5,
+        linewidth=1.6,
+        capsize=2.5,
+        label=name,
+    )
+
+
+def _finish(axes: Axes, title: str) -> None:
+    axes.set_ylim(-2, 102)
+    style_axes(axes, title)
+    axes.set_ylabel("top-1 accuracy (%)", color=INK)
+    axes.grid(axis="y", color=RULE, linewidth=0.8)
+    axes.set_axisbelow(True)
+    legend = axes.legend(frameon=False, loc="lower left", fontsize=8.5)
+    for text in legend.get_texts():
+        # matplotlib would read a "$" in the name of an arm as mathematics.
+        text.set(color=INK, parse_math=False)

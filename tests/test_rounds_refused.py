@@ -1,0 +1,94 @@
+"""Blocks side by side in hosts of one's own: what they mean there, and where they are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import layershuffle as ls
+from common import DEPTH, WIDTH, assert_close, images
+from contracts import answer
+from deaf_models import CUTTING
+from layershuffle.errors import StackError
+from own_models import CHAINS, LOOPS, Block, Own
+
+
+def labelled() -> list[tuple[Tensor, Tensor]]:
+    """A batch."""
+    return [(images(3), torch.tensor([0, 1, 4]))]
+
+
+class PostNorm(Block):
+    """Normalises the sum, so that no state lives on in it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The next state."""
+        return nn.functional.layer_norm(super().forward(x), (WIDTH,))
+
+
+class PostNormed(Own):
+    """Blocks that do not add to their state."""
+
+    block = PostNorm
+
+
+REFUSED = {
+    "tuples": (CHAINS["own-tuples"].wrapped, "TupleBlock returns a tuple"),
+    "post-norm": (lambda: ls.wrap(PostNormed().eval()), "PostNorm does not add to its state"),
+    "in place": (LOOPS["own-inplace"].wrapped, "WritingBlock writes into its input"),
+    "tuple state": (LOOPS["own-tuplestate"].wrapped, "hands its blocks a tuple"),
+    "backwards": (LOOPS["own-backwards"].wrapped, "takes them one at a time or in parts"),
+    "pairs": (LOOPS["own-pairs"].wrapped, "takes the parts out of its blocks"),
+    "index": (CUTTING["own-counting"].wrapped, "takes them one at a time or in parts"),
+}
+
+
+@pytest.mark.parametrize(("make", "phrase"), REFUSED.values(), ids=list(REFUSED))
+def test_blocks_side_by_side_are_refused_with_the_reason(
+    make: Callable[[], nn.Module], phrase: str
+) -> None:
+    model = make()
+    with pytest.raises(StackError, match=phrase), ls.running(model, "0+1,2+3"):
+        answer(model)
+    if phrase.startswith(("Tuple", "PostNorm")):
+        for _ in range(2):
+            with pytest.raises(StackError, match=phrase):
+                ls.evaluate(model, labelled(), orders=["0+1,2+3", "0,1,2,3"])
+        with pytest.raises(StackError, match=phrase), ls.running(model, ["0,1", "2+3", "0,1"]):
+            answer(model)
+    ls.evaluate(model, labelled(), orders=["0,1,2,3"])
+
+
+def test_a_gate_weighs_what_a_block_adds() -> None:
+    """A host's own step between blocks, on the residual of an older state."""
+    x = torch.randn(2, 16, WIDTH, generator=torch.Generator().manual_seed(0))
+    model = LOOPS["own-gates"].wrapped()
+    blocks, gates = ls.blocks_of(model), model.gates.detach()
+    with torch.no_grad():
+        first = x + gates[0] * (blocks[2](x) - x)
+        second = first + gates[1] * (blocks[0](x) - x)
+        with ls.running(model, "2+0"):
+            assert_close(model.run(x), second, tolerance=1e-5)
+
+
+def test_an_older_state_per_sample_needs_a_host_that_does_no_more() -> None:
+    model = LOOPS["own-injection"].wrapped()
+    each = [ls.ExecutionOrder.parse(text, depth=DEPTH) for text in ("0+1", "2,3", "0+2")]
+    with (
+        pytest.raises(StackError, match="cannot read older versions of the state"),
+        ls.running(model, each),
+    ):
+        answer(model)
+
+
+def test_a_host_may_write_into_the_state_between_its_blocks() -> None:
+    """Into a tensor that an older version was read from: the version stays what it was."""
+    x = torch.randn(2, 16, WIDTH, generator=torch.Generator().manual_seed(0))
+    in_place, plain = LOOPS["own-injectioninplace"].wrapped(), LOOPS["own-injection"].wrapped()
+    plain.load_state_dict(in_place.state_dict())
+    for order in ("2,0+3,1", "2,0,3@1,1@1"):
+        with torch.no_grad(), ls.running(in_place, order), ls.running(plain, order):
+            assert_close(in_place.run(x.clone()), plain.run(x.clone()), tolerance=1e-5)
