@@ -30,6 +30,7 @@ _CAUSES = {
     errno.EROFS: ("The file system is read-only", "choose another --out"),
     errno.EACCES: ("This user may not write here", "choose another --out"),
     errno.EPERM: ("This user may not write here", "choose another --out"),
+    errno.EISDIR: ("A directory stands where a file is needed", "name a file, not a directory"),
     errno.ENOTDIR: ("A file stands where a directory is needed", "choose another --out"),
     errno.EEXIST: ("A file stands where a directory is needed", "choose another --out"),
 }

@@ -202,7 +202,7 @@ FLAGS = {
     "analyze": "MODEL NAME batch-size block data images list neighbours orders out resize seed "
     "skip-corrupt streaming",
     "merge": "MODEL base batch-size compile data draw ends ensemble-combine ensemble-orders "
-    "json max-images merges mixed mode num-orders out precision random replacement "
+    "json max-images merges mixed mode num-orders out overwrite precision random replacement "
     "resize seed slots skip-corrupt soups",
     "ensemble": "MODEL batch-size combine compile data draw json max-images mixed mode "
     "num-orders orders precision resize seed skip-corrupt",

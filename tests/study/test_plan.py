@@ -177,10 +177,10 @@ def test_the_plan_holds_the_recipe_alone(study, tmp_path):
 
 
 def test_another_spelling_of_the_same_modes_goes_on(study, tmp_path):
+    write_plan(StudySettings(**{**RECIPE, "evaluate": {"modes": "kept:2,kept:1"}}), tmp_path)
     directory = tmp_path / "runs" / "baseline-seed0"
     directory.mkdir(parents=True)
     (directory / "result.json").write_text("{}")
-    write_plan(StudySettings(**{**RECIPE, "evaluate": {"modes": "kept:2,kept:1"}}), tmp_path)
     write_plan(StudySettings(**{**RECIPE, "evaluate": {"modes": "kept:1-2"}}), tmp_path)
     with pytest.raises(UsageError, match="finished already: baseline-seed0"):
         write_plan(StudySettings(**{**RECIPE, "evaluate": {"modes": "kept:1-3"}}), tmp_path)

@@ -34,7 +34,6 @@ from layershuffle.models.card import render
 from layershuffle.models.files import (
     CONFIG,
     PICKLE_SUFFIXES,
-    PROCESSOR,
     check_depth,
     read_json,
     refuse_pickle,
@@ -54,6 +53,7 @@ from layershuffle.models.origin import (
     unknown_name,
     view_to_json,
 )
+from layershuffle.models.output import CARD, check_replaceable
 from layershuffle.models.position_files import (
     PARTS,
     position_to_json,
@@ -65,8 +65,6 @@ from layershuffle.models.tying import places_tied, tie_again
 from layershuffle.orders import ExecutionOrder, order_of
 from layershuffle.position import PositionedModel
 from layershuffle.stack import BlockStack, depth_of, stack_of, wrap
-
-CARD = "README.md"
 
 
 class HostLibrary(Protocol):
@@ -159,7 +157,7 @@ def save(
     """
     final, host = Path(directory), host_of(model)
     _refuse_changed_weights(host)
-    _check_replaceable(final)
+    check_replaceable(final)
     earlier = {k: v for k, v in origin_of(host).record.items() if k != "scores"}
     plain = checked_record(earlier if record is None else record)
     library, view = library_of(host), image_view(host)
@@ -421,23 +419,3 @@ def _refuse_changed_weights(host: nn.Module) -> None:
                 hint="save the model before it is quantised, and quantise after loading; gather "
                 "a sharded model first",
             )
-
-
-def _check_replaceable(final: Path) -> None:
-    """Raises `UsageError` if `final` holds files that are not a saved model: saving replaces it."""
-    if not final.exists():
-        return
-    if not final.is_dir():
-        raise UsageError("A file stands where the model is to go", place=final, hint="name another")
-    ours = {METADATA_FILE, PARTS, CARD, CONFIG, PROCESSOR, "model.safetensors.index.json"}
-    ours.add("calibration.json")  # of these weights (layershuffle.swarm), so it goes with them
-    others = sorted(
-        path.name for path in final.iterdir()
-        if path.name not in ours and not path.match("model*.safetensors")
-    )  # fmt: skip
-    if others:
-        raise UsageError(
-            f"The directory holds other files ({', '.join(others[:3])}), which saving would delete",
-            place=final,
-            hint="name a new directory, or an older saved model to replace",
-        )
