@@ -19,8 +19,10 @@ def test_write_text_replaces_in_one_step(tmp_path):
 
 
 def test_a_file_in_the_place_of_a_directory_is_explained(tmp_path):
-    with pytest.raises(LayerShuffleError, match=f"A directory stands where .* Where: .*{tmp_path}"):
-        write_text(tmp_path, "one")
+    (tmp_path / "d").mkdir()
+    with pytest.raises(LayerShuffleError, match=f"A directory stands .* Where: {tmp_path}/d\\."):
+        write_text(tmp_path / "d", "one")
+    assert [path.name for path in tmp_path.iterdir()] == ["d"]
 
 
 def fill_half(final):

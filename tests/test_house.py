@@ -29,7 +29,7 @@ LAYERS = (
     ("position", "trie", "settings", "compiling"),
     ("recipes",),
     ("models", "data"),
-    ("evaluation", "training", "merging", "analysis"),
+    ("evaluation", "predict", "training", "merging", "analysis"),
     ("study", "swarm", "bench"),
     ("cli", "__main__"),
 )

@@ -52,12 +52,15 @@ def write_bytes(path: Path, content: bytes, *, private: bool = False) -> None:
     stage = path.with_name(f"{_STAGE_PREFIX}{os.getpid()}-{path.name}")
     with explained(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(stage, "wb", opener=_private_opener if private else None) as file:
-            file.write(content)
-            file.flush()
-            # Before the rename: after a power cut the final name must not lead to half a file.
-            os.fsync(file.fileno())
-        os.replace(stage, path)
+        try:
+            with open(stage, "wb", opener=_private_opener if private else None) as file:
+                file.write(content)
+                file.flush()
+                # Before the rename: after a power cut the name must not lead to half a file.
+                os.fsync(file.fileno())
+            os.replace(stage, path)
+        finally:
+            stage.unlink(missing_ok=True)  # there only if something failed
 
 
 def _private_opener(path: str, flags: int) -> int:
@@ -129,7 +132,9 @@ def explained(place: Path) -> Iterator[None]:
         if number not in _CAUSES:
             raise
         cause, hint = _CAUSES[number]
-        where = getattr(error, "filename", None) or place
+        # Of a rename the second name is the one that the user gave.
+        names = (getattr(error, name, None) for name in ("filename2", "filename"))
+        where = next(filter(None, names), place)
         raise LayerShuffleError(cause, place=where, hint=hint) from error
 
 

@@ -198,6 +198,7 @@ FLAGS = {
     "weight-decay workers",
     "eval": "MODEL batch-size compile data draw json max-images modes num-orders order "
     "precision resize seed skip-corrupt streaming",
+    "predict": "IMAGE MODEL json mode order seed top",
     "cache": "DATA out quality size skip-corrupt verify workers",
     "analyze": "MODEL NAME batch-size block data images list neighbours orders out resize seed "
     "skip-corrupt streaming",

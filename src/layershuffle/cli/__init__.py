@@ -60,6 +60,7 @@ ROOT = Group(
     first_step="layershuffle reproduce recipes/digits-quick.yaml --out runs/quick",
     commands={
         "fit": ("refine a model so that its blocks run in any order", "fit:FitCommand"),
+        "predict": ("name the classes of images", "predict:PredictCommand"),
         "eval": ("score a model under many execution orders", "eval:EvalCommand"),
         "cache": ("copy images at the size that training needs", "cache:CacheCommand"),
         "analyze": ("ask what the blocks of a model learnt", "analyze:AnalyzeCommand"),

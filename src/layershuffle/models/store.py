@@ -26,7 +26,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from layershuffle.data.view import ImageView
+from layershuffle.data.view import ImageView, resized_as
 from layershuffle.discovery import find_blocks
 from layershuffle.errors import ModelFileError, StackError, UsageError
 from layershuffle.files import staged_directory
@@ -50,6 +50,7 @@ from layershuffle.models.metadata import (
 from layershuffle.models.origin import (
     origin_of,
     remember,
+    trained_with,
     unknown_name,
     view_to_json,
 )
@@ -230,6 +231,14 @@ def image_view(model: nn.Module) -> ImageView:
     host = host_of(model)
     # What came with the model counts more than what its library would guess.
     return origin_of(host).view or library_of(host).image_view(host)
+
+
+def file_view(model: nn.Module) -> ImageView:
+    """How image files are prepared for the model, as in its training. Digit pairs fill theirs."""
+    view = image_view(model)
+    if str(trained_with(host_of(model)).get("data", "")).startswith("digit-pairs"):
+        return resized_as(view, "squash")
+    return view
 
 
 def set_image_view(model: nn.Module, view: ImageView) -> None:
