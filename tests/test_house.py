@@ -22,7 +22,18 @@ PACKAGE = "layershuffle"
 # layer or from below. A package stands where its name does.
 LAYERS = (
     ("errors", "_version"),
-    ("files", "draws", "orders", "position_forms", "plotting", "results", "stats", "text"),
+    (
+        "files",
+        "draws",
+        "orders",
+        "position_forms",
+        "plotting",
+        "results",
+        "stats",
+        "text",
+        "extras",
+        "bundled",
+    ),
     ("policies", "hooks", "discovery", "grouped", "modes", "machine", "ray_cluster"),
     ("runs", "entries", "chain", "per_sample"),
     ("stack", "methods"),

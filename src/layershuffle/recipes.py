@@ -28,7 +28,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
         raise UsageError(
             f"The recipe cannot be read ({one_line(error)})",
             place=path,
-            hint="see recipes/ for examples",
+            hint="docs/commands/reproduce.md and fit.md show the form",
         ) from error
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise UsageError("A recipe is a YAML mapping of settings", place=path)

@@ -207,7 +207,7 @@ FLAGS = {
     "resize seed slots skip-corrupt soups",
     "ensemble": "MODEL batch-size combine compile data draw json max-images mixed mode "
     "num-orders orders precision resize seed skip-corrupt",
-    "reproduce": "RECIPE dry-run only out ray workers",
+    "reproduce": "RECIPE data dry-run only out ray workers",
     "report": "DIR",
     "pretrain": "RECIPE accumulate activation-checkpointing augment batch-size checkpoint-every "
     "choose clip compile data device distinct drop ema encoding.dropout encoding.features "

@@ -115,9 +115,9 @@ def test_what_cannot_be_answered(
     assert error.count("\n") == 1
 
 
-def test_the_bundled_model_reads_the_picture_of_the_readme_without_ray(repository: Path) -> None:
+def test_the_bundled_model_reads_the_picture_of_the_readme_without_ray() -> None:
     """42, in a fresh process in which neither Ray nor what the server needs can be imported."""
-    words = ["predict", "bundled:digits-swarm", str(repository / "docs" / "digit-pair.png")]
+    words = ["predict", "bundled:digits-swarm", "bundled:digit-pair.png"]
     code = f"""
 import sys
 sys.modules.update(dict.fromkeys(("ray", "fastapi", "uvicorn", "starlette", "httpx")))

@@ -67,9 +67,9 @@ def swarm(tmp_path_factory):
         process.wait(END_SECONDS)
 
 
-def test_up_answers_and_says_what_to_type(swarm, repository):
+def test_up_answers_and_says_what_to_type(swarm):
     process, address, _ = swarm
-    image = str(repository / "docs" / "digit-pair.png")  # the one of the README: 42
+    image = "bundled:digit-pair.png"  # the one of the README: 42
     done = layershuffle("classify", image, "--address", address, "--json")
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)

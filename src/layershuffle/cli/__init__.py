@@ -57,7 +57,7 @@ SWARM = Group(
 )
 ROOT = Group(
     about="Vision transformers whose blocks run in any order (arXiv 2407.04513).",
-    first_step="layershuffle reproduce recipes/digits-quick.yaml --out runs/quick",
+    first_step="layershuffle predict bundled:digits-swarm bundled:digit-pair.png",
     commands={
         "fit": ("refine a model so that its blocks run in any order", "fit:FitCommand"),
         "predict": ("name the classes of images", "predict:PredictCommand"),

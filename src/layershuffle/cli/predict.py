@@ -9,6 +9,7 @@ from typing import Annotated
 
 import tyro
 
+from layershuffle.bundled import image_file
 from layershuffle.cli.command import Command
 from layershuffle.errors import UsageError
 from layershuffle.text import ranked
@@ -25,7 +26,7 @@ class PredictCommand(Command):
     """Directory of a fit, or any model spec: bundled:digits-swarm, timm:NAME, dir:PATH and
     others."""
     images: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="IMAGE...")]
-    """Image files."""
+    """Image files; bundled:digit-pair.png is one of this package."""
     order: str | None = None
     """Run these blocks in this order ("3,0,2")."""
     mode: str | None = None
@@ -56,9 +57,10 @@ class PredictCommand(Command):
             order = ExecutionOrder.parse(self.order, depth=depth)
         else:
             order = order_for(self.mode or "sequential", depth=depth, seed=self.seed)
+        images = [image_file(image) for image in self.images]
         if torch.cuda.is_available():
             model.to("cuda")
-        predictions = predict_files(model, self.images, order=order, top=self.top)
+        predictions = predict_files(model, images, order=order, top=self.top)
         if self.json:
             report = {
                 "model": self.model,

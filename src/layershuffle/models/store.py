@@ -327,7 +327,7 @@ def _load_bundled(name: str, *, seed: int) -> nn.Module:
             "The bundled model 'digits' is missing in this installation",
             place=str(root),
             hint="install layershuffle again, or train it: "
-            "layershuffle pretrain recipes/digits-base.yaml",
+            "layershuffle pretrain digits-base --out DIR",
         )
     # A package may be a zip file; its files then exist only inside of this block.
     with resources.as_file(root) as directory:

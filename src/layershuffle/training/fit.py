@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from layershuffle.errors import Interrupted, ModelFileError
+from layershuffle.extras import missing
 from layershuffle.files import locked, write_text
 from layershuffle.machine import hardware, versions
 from layershuffle.models import save
@@ -102,7 +103,10 @@ def read_result(out: Path) -> FitResult | None:
 
 def _run(job: Job, listeners: Sequence[Listener], on_phase: OnPhase) -> FitResult:
     # Only the first process reports: all of them have the same events.
-    heard_by = (*listeners, _tensorboard(job.out / "tensorboard")) if job.ranks.first else ()
+    heard_by = tuple(listeners) if job.ranks.first else ()
+    # An extra: a run is the same without its curves.
+    if job.ranks.first and not missing("tensorboard"):
+        heard_by = (*heard_by, _tensorboard(job.out / "tensorboard"))
 
     def tell(kind: str, **facts: Any) -> None:
         for listener in heard_by:

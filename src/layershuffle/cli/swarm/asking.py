@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from layershuffle.bundled import image_file
 from layershuffle.cli.command import Command
 from layershuffle.cli.swarm.serving import read_keys, require_extra
 from layershuffle.errors import UsageError
@@ -67,7 +68,7 @@ class ClassifyCommand(ServerOptions):
     """
 
     images: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="IMAGE...")]
-    """Image files."""
+    """Image files; bundled:digit-pair.png is one of this package."""
     deadline_ms: float | None = None
     """Answer within this many milliseconds, with the blocks that can be run until then."""
     min_blocks: int | None = None
@@ -91,7 +92,7 @@ class ClassifyCommand(ServerOptions):
             # A request each: images of one request share their route, and with it their fate.
             for image in self.images:
                 answer = client.classify(
-                    image,
+                    image_file(image),
                     deadline_ms=self.deadline_ms,
                     min_blocks=self.min_blocks,
                     order=self.order,
