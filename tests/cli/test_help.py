@@ -221,6 +221,7 @@ FLAGS = {
     "workers",
     "classify": "IMAGE address api-key api-key-file authority deadline-ms json min-blocks order "
     "top-k",
+    "completion": "SHELL",
     "doctor": "",
     "swarm up": "hosts https-certificate https-key model plan port replicas routing state "
     "threads wire",

@@ -72,6 +72,7 @@ ROOT = Group(
         "bench": ("measure how fast this machine trains and evaluates", "bench:BenchCommand"),
         "swarm": ("serve a model from hosts that may fail", SWARM),
         "classify": ("ask a running swarm", "swarm.asking:ClassifyCommand"),
+        "completion": ("complete commands and flags in a shell", "completion:CompletionCommand"),
         "doctor": ("check this machine and say what to type next", "doctor:DoctorCommand"),
     },
 )
