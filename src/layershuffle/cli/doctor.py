@@ -49,9 +49,8 @@ def _extra(name: str) -> tuple[str, str]:
     extra, lacking = EXTRAS[name], missing(name)
     if not lacking:
         return f"ok  extra {name}", extra.brings
-    what = (
-        "not installed" if len(lacking) == len(extra.modules) else f"without {shortened(lacking)}"
-    )
+    partly = len(lacking) < len(extra.modules)
+    what = f"without {shortened(lacking)}" if partly else "not installed"
     return f"-   extra {name}", f"{what}; pip install 'layershuffle[{name}]' for {extra.brings}"
 
 
@@ -83,11 +82,12 @@ def _findings() -> Iterator[tuple[str, bool, str]]:
         yield name, writable, f"{path}, {'' if writable else 'NOT '}writable, {free:.0f} GiB free"
     for port, user in _PORTS.items():
         # In use is no fault: what uses it may be a swarm of ours.
-        yield f"port {port}", True, f"{'free' if _is_free(port) else 'IN USE'} ({user})"
+        yield f"port {port}", True, f"{'free' if is_free(port) else 'IN USE'} ({user})"
     yield "bundled:digits", *_bundled()
 
 
-def _is_free(port: int) -> bool:
+def is_free(port: int) -> bool:
+    """Whether a server could listen at this port of the loopback network."""
     with socket.socket() as probe:
         # As servers do: a port that was in use a moment ago can be taken again.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -116,10 +116,8 @@ def _accelerator() -> Iterator[tuple[str, bool, str]]:
         yield "bf16", True, "yes, used by default" if bf16 else "no: fp32 is used"
         return
     # Good enough without one, so that the exit code stays 0 on machines that have what they need.
-    built = (
-        f"this torch is made for CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
-    )
-    unused = f"none that torch can use, though there is a driver ({built})"
+    built = f"is made for CUDA {torch.version.cuda}" if torch.version.cuda else "knows CPUs only"
+    unused = f"none that torch can use, though there is a driver; this torch {built}"
     yield "gpu", True, unused if driver else "none: the digits recipes need none"
     has = "the processor has it" if cpu_has_bf16() else "the processor lacks it, and would be slow"
     yield "bf16", True, f"{has}; fp32 is used on CPUs"
