@@ -14,6 +14,7 @@ from typing import cast
 
 from layershuffle.errors import UsageError
 from layershuffle.policies import Choice, Kept, OrderMode, OrderPolicy, Sequential, Shuffled
+from layershuffle.text import did_you_mean
 
 _FORMS = (
     "sequential, arbitrary, kept:9, kept:9:arbitrary, kept:9:sequential:spaced, kept:1-11:arbitrary"
@@ -77,7 +78,9 @@ def _parse_mode(word: str) -> Mode:
         return Mode(order=cast(OrderMode, word))
     name, *options = word.split(":")
     if name != "kept" or not 1 <= len(options) <= 3 or not options[0].isdecimal():
-        raise UsageError(f"{word!r} is not an evaluation mode", hint=f"modes are {_FORMS}")
+        choices = ("sequential", "arbitrary", ":".join(["kept", *(options or ["9"])]))
+        hint = did_you_mean(word, choices, otherwise=f"modes are {_FORMS}")
+        raise UsageError(f"{word!r} is not an evaluation mode", hint=hint)
     order, choose = [*options[1:], *("sequential", "random")[len(options) - 1 :]]
     # Kept itself checks the words, so that there is one list of them.
     policy = Kept(int(options[0]), order=cast(OrderMode, order), choose=cast(Choice, choose))

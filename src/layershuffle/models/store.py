@@ -181,7 +181,8 @@ def save(
         }
         write_parts(model, stage)
         (stage / METADATA_FILE).write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")
-        card = render(metadata, place=final.absolute().name)
+        names = library.class_names(host)
+        card = render(metadata, place=final.absolute().name, classes=names)
         (stage / CARD).write_text(card, encoding="utf-8")
 
 
