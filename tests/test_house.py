@@ -47,7 +47,7 @@ LAYERS = (
 # The same inside swarm/, for the second part of a module's name. From bytes and numbers, over the
 # state of a swarm and the decisions on it, to processes, then to what a user starts.
 SWARM_LAYERS = (
-    ("limits", "ray_config", "program"),
+    ("limits", "ray_config", "program", "speed"),
     ("messages", "export", "lineage", "ray_session"),
     ("state",),
     ("policy",),

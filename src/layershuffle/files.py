@@ -48,6 +48,7 @@ def write_bytes(path: Path, content: bytes, *, private: bool = False) -> None:
 
     `private`: no other user may read the file at any moment.
     """
+    path = path.resolve()  # what a link leads to is replaced, not the link
     # Beside `path`: a rename is a single step only within one file system.
     stage = path.with_name(f"{_STAGE_PREFIX}{os.getpid()}-{path.name}")
     with explained(path):

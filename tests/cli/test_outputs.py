@@ -50,7 +50,7 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "merge": {"slices": slices},
         "study": STUDY,
         "base": {"method": "baseline", "data": DATA, "steps": 1, "batch_size": 8},
-        "hosts": {"hosts": {"a": {"blocks": 2}}},
+        "hosts": {"hosts": {"a": {"memory_mb": 50}}},
     }
     for name, content in recipes.items():
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(content))
