@@ -10,7 +10,7 @@ help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
 quickstart: $(VENV)/.installed ## see the paper's effect on this machine: about 5 minutes after installing
-	$(BIN)/layershuffle reproduce recipes/digits-quick.yaml --out runs/digits-quick
+	$(BIN)/layershuffle reproduce digits-quick --out runs/digits-quick
 
 swarm-demo: $(VENV)/.tests-installed ## kill a third of a swarm's hosts and watch it answer: about 2 minutes after installing
 	$(BIN)/layershuffle swarm demo
@@ -27,7 +27,7 @@ $(VENV)/bin/python:
 
 $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "Installing (torch with its GPU libraries is about 7 GB; 2 to 5 minutes) ..."
-	$(PIP) --editable .
+	$(PIP) --editable '.[study]'
 	touch $@
 
 $(VENV)/.tests-installed: $(VENV)/.installed

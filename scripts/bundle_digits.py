@@ -1,9 +1,9 @@
 """Put a trained digits model into the package, with its scores and the recipe that made it.
 
-layershuffle pretrain recipes/digits-base.yaml --out runs/digits-base
+layershuffle pretrain digits-base --out runs/digits-base
 python scripts/bundle_digits.py runs/digits-base digits
 
-layershuffle fit --recipe recipes/digits-swarm.yaml --out runs/digits-swarm
+layershuffle fit --recipe digits-swarm --out runs/digits-swarm
 python scripts/bundle_digits.py runs/digits-swarm digits-swarm
 layershuffle swarm calibrate src/layershuffle/assets/digits-swarm --data digit-pairs
 """

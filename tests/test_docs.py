@@ -10,6 +10,8 @@ import pytest
 import timm
 import yaml
 
+from layershuffle.bundled import asset
+
 ARMS = {
     "baseline": "baseline",
     "LayerShuffle": "layershuffle",
@@ -146,7 +148,7 @@ def test_the_learning_rates_of_the_paper_study_are_the_tuned_ones(repository):
     stored = json.loads((repository / "docs/results/digits-tune/runs.json").read_text())
     runs = stored["runs"]
     assert "lr" not in stored["shared"]["settings"]
-    recipe = yaml.safe_load((repository / "recipes" / "digits-paper.yaml").read_text())
+    recipe = yaml.safe_load(asset("recipes", "digits-paper.yaml").read_text())
     arms = {arm.get("name", arm["method"]): arm.get("fit", {}) for arm in recipe["arms"]}
     own = {arm: fit["lr"] for arm, fit in arms.items() if "lr" in fit}
     # The arm whose models are merged is there for its smaller rate.

@@ -18,6 +18,13 @@ def test_write_text_replaces_in_one_step(tmp_path):
     assert [p.name for p in path.parent.iterdir()] == ["a.json"]
 
 
+def test_a_file_in_the_place_of_a_directory_is_explained(tmp_path):
+    (tmp_path / "d").mkdir()
+    with pytest.raises(LayerShuffleError, match=f"A directory stands .* Where: {tmp_path}/d\\."):
+        write_text(tmp_path / "d", "one")
+    assert [path.name for path in tmp_path.iterdir()] == ["d"]
+
+
 def fill_half(final):
     with staged_directory(final) as stage:
         (stage / "weights").write_text("half")
@@ -70,8 +77,8 @@ def test_system_errors_in_words(tmp_path, number, phrase):
 
 
 def test_other_system_errors_pass(tmp_path):
-    with pytest.raises(IsADirectoryError), explained(tmp_path):
-        raise IsADirectoryError(errno.EISDIR, "it is")
+    with pytest.raises(InterruptedError), explained(tmp_path):
+        raise InterruptedError(errno.EINTR, "it is")
 
 
 def hold(directory, taken, release):

@@ -22,21 +22,22 @@ PACKAGE = "layershuffle"
 # layer or from below. A package stands where its name does.
 LAYERS = (
     ("errors", "_version"),
-    ("files", "draws", "orders", "position_forms", "plotting", "results", "stats", "text"),
+    ("files", "draws", "orders", "position_forms", "plotting", "results", "stats", "text")
+    + ("extras", "bundled"),
     ("policies", "hooks", "discovery", "modes", "machine", "ray_cluster"),
     ("runs", "residual", "grouped", "entries", "chain", "per_sample"),
     ("stack", "methods"),
     ("position", "trie", "settings", "compiling"),
     ("recipes",),
     ("models", "data"),
-    ("evaluation", "training", "merging", "analysis"),
+    ("evaluation", "predict", "training", "merging", "analysis"),
     ("study", "swarm", "bench"),
     ("cli", "__main__"),
 )
 # The same inside swarm/, for the second part of a module's name. From bytes and numbers, over the
 # state of a swarm and the decisions on it, to processes, then to what a user starts.
 SWARM_LAYERS = (
-    ("limits", "ray_config", "program"),
+    ("limits", "ray_config", "program", "speed"),
     ("ray_local", "messages", "export", "lineage", "ray_session"),
     ("state", "audits", "frames", "stream"),
     ("policy",),

@@ -3,6 +3,7 @@
 import pytest
 import yaml
 
+from layershuffle.bundled import asset
 from layershuffle.errors import SettingsError, UsageError
 from layershuffle.position_forms import EncodingForm
 from layershuffle.recipes import read_recipe
@@ -83,16 +84,16 @@ def test_recipe_that_is_absent_or_huge(tmp_path):
         read_recipe(huge)
 
 
-def test_shipped_recipes_are_valid(repository):
+def test_shipped_recipes_are_valid():
     fits = ["digits-base.yaml", "digits-swarm.yaml"]
     names = ("cifar100-paper", "digits-paper", "digits-quick", "digits-tied", "digits-tune")
     names += ("imagenet-paper",)
     studies = [f"{name}.yaml" for name in names]
     for name in fits:
-        FitSettings(**read_recipe(repository / "recipes" / name))
+        FitSettings(**read_recipe(asset("recipes", name)))
     for name in studies:
-        StudySettings(**read_recipe(repository / "recipes" / name))
-    assert sorted(p.name for p in (repository / "recipes").glob("*.yaml")) == sorted(fits + studies)
+        StudySettings(**read_recipe(asset("recipes", name)))
+    assert sorted(p.name for p in asset("recipes").glob("*.yaml")) == sorted(fits + studies)
 
 
 def test_study_settings_reach_every_run():

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 from layershuffle._version import __version__
 
 if TYPE_CHECKING:
+    from layershuffle.errors import DataError as DataError
+    from layershuffle.errors import Interrupted as Interrupted
     from layershuffle.errors import LayerShuffleError as LayerShuffleError
+    from layershuffle.errors import ModelFileError as ModelFileError
+    from layershuffle.errors import SettingsError as SettingsError
+    from layershuffle.errors import StackError as StackError
+    from layershuffle.errors import TrainingError as TrainingError
+    from layershuffle.errors import UsageError as UsageError
     from layershuffle.evaluation import evaluate as evaluate
     from layershuffle.merging.ensembles import evaluate_ensemble as evaluate_ensemble
     from layershuffle.merging.group import Family as Family
@@ -42,6 +49,13 @@ if TYPE_CHECKING:
 # Name -> module: `__getattr__` (PEP 562) imports it at the first use of the name.
 _HOME = {
     "LayerShuffleError": "errors",
+    "UsageError": "errors",
+    "SettingsError": "errors",
+    "StackError": "errors",
+    "DataError": "errors",
+    "ModelFileError": "errors",
+    "TrainingError": "errors",
+    "Interrupted": "errors",
     "ExecutionOrder": "orders",
     "Sequential": "policies",
     "Shuffled": "policies",
@@ -74,11 +88,13 @@ _HOME = {
 __all__ = ["__version__", *_HOME]  # noqa: PLE0604 -- the table is the list
 
 
-def __getattr__(name: str) -> Any:
-    # hasattr, doctest and copy probe for names and expect an AttributeError for absent ones.
-    if name not in _HOME:
-        raise AttributeError(f"module 'layershuffle' has no attribute {name!r}")
-    return getattr(import_module(f"layershuffle.{_HOME[name]}"), name)
+if not TYPE_CHECKING:  # else type checkers would take every misspelt name for one of ours
+
+    def __getattr__(name: str) -> Any:
+        # hasattr, doctest and copy probe for names and expect an AttributeError for absent ones.
+        if name not in _HOME:
+            raise AttributeError(f"module 'layershuffle' has no attribute {name!r}")
+        return getattr(import_module(f"layershuffle.{_HOME[name]}"), name)
 
 
 def __dir__() -> list[str]:

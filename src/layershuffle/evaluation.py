@@ -253,6 +253,12 @@ def micro_batches(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Batches:
 
     They are moved to the model's device; floating images are cast to the dtype of its blocks.
     """
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        raise DataError(
+            f"A batch is a pair (images, labels), not a {type(batch).__name__}",
+            hint="scores need labels; without any call the model itself, or type layershuffle "
+            "predict MODEL IMAGE",
+        )
     # The dtype of a block, not of the model's first weight: a norm in the stem may stay in fp32.
     block = blocks_of(model)[0]
     weight = next(p for p in block.parameters() if p.is_floating_point())

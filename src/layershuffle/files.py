@@ -24,14 +24,18 @@ from layershuffle.errors import LayerShuffleError
 _STAGE_PREFIX = ".staged-"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # fcntl.h and linux/fs.h
 _NEARLY_FULL_BYTES = 1 << 20
+_AGAIN, _ELSEWHERE = "free some space and run the same command again", "choose another {flag}"
 _CAUSES = {
-    errno.ENOSPC: ("The disk is full", "free some space and run the same command again"),
-    errno.EDQUOT: ("The disk quota is used up", "free some space and run the same command again"),
-    errno.EROFS: ("The file system is read-only", "choose another --out"),
-    errno.EACCES: ("This user may not write here", "choose another --out"),
-    errno.EPERM: ("This user may not write here", "choose another --out"),
-    errno.ENOTDIR: ("A file stands where a directory is needed", "choose another --out"),
-    errno.EEXIST: ("A file stands where a directory is needed", "choose another --out"),
+    errno.ENOSPC: ("The disk is full", _AGAIN),
+    errno.EDQUOT: ("The disk quota is used up", _AGAIN),
+    errno.EROFS: ("The file system is read-only", _ELSEWHERE),
+    errno.EACCES: ("This user may not write here", _ELSEWHERE),
+    errno.EPERM: ("This user may not write here", _ELSEWHERE),
+    errno.ENOENT: ("There is no such place, and it cannot be made", _ELSEWHERE),
+    errno.ENAMETOOLONG: ("The name is too long for this file system", _ELSEWHERE),
+    errno.EISDIR: ("A directory stands where a file is needed", "name a file, not a directory"),
+    errno.ENOTDIR: ("A file stands where a directory is needed", _ELSEWHERE),
+    errno.EEXIST: ("A file stands where a directory is needed", _ELSEWHERE),
 }
 _LOCK_SECONDS = 90.0  # longer than a study gives its runs to save and end
 _LOCK_POLL_SECONDS = 0.2
@@ -47,16 +51,20 @@ def write_bytes(path: Path, content: bytes, *, private: bool = False) -> None:
 
     `private`: no other user may read the file at any moment.
     """
+    path = path.resolve()  # what a link leads to is replaced, not the link
     # Beside `path`: a rename is a single step only within one file system.
     stage = path.with_name(f"{_STAGE_PREFIX}{os.getpid()}-{path.name}")
     with explained(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(stage, "wb", opener=_private_opener if private else None) as file:
-            file.write(content)
-            file.flush()
-            # Before the rename: after a power cut the final name must not lead to half a file.
-            os.fsync(file.fileno())
-        os.replace(stage, path)
+        try:
+            with open(stage, "wb", opener=_private_opener if private else None) as file:
+                file.write(content)
+                file.flush()
+                # Before the rename: after a power cut the name must not lead to half a file.
+                os.fsync(file.fileno())
+            os.replace(stage, path)
+        finally:
+            stage.unlink(missing_ok=True)  # there only if something failed
 
 
 def _private_opener(path: str, flags: int) -> int:
@@ -119,8 +127,11 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 @contextmanager
-def explained(place: Path) -> Iterator[None]:
-    """Turn a full disk, a read-only place or a missing permission into one paragraph."""
+def explained(place: Path, *, flag: str = "--out") -> Iterator[None]:
+    """Turn a full disk, a read-only place or a missing permission into one paragraph.
+
+    `flag`: what the user named the place by.
+    """
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
@@ -128,8 +139,10 @@ def explained(place: Path) -> Iterator[None]:
         if number not in _CAUSES:
             raise
         cause, hint = _CAUSES[number]
-        where = getattr(error, "filename", None) or place
-        raise LayerShuffleError(cause, place=where, hint=hint) from error
+        # Of a rename the second name is the one that the user gave.
+        names = (getattr(error, name, None) for name in ("filename2", "filename"))
+        where = next(filter(None, names), place)
+        raise LayerShuffleError(cause, place=where, hint=hint.format(flag=flag)) from error
 
 
 def _error_number(error: Exception, place: Path) -> int | None:

@@ -15,6 +15,7 @@ from typing import cast
 
 from layershuffle.errors import UsageError
 from layershuffle.policies import Choice, Kept, OrderMode, OrderPolicy, Sequential, Shuffled
+from layershuffle.text import did_you_mean
 
 _FORMS = (
     "sequential, arbitrary, kept:9, kept:9:arbitrary, kept:9:sequential:spaced, "
@@ -112,7 +113,9 @@ def _parse_mode(text: str) -> Mode:
         return Mode(order=cast(OrderMode, words[0]), parallel=parallel)
     name, *options = words or [""]
     if name != "kept" or not 1 <= len(options) <= 3 or not options[0].isdecimal():
-        raise UsageError(f"{text!r} is not an evaluation mode", hint=f"modes are {_FORMS}")
+        choices = ("sequential", "arbitrary", ":".join(["kept", *(options or ["9"])]))
+        hint = did_you_mean(":".join(words), choices, otherwise=f"modes are {_FORMS}")
+        raise UsageError(f"{text!r} is not an evaluation mode", hint=hint)
     order, choose = [*options[1:], *("sequential", "random")[len(options) - 1 :]]
     # Kept itself checks the words, so that there is one list of them.
     policy = Kept(int(options[0]), order=cast(OrderMode, order), choose=cast(Choice, choose))

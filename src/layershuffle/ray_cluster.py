@@ -7,6 +7,7 @@ import socket
 from typing import Any
 
 from layershuffle.errors import UsageError
+from layershuffle.extras import require
 from layershuffle.text import one_line
 
 _CONNECT_SECONDS = 5.0
@@ -14,12 +15,10 @@ _CONNECT_SECONDS = 5.0
 
 def import_ray(*, extra: str) -> Any:
     """The module `ray`. Raises `UsageError` if it is not installed; `extra` brings it."""
-    try:
-        import ray
-    except ImportError as error:
-        raise UsageError(
-            "Ray is not installed", hint=f"pip install 'layershuffle[{extra}]', on all machines"
-        ) from error
+    require(extra, "ray")
+
+    import ray
+
     return ray
 
 

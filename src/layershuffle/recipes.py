@@ -11,6 +11,7 @@ from layershuffle.errors import UsageError
 from layershuffle.text import one_line
 
 _MAX_RECIPE_BYTES = 1 << 20
+_HINT = "name a YAML file with a line per setting, as in `steps: 500`"
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
@@ -28,8 +29,8 @@ def read_recipe(path: Path) -> dict[str, Any]:
         raise UsageError(
             f"The recipe cannot be read ({one_line(error)})",
             place=path,
-            hint="see recipes/ for examples",
+            hint=_HINT,
         ) from error
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-        raise UsageError("A recipe is a YAML mapping of settings", place=path)
+        raise UsageError("A recipe is a YAML mapping of settings", place=path, hint=_HINT)
     return content

@@ -12,10 +12,10 @@ Drop-path rates belong to a block and travel with it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,7 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from layershuffle.discovery import find_blocks
 from layershuffle.entries import HOSTS, Placed, Walk, Walked, versioned
-from layershuffle.errors import StackError
+from layershuffle.errors import StackError, UsageError
 from layershuffle.hooks import BlockHook, Step, Tap
 from layershuffle.orders import ExecutionOrder, order_of
 from layershuffle.per_sample import SampleOrders, calls_seen, hidden_states_refused, holders
@@ -42,6 +42,7 @@ from layershuffle.runs import (
 )
 
 _log = logging.getLogger("layershuffle")
+ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
 @dataclass
@@ -258,9 +259,7 @@ def _remove_watches(stack: nn.Module) -> None:
             del hooks[key]
 
 
-def wrap(
-    model: nn.Module, blocks: str | None = None, *, may_differ: Collection[str] = ()
-) -> nn.Module:
+def wrap(model: ModelT, blocks: str | None = None, *, may_differ: Collection[str] = ()) -> ModelT:
     """`model` itself, its blocks ready to run in any order. Already wrapped models pass through.
 
     `blocks`: path of the block container, found by itself for timm, transformers and torchvision
@@ -287,7 +286,7 @@ def wrap(
     return model
 
 
-def unwrap(model: nn.Module) -> nn.Module:
+def unwrap(model: ModelT) -> ModelT:
     """`model` itself with its block container as it was before `wrap`."""
     for stack in _stacks(model):
         _remove_watches(stack)
@@ -330,6 +329,7 @@ def running(
     too if you checkpoint the whole stack. Raises `UsageError` for orders of another depth, and
     `StackError` where the host ran its blocks without asking for the whole order.
     """
+    _check_order(order)
     stack, asked = stack_of(model), Asked(depth_of(model))
     with ExitStack() as contexts:
         if _is_per_sample(order):
@@ -413,6 +413,22 @@ def tap(model: nn.Module) -> Iterator[Tap]:
         yield recorder
 
 
+def _check_order(order: object) -> None:
+    """Raises `UsageError` for what a beginner may give in the place of an order."""
+    if hasattr(order, "draw"):
+        raise UsageError(
+            f"{order!r} is an order policy, which draws orders and is none itself",
+            hint="give running(model, order) an order of it: "
+            "policy.draw(layershuffle.depth_of(model), seed=0, step=0)",
+        )
+    if not isinstance(order, Iterable):
+        raise UsageError(
+            f"{order!r} is no execution order",
+            hint="write the ids of blocks (running(model, '3,0,2')), or leave running out: then "
+            "the blocks run in their own order",
+        )
+
+
 def _is_per_sample(order: object) -> bool:
     return (
         isinstance(order, Sequence)
@@ -422,7 +438,15 @@ def _is_per_sample(order: object) -> bool:
     )
 
 
-def _stacks(model: nn.Module) -> list[BlockStack]:
+def _stacks(model: object) -> list[BlockStack]:
+    if not isinstance(model, nn.Module):  # types are not checked where users are new
+        spec = isinstance(model, str)
+        raise StackError(
+            f"A model is needed here, not {model!r}" if spec else f"{type(model)} is no nn.Module",
+            hint=f"layershuffle.load({model!r}) builds the model of a spec, wrapped"
+            if spec
+            else "give the torch.nn.Module itself",
+        )
     # Not `model.modules()`: most modules are inside blocks, and this runs for every forward.
     seen = {model: None}  # a dict keeps the order
     waiting = [model]

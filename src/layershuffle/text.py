@@ -46,6 +46,11 @@ def listing(rows: Sequence[tuple[str, str]]) -> str:
     return "\n".join(f"  {name:<{width}}  {meaning}" for name, meaning in rows)
 
 
+def ranked(classes: Iterable[tuple[str, float]]) -> str:
+    """Classes and their probabilities in [0, 1], as "cat 93.1 %, dog 4.0 %"."""
+    return ", ".join(f"{label} {100 * probability:.1f} %" for label, probability in classes)
+
+
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, width: int = TABLE_WIDTH) -> str:
     """A plain-text table: the first column is aligned to the left, the others to the right.
 

@@ -2,14 +2,18 @@
 
 import json
 import re
+import socket
 import subprocess
 import sys
 
 import pytest
 
 from layershuffle.cli import main
+from layershuffle.cli.doctor import is_free
 from layershuffle.errors import SettingsError
+from layershuffle.extras import EXTRAS
 from layershuffle.stats import wilson_interval
+from without import run_without
 
 MODEL = (
     "timm:vit_tiny_patch16_224?pretrained=false&num_classes=100&in_chans=1&img_size=12,20"
@@ -185,7 +189,32 @@ def test_doctor(capsys):
     code, out, _ = run(capsys, "doctor")
     assert code == 0, out
     assert "bundled:digits" in out
-    assert "Next: layershuffle reproduce" in out
+    assert "Next: layershuffle predict" in out
+    for name, extra in EXTRAS.items():
+        assert re.search(rf"ok  extra {name} +{extra.brings}\n", out)
+
+
+def test_doctor_names_what_a_bare_installation_lacks(tmp_path):
+    """Extras are no fault. Without torch doctor goes on as well, and says that it is missing."""
+    ask = "import sys\nfrom layershuffle.cli import main\nsys.exit(main(['doctor']))"
+    absent = {module for extra in EXTRAS.values() for module in extra.modules}
+    done = run_without(absent, ask, at=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for name in EXTRAS:
+        assert f"not installed; pip install 'layershuffle[{name}]' for" in done.stdout
+    assert "pip install 'layershuffle[study]' && layershuffle reproduce digits-quick" in done.stdout
+    done = run_without(
+        {*absent, "torch", "timm", "transformers", "huggingface_hub"}, ask, at=tmp_path
+    )
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "cannot be loaded without torch, timm" in done.stdout
+
+
+def test_doctor_sees_ports_in_use():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert not is_free(port)
+    assert is_free(port)
 
 
 @pytest.mark.parametrize("words", [[], ["fit", "--help"]])

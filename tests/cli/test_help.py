@@ -208,15 +208,16 @@ FLAGS = {
     "weight-decay workers",
     "eval": "MODEL batch-size compile data draw json max-images modes num-orders order "
     "precision resize seed skip-corrupt streaming",
+    "predict": "IMAGE MODEL json mode order seed top",
     "cache": "DATA out quality size skip-corrupt verify workers",
     "analyze": "MODEL NAME batch-size block data images list neighbours orders out resize seed "
     "skip-corrupt streaming",
     "merge": "MODEL base batch-size compile data draw ends ensemble-combine ensemble-orders "
-    "json max-images merges mixed mode num-orders out precision random replacement "
+    "json max-images merges mixed mode num-orders out overwrite precision random replacement "
     "resize seed slots skip-corrupt soups",
     "ensemble": "MODEL batch-size combine compile data draw json max-images mixed mode "
     "num-orders orders precision resize seed skip-corrupt",
-    "reproduce": "RECIPE dry-run only out ray workers",
+    "reproduce": "RECIPE data dry-run only out ray workers",
     "report": "DIR",
     "pretrain": "RECIPE accumulate activation-checkpointing augment batch-size checkpoint-every "
     "choose clip compile data device distinct drop ema encoding.dropout encoding.features "
@@ -230,6 +231,7 @@ FLAGS = {
     "workers",
     "classify": "IMAGE address api-key api-key-file authority deadline-ms json min-blocks order "
     "top-k",
+    "completion": "SHELL",
     "doctor": "",
     "swarm up": "hosts https-certificate https-key model plan port replicas routing state "
     "threads wire",

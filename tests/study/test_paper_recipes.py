@@ -13,6 +13,7 @@ import torch
 from fixture import done_here
 from transformers import ViTConfig, ViTForImageClassification
 
+from layershuffle.bundled import asset
 from layershuffle.recipes import read_recipe
 from layershuffle.study.plan import RunSpec, is_finished, tasks_of
 from layershuffle.study.report import write_report
@@ -98,8 +99,8 @@ def shrunk(recipe, *, model, data, seeds):
     # The twelve seeds of two arms are there to be merged; three of them go through the same code.
     [("imagenet-paper", (0, 1, 2), 7 + 2 * 3, 4), ("cifar100-paper", (0,), 11, 2)],
 )
-def test_end_to_end(repository, images, model, tmp_path, name, seeds, runs, others):
-    recipe = read_recipe(repository / "recipes" / f"{name}.yaml")
+def test_end_to_end(images, model, tmp_path, name, seeds, runs, others):
+    recipe = read_recipe(asset("recipes", f"{name}.yaml"))
     study = shrunk(recipe, model=model, data=f"folder:{images}", seeds=seeds)
     tasks = tasks_of(study)
     assert (sum(isinstance(task, RunSpec) for task in tasks), len(tasks)) == (runs, runs + others)

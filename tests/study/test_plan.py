@@ -6,6 +6,7 @@ import pytest
 from fixture import TINY, run_rows, write_run
 
 import layershuffle as ls
+from layershuffle.bundled import asset
 from layershuffle.cli import main
 from layershuffle.errors import UsageError
 from layershuffle.settings import EvalSettings
@@ -177,10 +178,10 @@ def test_the_plan_holds_the_recipe_alone(study, tmp_path):
 
 
 def test_another_spelling_of_the_same_modes_goes_on(study, tmp_path):
+    write_plan(StudySettings(**{**RECIPE, "evaluate": {"modes": "kept:2,kept:1"}}), tmp_path)
     directory = tmp_path / "runs" / "baseline-seed0"
     directory.mkdir(parents=True)
     (directory / "result.json").write_text("{}")
-    write_plan(StudySettings(**{**RECIPE, "evaluate": {"modes": "kept:2,kept:1"}}), tmp_path)
     write_plan(StudySettings(**{**RECIPE, "evaluate": {"modes": "kept:1-2"}}), tmp_path)
     with pytest.raises(UsageError, match="finished already: baseline-seed0"):
         write_plan(StudySettings(**{**RECIPE, "evaluate": {"modes": "kept:1-3"}}), tmp_path)
@@ -258,7 +259,7 @@ def test_time_comes_from_finished_runs(tmp_path):
     ],
 )
 def test_the_large_recipes_are_planned_with_nothing_at_hand(
-    repository, tmp_path, monkeypatch, capsys, name, steps, counted
+    tmp_path, monkeypatch, capsys, name, steps, counted
 ):
     """No weights, no images, no network: what cannot be measured is estimated, and that is said."""
 
@@ -268,7 +269,7 @@ def test_the_large_recipes_are_planned_with_nothing_at_hand(
     monkeypatch.setattr("socket.socket.connect", refuse)
     monkeypatch.setattr("socket.getaddrinfo", refuse)
     monkeypatch.chdir(tmp_path)
-    recipe = repository / "recipes" / f"{name}.yaml"
+    recipe = asset("recipes", f"{name}.yaml")
     assert main(["reproduce", str(recipe), "--dry-run"]) == 0
     text = capsys.readouterr().out
     assert f"Work: {steps:,} training steps, and " in text

@@ -12,7 +12,7 @@ import layershuffle as ls
 from common import DEPTH, FAMILIES
 from layershuffle.data.transforms import uncropped_size
 from layershuffle.errors import StackError, UsageError
-from layershuffle.models import image_view
+from layershuffle.models import file_view, image_view
 from layershuffle.position import add_position
 from layershuffle.position_forms import EncodingForm, PredictionForm
 from layershuffle.stack import running
@@ -21,7 +21,6 @@ from layershuffle.swarm.remote_model import (
     RemoteModel,
     drop_blocks,
     served_host,
-    served_view,
 )
 from layershuffle.swarm.router import Router
 from layershuffle.swarm.state import HostView, Swarm
@@ -187,6 +186,6 @@ def test_a_stem_that_waits_past_its_deadline_never_runs():
 def test_image_files_fill_the_view_of_a_model_of_digit_pairs():
     """As its training images did; other models get the view that they were saved with."""
     digits = ls.load("bundled:digits")
-    view = served_view(digits)
+    view = file_view(digits)
     assert (view.resize, uncropped_size(view)) == ("squash", (20, 12))
-    assert served_view(VIT.wrapped()) == image_view(VIT.wrapped())
+    assert file_view(VIT.wrapped()) == image_view(VIT.wrapped())

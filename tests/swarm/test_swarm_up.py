@@ -69,7 +69,7 @@ def swarm(tmp_path_factory):
         process.wait(END_SECONDS)
 
 
-def test_up_answers_and_says_what_to_type(swarm, repository):
+def test_up_answers_and_says_what_to_type(swarm):
     process, address, state = swarm
     said = (Path(state).parent / "log").read_text()
     steps = re.findall(r"^ *[\d.]+ s  (.+)$", said, re.MULTILINE)
@@ -81,7 +81,7 @@ def test_up_answers_and_says_what_to_type(swarm, repository):
     assert [step.partition(" is up")[2] for step in steps[3:]] == [
         f" ({n} of 6)" for n in range(1, 7)
     ]
-    image = str(repository / "docs" / "digit-pair.png")  # the one of the README: 42
+    image = "bundled:digit-pair.png"  # the one of the README: 42
     done = layershuffle("classify", image, "--address", address, "--json")
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)

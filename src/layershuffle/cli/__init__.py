@@ -57,9 +57,10 @@ SWARM = Group(
 )
 ROOT = Group(
     about="Vision transformers whose blocks run in any order (arXiv 2407.04513).",
-    first_step="layershuffle reproduce recipes/digits-quick.yaml --out runs/quick",
+    first_step="layershuffle predict bundled:digits-swarm bundled:digit-pair.png",
     commands={
         "fit": ("refine a model so that its blocks run in any order", "fit:FitCommand"),
+        "predict": ("name the classes of images", "predict:PredictCommand"),
         "eval": ("score a model under many execution orders", "eval:EvalCommand"),
         "cache": ("copy images at the size that training needs", "cache:CacheCommand"),
         "analyze": ("ask what the blocks of a model learnt", "analyze:AnalyzeCommand"),
@@ -71,6 +72,7 @@ ROOT = Group(
         "bench": ("measure how fast this machine trains and evaluates", "bench:BenchCommand"),
         "swarm": ("serve a model from hosts that may fail", SWARM),
         "classify": ("ask a running swarm", "swarm.asking:ClassifyCommand"),
+        "completion": ("complete commands and flags in a shell", "completion:CompletionCommand"),
         "doctor": ("check this machine and say what to type next", "doctor:DoctorCommand"),
     },
 )

@@ -11,6 +11,7 @@ import tyro
 from layershuffle.analysis import ANALYSES, AnalysisSettings, read_analysis, run_analysis
 from layershuffle.cli.command import Command, Inline
 from layershuffle.errors import UsageError
+from layershuffle.extras import require
 from layershuffle.text import listing
 
 
@@ -42,6 +43,7 @@ class AnalyzeCommand(Command):
                 "analyze needs the name of an analysis, a model, --data SPEC and --out DIR",
                 hint="layershuffle analyze --list shows the names",
             )
+        require("study")
         if self.name != "all":
             self._answer(self.name, model=self.model, data=self.data, out=self.out)
             return 0

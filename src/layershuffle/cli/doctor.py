@@ -4,31 +4,54 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from layershuffle.cli.command import Command
+from layershuffle.extras import EXTRAS, missing
 from layershuffle.text import listing, shortened
+
+# Default ports, and what listens there.
+_PORTS = {8000: "swarm up and deploy", 6400: "swarm head"}
+_NVIDIA = Path("/proc/driver/nvidia/version")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorCommand(Command):
-    """Show what this machine has: versions, GPU, bf16, caches, writable places; and what to type
-    next."""
+    """Show what this machine has: versions, extras, GPU, bf16, caches, writable places, ports; and
+    what to type next."""
 
     def run(self) -> int:
         """Print the findings; exit code 1 if something needed is missing."""
         findings = list(_findings())
         rows = [(f"{'ok ' if good else 'NO '} {name}", text) for name, good, text in findings]
+        rows += [_extra(name) for name in EXTRAS]
+        install = "pip install 'layershuffle[study]' && " if missing("study") else ""
         print(
             f"{listing(rows)}\n\n"
-            "Next: layershuffle reproduce recipes/digits-quick.yaml   (digits, no download)\n"
+            "Next: layershuffle predict bundled:digits-swarm bundled:digit-pair.png   (seconds, no "
+            "download)\n"
+            f"      {install}layershuffle reproduce digits-quick   (5 minutes on two cores, no "
+            "download)\n"
             "      layershuffle fit --method layershuffle --model timm:NAME --data folder:DIR "
             "--out DIR"
         )
         return 0 if all(good for _, good, _ in findings) else 1
+
+
+def _extra(name: str) -> tuple[str, str]:
+    """A row about an extra. One that is missing is no fault: not everybody needs it."""
+    extra, lacking = EXTRAS[name], missing(name)
+    if not lacking:
+        return f"ok  extra {name}", extra.brings
+    partly = len(lacking) < len(extra.modules)
+    what = f"without {shortened(lacking)}" if partly else "not installed"
+    return f"-   extra {name}", f"{what}; pip install 'layershuffle[{name}]' for {extra.brings}"
 
 
 def _findings() -> Iterator[tuple[str, bool, str]]:
@@ -45,16 +68,43 @@ def _findings() -> Iterator[tuple[str, bool, str]]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     yield "memory", True, f"{memory:.1f} GiB"
     yield from _accelerator()
-    yield "hub cache", True, _hub_cache()
-    # Runs go below the working directory, caches and the swarm's token below the home.
-    for name, path in (("working directory", Path.cwd()), ("home", Path.home())):
+    yield "hub cache", find_spec("huggingface_hub") is not None, _hub_cache()
+    # Runs go below the working directory, caches and the swarm's token below the home, Ray's files
+    # and sockets into the temporary directory.
+    places = {
+        "working directory": Path.cwd(),
+        "home": Path.home(),
+        "temporary space": Path(tempfile.gettempdir()),
+    }
+    for name, path in places.items():
         free = shutil.disk_usage(path).free / 2**30
         writable = os.access(path, os.W_OK)
         yield name, writable, f"{path}, {'' if writable else 'NOT '}writable, {free:.0f} GiB free"
+    for port, user in _PORTS.items():
+        # In use is no fault: what uses it may be a swarm of ours.
+        yield f"port {port}", True, f"{'free' if is_free(port) else 'IN USE'} ({user})"
     yield "bundled:digits", *_bundled()
 
 
+def is_free(port: int) -> bool:
+    """Whether a server could listen at this port of the loopback network."""
+    with socket.socket() as probe:
+        # As servers do: a port that was in use a moment ago can be taken again.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
 def _accelerator() -> Iterator[tuple[str, bool, str]]:
+    driver = _NVIDIA.read_text(encoding="utf-8").splitlines()[0] if _NVIDIA.is_file() else ""
+    yield "gpu driver", True, " ".join(driver.split()) or "none of NVIDIA"
+    if find_spec("torch") is None:
+        yield "gpu", False, "not known without torch"
+        return
+
     import torch
 
     from layershuffle.machine import cpu_has_bf16
@@ -66,12 +116,17 @@ def _accelerator() -> Iterator[tuple[str, bool, str]]:
         yield "bf16", True, "yes, used by default" if bf16 else "no: fp32 is used"
         return
     # Good enough without one, so that the exit code stays 0 on machines that have what they need.
-    yield "gpu", True, "none: the digits recipes need none"
+    built = f"is made for CUDA {torch.version.cuda}" if torch.version.cuda else "knows CPUs only"
+    unused = f"none that torch can use, though there is a driver; this torch {built}"
+    yield "gpu", True, unused if driver else "none: the digits recipes need none"
     has = "the processor has it" if cpu_has_bf16() else "the processor lacks it, and would be slow"
     yield "bf16", True, f"{has}; fp32 is used on CPUs"
 
 
 def _hub_cache() -> str:
+    if find_spec("huggingface_hub") is None:
+        return "not known without huggingface_hub"
+
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.constants import HF_HUB_CACHE, HF_HUB_OFFLINE
     from huggingface_hub.errors import CacheNotFound
@@ -86,6 +141,10 @@ def _hub_cache() -> str:
 
 
 def _bundled() -> tuple[bool, str]:
+    lacking = [name for name in ("torch", "timm", "safetensors") if find_spec(name) is None]
+    if lacking:
+        return False, f"cannot be loaded without {', '.join(lacking)}"
+
     from layershuffle.errors import ModelFileError
     from layershuffle.models import load
     from layershuffle.stack import depth_of

@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Self
 import tyro
 from pydantic_core import PydanticUndefined
 
+from layershuffle.bundled import recipe_file
 from layershuffle.cli.command import Command, Inline
 from layershuffle.errors import SettingsError, UsageError
 from layershuffle.recipes import read_recipe
@@ -81,7 +82,8 @@ class FitCommand(_Training):
     """
 
     recipe: Path | None = None
-    """YAML file of settings, which have the names of the flags; a flag wins over it."""
+    """YAML file of settings, which have the names of the flags, or a recipe of this package by its
+    name; a flag wins over it."""
 
     @classmethod
     def recipe_in(cls, words: Sequence[str]) -> Path | None:
@@ -103,14 +105,14 @@ class _RecipeFlag:
 class PretrainCommand(_Training):
     """Train a base model from a recipe, as the shipped digits checkpoint was trained.
 
-    The recipe is a file for the method `baseline` whose model starts from random weights, for
-    example recipes/digits-base.yaml. Settings that are marked as required may stand in the recipe.
-    You can stop this command at any time; run it again to continue.
+    The recipe is one for the method `baseline` whose model starts from random weights, for example
+    digits-base, which is in this package. Settings that are marked as required may stand in the
+    recipe. You can stop this command at any time; run it again to continue.
     """
 
     recipe: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")]
-    """YAML file of settings, which have the names of the flags; a flag wins over it. It comes
-    before all flags."""
+    """YAML file of settings, which have the names of the flags, or a recipe of this package by its
+    name; a flag wins over it. It comes before all flags."""
 
     no_recipe: ClassVar[Any] = tyro.MISSING
 
@@ -122,14 +124,12 @@ class PretrainCommand(_Training):
             return Path(words[0])
         if {"-h", "--help"} & set(words):
             return None
-        raise UsageError(
-            "No recipe was given", hint="layershuffle pretrain recipes/digits-base.yaml --out DIR"
-        )
+        raise UsageError("No recipe was given", hint="layershuffle pretrain digits-base --out DIR")
 
 
 def _defaults(recipe: Path | None) -> FitSettings:
     """The recipe's settings over the defaults, unchecked as a whole: flags may complete them."""
-    fields = read_recipe(recipe) if recipe else {}
+    fields = read_recipe(recipe_file(recipe)) if recipe else {}
     check_known(FitSettings, fields)
     values: dict[str, Any] = {}
     for name, field in FitSettings.model_fields.items():

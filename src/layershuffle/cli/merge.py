@@ -35,6 +35,8 @@ class MergeCommand(Command):
     """The recipe, a YAML file; or with --random the donors: directories of fits or model specs."""
     out: Path | None = None
     """Directory of the model that a recipe makes; with --random a CSV file for every score."""
+    overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Replace what is at --out: an older model, or with --random a file. A donor never is."""
     random: int | None = None
     """Draw this many merges and score them; the same as --merges, which alone does not select this
     form."""
@@ -59,7 +61,7 @@ class MergeCommand(Command):
                 "SPEC",
                 hint="layershuffle merge --help",
             )
-        return _merge_by_recipe(Path(self.models[0]), self.out)
+        return _merge_by_recipe(Path(self.models[0]), self.out, overwrite=self.overwrite)
 
     def _run_random(self, merges: int) -> int:
         if self.data is None or not self.models:
@@ -76,7 +78,13 @@ class MergeCommand(Command):
         from layershuffle.cli.progress import Counter
         from layershuffle.files import write_text
         from layershuffle.merging.scoring import score_merging
+        from layershuffle.models.output import check_output
 
+        if self.out is not None:
+            # Before hours of scoring, whose outcome could not be written.
+            check_output(self.out, reads=self.models, overwrite=self.overwrite)
+            if self.out.is_dir():
+                raise UsageError("--out is the file of the scores here", place=self.out)
         notes: list[str] = []
         rows = score_merging(
             list(self.models),
@@ -103,10 +111,11 @@ class MergeCommand(Command):
         return 0
 
 
-def _merge_by_recipe(path: Path, out: Path) -> int:
+def _merge_by_recipe(path: Path, out: Path, *, overwrite: bool) -> int:
     from layershuffle.merging.recipe import merge_recipe, read_merge_recipe
 
-    merge = merge_recipe(read_merge_recipe(path), out)["provenance"]["merge"]
+    record = merge_recipe(read_merge_recipe(path), out, overwrite=overwrite)
+    merge = record["provenance"]["merge"]
     for number, donor in enumerate(merge["donors"]):
         blocks = [str(block) for block, source in enumerate(merge["blocks"]) if source == number]
         print(f"blocks {','.join(blocks)} from {donor['model']}")

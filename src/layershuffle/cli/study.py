@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from layershuffle.bundled import asset, recipe_file
 from layershuffle.cli.command import Command
 from layershuffle.errors import LayerShuffleError, SettingsError, UsageError
+from layershuffle.extras import require
 from layershuffle.recipes import read_recipe
 from layershuffle.settings import check_known
 from layershuffle.study.dry_run import forecast, forecast_text, open_subjects, plan_text
@@ -29,7 +31,10 @@ class ReproduceCommand(Command):
     """
 
     recipe: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")]
-    """YAML recipe of a study, for example recipes/digits-quick.yaml."""
+    """Recipe of a study: a YAML file, or one of this package by its name: digits-quick,
+    digits-paper, imagenet-paper, cifar100-paper and others."""
+    data: str | None = None
+    """Images in place of those that the recipe names, as folder:DIR."""
     out: Path | None = None
     """Directory of the study (default: runs/NAME)."""
     workers: int | None = None
@@ -51,7 +56,7 @@ class ReproduceCommand(Command):
                 f"--workers is a number of processes, not {self.workers}",
                 hint="leave it out for one per GPU or core",
             )
-        study = _read_study(self.recipe)
+        study = _read_study(recipe_file(self.recipe), data=self.data)
         out = self.out or Path("runs") / study.name
         # Before the dry run and the run alike, so that both refuse a misspelt --only.
         tasks = tasks_for(study, self.only)
@@ -61,6 +66,7 @@ class ReproduceCommand(Command):
             expected = forecast(study, tasks, subjects=subjects, out=out, workers=self.workers)
             print(forecast_text(expected, out))
             return 0
+        require("study")
 
         from layershuffle.cli.progress import study_watcher
         from layershuffle.study.runner import local_pool, run_study
@@ -101,19 +107,22 @@ class ReportCommand(Command):
 
     def run(self) -> int:
         """Write the report; it names what is missing."""
+        require("study")
         _write_report(self.directory)
         return 0
 
 
-def _read_study(recipe: Path) -> StudySettings:
+def _read_study(recipe: Path, *, data: str | None) -> StudySettings:
     fields = read_recipe(recipe)
+    if data is not None:
+        fields["data"] = data
     try:
         # Misspelt keys before missing ones: the former are often the reason for the latter.
         check_known(StudySettings, fields)
         return StudySettings(**fields)
     except SettingsError as error:
         raise SettingsError(
-            error.cause, place=recipe, hint="recipes/digits-quick.yaml is an example"
+            error.cause, place=recipe, hint=f"{asset('recipes', 'digits-quick.yaml')} is an example"
         ) from None
 
 

@@ -316,7 +316,9 @@ def read_header(directory: Path) -> Header | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise DataError(f"cannot read what the cache is ({error})", place=path) from error
+        raise DataError(
+            f"cannot read what the cache is ({error})", place=path, hint="choose another --out"
+        ) from error
     return header if isinstance(header, dict) else None
 
 

@@ -154,7 +154,11 @@ def _chosen(
     if len(candidates) == 1:
         return candidates[0]
     if not candidates:
-        raise DataError(f"no {what} column among: {columns}", place=place)
+        raise DataError(
+            f"no {what} column among: {columns}",
+            place=place,
+            hint=f"name it (hf:DIR?{what}=COLUMN), or give images in folders of classes",
+        )
     raise UsageError(
         f"several columns could be the {what}: {', '.join(candidates)}",
         place=place,

@@ -22,12 +22,16 @@ from urllib.parse import parse_qsl
 from layershuffle.data.contract import DataOptions, ImageData, SourceRequest
 from layershuffle.data.view import ImageView
 from layershuffle.errors import UsageError
+from layershuffle.extras import require
 from layershuffle.text import did_you_mean, nearest
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """One kind of data. `settings` are the keys allowed after "?"; `module` has `open_source`."""
+    """One kind of data. `settings` are the keys allowed after "?"; `module` has `open_source`.
+
+    `extra`: what has to be installed for it, and of that the package which is imported.
+    """
 
     form: str
     summary: str
@@ -35,9 +39,13 @@ class Source:
     settings: tuple[str, ...] = ()
     needs_place: bool = True
     streams: bool = False
+    extra: tuple[str, str] | None = None
 
     def open(self, request: SourceRequest) -> ImageData:
-        """The data behind the request. Raises what the source raises."""
+        """The data behind the request. Raises what the source raises, `UsageError` without its
+        extra."""
+        if self.extra is not None:
+            require(*self.extra)
         function = import_module(self.module).open_source
         return cast(Callable[[SourceRequest], ImageData], function)(request)
 
@@ -47,6 +55,7 @@ SOURCES: dict[str, Source] = {
         form="digit-pairs[?train=N&validation=N&test=N]",
         summary="pairs of real handwritten digits, 100 classes, no download",
         module="layershuffle.data.digits",
+        extra=("study", "sklearn"),
         settings=("train", "validation", "test"),
         needs_place=False,
     ),
@@ -59,6 +68,7 @@ SOURCES: dict[str, Source] = {
         form="hf:NAME_OR_DIR[:CONFIG][?image=COLUMN&label=COLUMN]",
         summary="Hugging Face datasets: hub name, image folder or save_to_disk directory",
         module="layershuffle.data.hub",
+        extra=("datasets", "datasets"),
         settings=("image", "label"),
         streams=True,
     ),
@@ -71,6 +81,7 @@ SOURCES: dict[str, Source] = {
         form="wds:TRAIN_SHARDS,VAL_SHARDS or wds:DIR",
         summary="webdataset tar shards, with {000..009} for numbered ones",
         module="layershuffle.data.wds",
+        extra=("datasets", "datasets"),
         streams=True,
     ),
 }

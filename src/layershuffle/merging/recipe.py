@@ -16,7 +16,6 @@ The form is near to mergekit's `slices`; there are no layer ranges, because a bl
 from __future__ import annotations
 
 import hashlib
-from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -109,15 +108,21 @@ def read_merge_recipe(path: Path) -> MergeRecipe:
         ) from None
 
 
-def merge_recipe(recipe: MergeRecipe, out: Path) -> dict[str, Any]:
+def merge_recipe(recipe: MergeRecipe, out: Path, *, overwrite: bool = False) -> dict[str, Any]:
     """Write the merge of `recipe` to the directory `out`; its record.
 
     The donors' weight files stand with their SHA-256 in layershuffle.json and in the card. Raises
-    `UsageError` for donors that do not fit, `ModelFileError` for files that cannot be read.
+    `UsageError` for donors that do not fit, and if `out` holds a donor, or anything without
+    `overwrite`; `ModelFileError` for files that cannot be read.
     """
     from layershuffle.merging.scoring import load_group
     from layershuffle.models import save
+    from layershuffle.models.output import check_output, check_replaceable
 
+    # Before the donors are loaded: large models take minutes.
+    reads = [*recipe.models, *([recipe.base] if recipe.base else [])]
+    check_output(out, reads=reads, overwrite=overwrite)
+    check_replaceable(out)
     group = load_group(
         recipe.models, base=recipe.base, needs_base="base" in (recipe.stem, recipe.head),
         mixed=recipe.mixed,
@@ -137,19 +142,13 @@ def file_digests(spec: str) -> dict[str, str]:
     Empty for models that the host libraries fetch or make.
     """
     from layershuffle.models.files import weight_files
-    from layershuffle.models.metadata import METADATA_FILE
+    from layershuffle.models.output import directory_of
     from layershuffle.models.position_files import PARTS
     from layershuffle.models.spec import parse_spec
 
-    parsed = parse_spec(spec)
     # Directories are renamed and trained again; the digests go on saying which weights were merged.
-    if parsed.scheme == "bundled":
-        place = Path(str(resources.files("layershuffle").joinpath("assets", parsed.place)))
-    elif parsed.scheme == "dir":
-        # What `fit` writes has the model one level below its checkpoints.
-        given = Path(parsed.place).expanduser()
-        place = given if (given / METADATA_FILE).is_file() else given / "model"
-    else:
+    place = directory_of(spec)
+    if place is None or parse_spec(spec).scheme not in ("bundled", "dir"):
         return {}
     parts = [place / PARTS] if (place / PARTS).is_file() else []
     return {file.name: _sha256(file) for file in (*weight_files(place), *parts)}

@@ -7,6 +7,7 @@
 from layershuffle.models.metadata import read_record
 from layershuffle.models.store import (
     class_names_of,
+    file_view,
     host_of,
     image_view,
     load,
@@ -21,6 +22,7 @@ from layershuffle.models.store import (
 
 __all__ = [
     "class_names_of",
+    "file_view",
     "host_of",
     "image_view",
     "load",

@@ -11,6 +11,8 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
+from layershuffle.text import shortened
+
 _STOCK = {
     "timm": 'import timm\nmodel = timm.create_model("local-dir:{place}", pretrained=True)',
     "transformers": "from transformers import AutoModelForImageClassification as Auto\n"
@@ -20,24 +22,34 @@ _STOCK = {
     '["kwargs"])\n'
     'model.load_state_dict(safetensors.torch.load_file("{place}/model.safetensors"))',
 }
+_CLASSES_LISTED = 20
 _NUMBERS = (("top1", "top-1 in percent"), ("top5", "top-5 in percent"), ("cross_entropy", "nats"))
 
 
-def render(metadata: Mapping[str, Any], *, place: str) -> str:
-    """The card of a model with this metadata (layershuffle.json), kept in the directory `place`."""
+def render(metadata: Mapping[str, Any], *, place: str, classes: Sequence[str] | None = None) -> str:
+    """The card of a model with this metadata (layershuffle.json), kept in the directory `place`.
+
+    `classes`: their names, if the model has any.
+    """
     scores, provenance = _scores(metadata), metadata.get("provenance") or {}
+    title = _title(metadata, provenance, place=place)
     front = ModelCardData(
         library_name=metadata["library"],
         tags=["layershuffle"],
         pipeline_tag="image-classification",
         base_model=metadata.get("base_model"),
-        model_name=place,
+        model_name=title,
         eval_results=list(_results(scores, provenance.get("data"))) or None,
     )
-    sections = [f"---\n{front.to_yaml()}\n---", f"# {place}", _summary(metadata, provenance)]
+    sections = [f"---\n{front.to_yaml()}\n---", f"# {title}", _summary(metadata, provenance)]
     # A record may hold scores of other metrics only; an empty table says nothing.
     if any(key in score for key, _ in _NUMBERS for score in scores.values()):
         sections.append(f"## Scores\n\n{_score_table(scores)}")
+    if accuracy := _held_out(metadata.get("selected")):
+        sections.append(f"## Accuracy\n\n{accuracy}")
+    if classes:
+        listed = shortened(classes, limit=_CLASSES_LISTED)
+        sections.append(f"## Classes\n\n{len(classes)}, in the order of the logits: {listed}.")
     merge = _merge_table(provenance.get("merge"))
     if merge:
         sections.append(f"## Merge\n\n{merge}")
@@ -48,6 +60,25 @@ def render(metadata: Mapping[str, Any], *, place: str) -> str:
         f"Without layershuffle:\n\n```python\n{stock}\n```"
     )
     return "\n\n".join(sections) + "\n"
+
+
+def _title(metadata: Mapping[str, Any], provenance: Mapping[str, Any], *, place: str) -> str:
+    """What the model is; directories are mostly called "model", which says nothing."""
+    name, merge = str(metadata["name"]).rpartition("/")[2], provenance.get("merge")
+    if isinstance(merge, Mapping) and isinstance(merge.get("donors"), list):
+        return f"{name}, merged from {len(merge['donors'])} models"
+    return f"{name}, {metadata['method']}" if metadata.get("method") else place
+
+
+def _held_out(selected: object) -> str:
+    """Top-1 on the images that picked the checkpoint, if the record has it."""
+    if not isinstance(selected, Mapping) or not isinstance(selected.get("top1"), Mapping):
+        return ""
+    top1 = selected["top1"].items()
+    orders = " and ".join(f"{percent:.1f} % in {mode} order" for mode, percent in top1)
+    images = f"{selected['images']:,} images" if selected.get("images") else "images"
+    split = str(selected.get("metric", "")).partition(" ")[0]
+    return f"Top-1 is {orders}, on the {images} ({split}) by which this checkpoint was picked."
 
 
 def _results(scores: Mapping[str, Mapping[str, Any]], data: object) -> Iterator[EvalResult]:

@@ -27,6 +27,7 @@ from transformers import AutoConfig, AutoModelForImageClassification, PreTrained
 from transformers.utils import logging as hf_logging
 
 from layershuffle.data.view import ImageView
+from layershuffle.discovery import check_architecture
 from layershuffle.errors import ModelFileError, UsageError
 from layershuffle.models.authors_files import our_name, with_authors_parts
 from layershuffle.models.files import (
@@ -99,8 +100,11 @@ def build(name: str, settings: Mapping[str, Any], *, seed: int) -> nn.Module:
         )
     local = Path(name).expanduser().is_dir()
     revision = settings.get("revision")
+    pretrained = settings.get("pretrained", True) is not False
+    if pretrained and not local:
+        _check_architecture(_fetched(name, revision, files=[CONFIG]))
     directory = Path(name).expanduser() if local else _fetched(name, revision)
-    if settings.get("pretrained", True) is False:
+    if not pretrained:
         host = _random(directory, seed=seed)
         return remember(host, Origin(view=stored_view(host, directory)))
     host = _stored(directory, seed=seed, lenient=True)
@@ -229,11 +233,19 @@ def read(directory: Path, *, seed: int) -> tuple[nn.Module, str]:
     return host, type(host).__name__
 
 
-def _fetched(name: str, revision: str | None) -> Path:
+def _check_architecture(directory: Path) -> None:
+    """Raises `StackError` for a model that `wrap` would refuse, before its weights are fetched."""
+    config = checked_config(directory)
+    with _explained(directory / CONFIG), quiet(), seeded(0), torch.device("meta"):
+        sketch = AutoModelForImageClassification.from_config(config)
+    check_architecture(sketch)
+
+
+def _fetched(name: str, revision: str | None, *, files: Sequence[str] = _FILES) -> Path:
     """Directory of the hub model's files in the cache, after a download where one is needed."""
     what = f"hf:{name}"
     try:
-        path = snapshot_download(name, revision=revision, allow_patterns=list(_FILES))
+        path = snapshot_download(name, revision=revision, allow_patterns=list(files))
     except HFValidationError as error:
         raise ModelFileError(
             f"{name!r} is neither a directory here nor a model name of the hub",

@@ -26,7 +26,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from layershuffle.data.view import ImageView
+from layershuffle.data.view import ImageView, resized_as
 from layershuffle.discovery import find_blocks
 from layershuffle.errors import ModelFileError, StackError, UsageError
 from layershuffle.files import staged_directory
@@ -34,7 +34,6 @@ from layershuffle.models.card import render
 from layershuffle.models.files import (
     CONFIG,
     PICKLE_SUFFIXES,
-    PROCESSOR,
     check_depth,
     read_json,
     refuse_pickle,
@@ -51,9 +50,11 @@ from layershuffle.models.metadata import (
 from layershuffle.models.origin import (
     origin_of,
     remember,
+    trained_with,
     unknown_name,
     view_to_json,
 )
+from layershuffle.models.output import CARD, check_replaceable
 from layershuffle.models.position_files import (
     PARTS,
     position_to_json,
@@ -65,8 +66,6 @@ from layershuffle.models.tying import places_tied, tie_again
 from layershuffle.orders import ExecutionOrder, order_of
 from layershuffle.position import PositionedModel
 from layershuffle.stack import BlockStack, depth_of, stack_of, wrap
-
-CARD = "README.md"
 
 
 class HostLibrary(Protocol):
@@ -159,7 +158,7 @@ def save(
     """
     final, host = Path(directory), host_of(model)
     _refuse_changed_weights(host)
-    _check_replaceable(final)
+    check_replaceable(final)
     earlier = {k: v for k, v in origin_of(host).record.items() if k != "scores"}
     plain = checked_record(earlier if record is None else record)
     library, view = library_of(host), image_view(host)
@@ -182,7 +181,8 @@ def save(
         }
         write_parts(model, stage)
         (stage / METADATA_FILE).write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")
-        card = render(metadata, place=final.absolute().name)
+        names = library.class_names(host)
+        card = render(metadata, place=final.absolute().name, classes=names)
         (stage / CARD).write_text(card, encoding="utf-8")
 
 
@@ -232,6 +232,14 @@ def image_view(model: nn.Module) -> ImageView:
     host = host_of(model)
     # What came with the model counts more than what its library would guess.
     return origin_of(host).view or library_of(host).image_view(host)
+
+
+def file_view(model: nn.Module) -> ImageView:
+    """How image files are prepared for the model, as in its training. Digit pairs fill theirs."""
+    view = image_view(model)
+    if str(trained_with(host_of(model)).get("data", "")).startswith("digit-pairs"):
+        return resized_as(view, "squash")
+    return view
 
 
 def set_image_view(model: nn.Module, view: ImageView) -> None:
@@ -320,7 +328,7 @@ def _load_bundled(name: str, *, seed: int) -> nn.Module:
             "The bundled model 'digits' is missing in this installation",
             place=str(root),
             hint="install layershuffle again, or train it: "
-            "layershuffle pretrain recipes/digits-base.yaml",
+            "layershuffle pretrain digits-base --out DIR",
         )
     # A package may be a zip file; its files then exist only inside of this block.
     with resources.as_file(root) as directory:
@@ -421,23 +429,3 @@ def _refuse_changed_weights(host: nn.Module) -> None:
                 hint="save the model before it is quantised, and quantise after loading; gather "
                 "a sharded model first",
             )
-
-
-def _check_replaceable(final: Path) -> None:
-    """Raises `UsageError` if `final` holds files that are not a saved model: saving replaces it."""
-    if not final.exists():
-        return
-    if not final.is_dir():
-        raise UsageError("A file stands where the model is to go", place=final, hint="name another")
-    ours = {METADATA_FILE, PARTS, CARD, CONFIG, PROCESSOR, "model.safetensors.index.json"}
-    ours.add("calibration.json")  # of these weights (layershuffle.swarm), so it goes with them
-    others = sorted(
-        path.name for path in final.iterdir()
-        if path.name not in ours and not path.match("model*.safetensors")
-    )  # fmt: skip
-    if others:
-        raise UsageError(
-            f"The directory holds other files ({', '.join(others[:3])}), which saving would delete",
-            place=final,
-            hint="name a new directory, or an older saved model to replace",
-        )

@@ -27,11 +27,14 @@ def load_checkpoint(host: Host, path: Path) -> None:
     unpickler, which makes tensors and refuses whatever could run. Raises `ModelFileError`.
     """
     hint = "name a .pth.tar file of timm's train.py, or a .safetensors file"
+    if not path.is_file():
+        raise ModelFileError("There is no such file", place=path, hint=hint)
     try:
         tensors = timm.models.load_state_dict(str(path), use_ema=True, weights_only=True)
     except _UNREADABLE as error:
         raise ModelFileError(
-            f"The checkpoint cannot be read ({type(error).__name__}: {one_line(error)})",
+            # Its first sentence: the next ones of torch advise to unpickle it all the same.
+            f"The checkpoint cannot be read ({one_line(error).partition('. ')[0]})",
             place=path,
             hint=hint,
         ) from error

@@ -28,6 +28,7 @@ from timm.models import get_pretrained_cfg
 from torch import nn
 
 from layershuffle.data.view import ImageView
+from layershuffle.discovery import check_architecture
 from layershuffle.errors import ModelFileError, UsageError
 from layershuffle.models.files import (
     CONFIG,
@@ -105,6 +106,8 @@ def build(name: str, settings: Mapping[str, Any], *, seed: int) -> nn.Module:
     view = {key: args.pop(key) for key in _VIEW_SETTINGS & args.keys()}
     # timm would drop the trained head without a word; here it is loaded, then replaced aloud.
     classes = args.pop("num_classes", None) if pretrained else None
+    if pretrained:
+        _check_architecture(name, args)
     base, overlay = _trained(name) if pretrained else (None, {})
     host = _create(name, args, seed=seed, pretrained=pretrained, overlay=overlay)
     if checkpoint is not None:
@@ -321,6 +324,15 @@ def _trained(name: str) -> tuple[str, dict[str, Any]]:
     tensor_shapes(Path(path))  # a damaged download is named here
     # custom_load would send timm to a loader of the architecture instead of this file.
     return repository, {"file": path, "custom_load": False}
+
+
+def _check_architecture(name: str, args: Mapping[str, Any]) -> None:
+    """Raises `StackError` for a model that `wrap` would refuse, before its weights are fetched."""
+    try:
+        sketch = _sketch(name, args)
+    except (UsageError, TypeError):
+        return  # it may be built with memory all the same, or says then what is wrong
+    check_architecture(sketch)
 
 
 def _create(

@@ -22,6 +22,7 @@ from torch import nn
 from torchvision.models import VisionTransformer
 
 from layershuffle.data.view import ImageView
+from layershuffle.discovery import check_architecture
 from layershuffle.errors import ModelFileError, UsageError
 from layershuffle.models.files import (
     CONFIG,
@@ -212,6 +213,7 @@ def _trained(name: str, args: dict[str, Any], *, tag: str, seed: int) -> Host:
     # image_size is a keyword of the vision transformers alone.
     args = {**({k: v for k, v in of_weights.items() if v} if "vit" in name else {}), **args}
     host = _create(name, args, seed=seed)
+    check_architecture(host)  # before its weights are fetched
     _load_trained(host, weights, name)
     names = tuple(weights.meta["categories"])
     remember(

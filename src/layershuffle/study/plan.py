@@ -205,6 +205,11 @@ def write_plan(study: StudySettings, out: Path) -> None:
     path = out / PLAN_FILE
     if path.is_file():
         _check_unchanged(read_plan(out), study, out)
+    # The lock is ours, taken before this is called.
+    elif out.is_dir() and {child.name for child in out.iterdir()} - {".lock"}:
+        raise UsageError(
+            "The directory is not empty and holds no study", place=out, hint="give another --out"
+        )
     plan = {
         "schema": _SCHEMA,
         "code_version": __version__,

@@ -136,9 +136,9 @@ def calibrate(
     for data with other classes, `UsageError` for fewer than two orders.
     """
     from layershuffle.data import DataOptions, match_classes, open_data
-    from layershuffle.models import class_names_of, num_classes_of
+    from layershuffle.models import class_names_of, file_view, num_classes_of
     from layershuffle.models.files import weights_digest
-    from layershuffle.swarm.remote_model import served_host, served_view
+    from layershuffle.swarm.remote_model import served_host
 
     # One order has no spread, and so no interval.
     if orders < 2:
@@ -146,7 +146,7 @@ def calibrate(
     host = served_host(model)
     options = DataOptions(train=False, max_test=images)
     opened = match_classes(
-        open_data(data, served_view(host), options=options),
+        open_data(data, file_view(host), options=options),
         class_names_of(host),
         outputs=num_classes_of(host),
         place="the model",

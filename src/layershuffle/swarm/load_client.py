@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 from layershuffle.data import DataOptions, match_classes, open_data
 from layershuffle.data.transforms import uncropped_size
-from layershuffle.models import class_names_of, num_classes_of
+from layershuffle.models import class_names_of, file_view, num_classes_of
 from layershuffle.swarm.client import AsyncSwarmClient, SwarmError
 from layershuffle.swarm.drill import Ended, Reply
-from layershuffle.swarm.remote_model import served_view
 
 if TYPE_CHECKING:
     from layershuffle.swarm.service import Service
@@ -41,7 +40,7 @@ def labelled_images(model: nn.Module, data: str, *, count: int) -> tuple[Labelle
     They are brought to the size at which the model's own preparation starts, so that the server
     prepares them exactly as a calibration does.
     """
-    view = served_view(model)
+    view = file_view(model)
     width, height = uncropped_size(view)
     # Without normalisation, because image files hold pixels.
     raw = replace(

@@ -17,10 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from layershuffle.chain import IMAGES
-from layershuffle.data.view import ImageView, resized_as
 from layershuffle.errors import LayerShuffleError, StackError, UsageError
 from layershuffle.models import host_of, image_view, logits_of
-from layershuffle.models.origin import trained_with
 from layershuffle.position import PositionedModel
 from layershuffle.stack import blocks_of, depth_of, stack_of, wrap
 from layershuffle.swarm.messages import Route, State
@@ -225,11 +223,3 @@ def _around(module: nn.Module, stack: nn.Module) -> Iterator[nn.Module]:
 
 def _tensors(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-
-
-def served_view(model: nn.Module) -> ImageView:
-    """How image files are prepared for the model, as in its training. Digit pairs fill theirs."""
-    view = image_view(model)
-    if str(trained_with(host_of(model)).get("data", "")).startswith("digit-pairs"):
-        return resized_as(view, "squash")
-    return view

@@ -33,6 +33,7 @@ from layershuffle.swarm.planning.hosts import ModelFacts, facts_of
 from layershuffle.swarm.program import pack_tensors, read_program
 from layershuffle.swarm.remote_model import RemoteModel, served_host
 from layershuffle.swarm.router import Router
+from layershuffle.swarm.speed import stored_ms
 
 if TYPE_CHECKING:
     from torch import nn
@@ -124,7 +125,7 @@ def calibration_of(model: str, host: nn.Module) -> Calibration | None:
 
 
 def model_facts(model: str, *, wire: Wire) -> ModelFacts:
-    """What planning and simulation need to know of a model; a block is timed on this machine.
+    """What planning and simulation need to know of a model; a block is timed on this machine, once.
 
     Raises what loading raises.
     """
@@ -132,9 +133,8 @@ def model_facts(model: str, *, wire: Wire) -> ModelFacts:
     bundle, calibration = make_bundle(host), calibration_of(model, host)
     rows = calibration.rows if calibration is not None else ()
     accuracy = {row.kept: row.top1 for row in rows}
-    return facts_of(
-        bundle.tensors, bundle.shape, wire=wire, block_ms=_block_ms(bundle), accuracy=accuracy
-    )
+    block_ms = stored_ms(bundle.program, lambda: _block_ms(bundle))
+    return facts_of(bundle.tensors, bundle.shape, wire=wire, block_ms=block_ms, accuracy=accuracy)
 
 
 def _block_ms(bundle: Bundle) -> float:

@@ -19,10 +19,11 @@ import torch
 from torch import nn
 
 from layershuffle.errors import Interrupted, ModelFileError
+from layershuffle.extras import missing
 from layershuffle.files import locked, write_text
 from layershuffle.machine import hardware, versions
 from layershuffle.models import save
-from layershuffle.policies import policy_to_json
+from layershuffle.policies import OrderMode, policy_to_json
 from layershuffle.settings import FitSettings, digest
 from layershuffle.stack import depth_of
 from layershuffle.training.checkpoints import latest_checkpoint, load_state, prepare_directory
@@ -102,14 +103,17 @@ def read_result(out: Path) -> FitResult | None:
 
 def _run(job: Job, listeners: Sequence[Listener], on_phase: OnPhase) -> FitResult:
     # Only the first process reports: all of them have the same events.
-    heard_by = (*listeners, _tensorboard(job.out / "tensorboard")) if job.ranks.first else ()
+    heard_by = tuple(listeners) if job.ranks.first else ()
+    # An extra: a run is the same without its curves.
+    if job.ranks.first and not missing("tensorboard"):
+        heard_by = (*heard_by, _tensorboard(job.out / "tensorboard"))
 
     def tell(kind: str, **facts: Any) -> None:
         for listener in heard_by:
             listener({"kind": kind, **facts})
 
-    def keep_best(model: nn.Module, cross_entropy: float) -> None:
-        save(model, job.out / "model", record=_record(job, state.step, cross_entropy))
+    def keep_best(model: nn.Module, scores: dict[str, float]) -> None:
+        save(model, job.out / "model", record=_record(job, state.step, scores))
 
     if job.ranks.count > 1 and job.settings.rank_orders == "same":
         job.ranks.check_same(job.orders.fingerprint(), what="The execution orders")
@@ -190,15 +194,19 @@ def _describe_data(job: Job) -> str:
     )
 
 
-def _record(job: Job, step: int, cross_entropy: float) -> dict[str, Any]:
+def _record(job: Job, step: int, scores: dict[str, float]) -> dict[str, Any]:
     """What `layershuffle.json` beside a saved model says of its training."""
+    modes: tuple[OrderMode, ...] = ("sequential", "arbitrary")
     return {
         "method": job.method.name,
         "policy": policy_to_json(job.method.policy),
         "selected": {
             "step": step,
             "metric": f"{job.selection_split} cross-entropy, {job.select_by} order",
-            "value": cross_entropy,
+            "value": scores[f"eval_{job.select_by}_cross_entropy"],
+            # Percent, on the same images: what a reader of the card asks first.
+            "top1": {mode: scores[f"eval_{mode}_top1"] for mode in modes},
+            "images": job.data.splits[job.selection_split].size,
         },
         "settings": job.settings.model_dump(mode="json"),
         "provenance": {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -40,6 +40,9 @@ from layershuffle.stack import depth_of, stack_of
 from layershuffle.training.distributed import Ranks
 from layershuffle.training.order_schedule import OrderSchedule, always_runs_all
 from layershuffle.training.sharding import idle_parameters
+
+# Of 100 images one alone is a percent; below, checkpoints differ by less than chance moves them.
+_FEW_IMAGES = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,6 +185,10 @@ def prepare(settings: FitSettings, out: Path, *, ranks: Ranks) -> Job:
     if method.distinct is not None:
         tie(host, middle_blocks(method.distinct, depth_of(host)))
     steps, per_epoch = steps_of(settings, data.splits["train"])
+    eval_every = min(settings.eval_every or per_epoch, steps)
+    # A single evaluation chooses nothing.
+    if eval_every < steps:
+        data = _with_warning(data, settings)
     eager = None  # why blocks are not compiled, if they are not
     if settings.compile is False:
         eager = "compile is off"
@@ -198,7 +205,7 @@ def prepare(settings: FitSettings, out: Path, *, ranks: Ranks) -> Job:
         compiler=BlockCompiler(reason=eager, dynamic=settings.orders_per_batch > 1),
         images_per_forward=settings.batch_size // forwards,
         steps=steps,
-        eval_every=min(settings.eval_every or per_epoch, steps),
+        eval_every=eval_every,
         select_by=method.selects_by if settings.select_by == "method" else settings.select_by,
         base_sha256=base_sha256,
         origin=origin,
@@ -220,6 +227,19 @@ def _with_head(host: nn.Module, data: ImageData, settings: FitSettings) -> Image
     # Numbers as well: a folder has the same ones in the order 0, 1, 10, 2.
     set_class_names(host, data.classes)
     return data
+
+
+def _with_warning(data: ImageData, settings: FitSettings) -> ImageData:
+    """`data` with a note where too few images pick the checkpoint to tell good from lucky."""
+    split = "test" if settings.paper_protocol else "holdout"
+    images = data.splits[split].size
+    if images is None or images >= _FEW_IMAGES:
+        return data
+    note = (
+        f"only {images} images ({split}) pick the checkpoint: which one is kept is a guess; "
+        f"{_FEW_IMAGES} or more tell them apart (--holdout is their share)"
+    )
+    return replace(data, notes=(*data.notes, note))
 
 
 def _with_position(host: nn.Module, method: Method, settings: FitSettings) -> PositionedModel:

@@ -51,14 +51,14 @@ def train(
     state: TrainState,
     *,
     tell: Callable[..., None],
-    keep_best: Callable[[nn.Module, float], None],
+    keep_best: Callable[[nn.Module, dict[str, float]], None],
     stop_asked: threading.Event | None = None,
     on_phase: OnPhase = ignore_phase,
     batches: Iterator[list[Batch]] | None = None,
 ) -> None:
     """Take the steps of a run that are left; `state.step` says how far it came.
 
-    `tell(kind, **facts)` hears the events, `keep_best(model, cross_entropy)` saves a new best
+    `tell(kind, **facts)` hears the events, `keep_best(model, scores)` saves a new best
     model, `stop_asked` ends the run after its step with a checkpoint. `batches` (on the device,
     those of a step together) stand for the training data, and the run ends when they do.
 
@@ -158,7 +158,7 @@ def _score_and_keep(
     state: TrainState,
     *,
     tell: Callable[..., None],
-    keep_best: Callable[[nn.Module, float], None],
+    keep_best: Callable[[nn.Module, dict[str, float]], None],
 ) -> None:
     """Score the model on held-out data; a new best is kept."""
     model = state.scored_model()
@@ -177,7 +177,7 @@ def _score_and_keep(
     if state.best is None or value < state.best:
         state.best = value
         if state.job.ranks.first:
-            keep_best(model, value)
+            keep_best(model, metrics)
             tell("best", step=state.step, cross_entropy=value)
     tell("scores", step=state.step, **metrics)
 

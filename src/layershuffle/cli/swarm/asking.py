@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from layershuffle.bundled import image_file
 from layershuffle.cli.command import Command
 from layershuffle.cli.swarm.serving import read_keys, require_extra
 from layershuffle.errors import UsageError
-from layershuffle.text import counted_as, table
+from layershuffle.text import counted_as, ranked, table
 
 if TYPE_CHECKING:
     from layershuffle.swarm.calibration import Expected
@@ -61,14 +62,14 @@ def client_options(server: ServerOptions) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class ClassifyCommand(ServerOptions):
-    """Classify images by a running swarm.
+    """Classify images by a running swarm, one after the other.
 
-    Prints the most probable classes, the hosts and blocks that were used, and the accuracy to
-    expect.
+    Prints for each the most probable classes, the hosts and blocks that were used, and the accuracy
+    to expect.
     """
 
     images: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="IMAGE...")]
-    """Image files."""
+    """Image files; bundled:digit-pair.png is one of this package."""
     deadline_ms: float | None = None
     """Answer within this many milliseconds, with the blocks that can be run until then."""
     min_blocks: int | None = None
@@ -78,35 +79,35 @@ class ClassifyCommand(ServerOptions):
     top_k: int = 5
     """Classes to show per image."""
     json: bool = False
-    """Print the whole answer as JSON."""
+    """Print the whole answers as JSON, one line per image."""
 
     def run(self) -> int:
-        """Ask, and print the classes and how the answer was computed."""
+        """Ask, and print the classes and how the answers were computed."""
         require_extra()
+        if not self.images:
+            raise UsageError("There is no image to classify", hint="layershuffle classify IMAGE")
 
         from layershuffle.swarm.client import SwarmClient
 
         with SwarmClient(self.address, **client_options(self)) as client:
-            answer = client.classify(
-                list(self.images),
-                deadline_ms=self.deadline_ms,
-                min_blocks=self.min_blocks,
-                order=self.order,
-                top_k=self.top_k,
-            )
-        if self.json:
-            print(json.dumps(answer.model_dump(), indent=2))
-        else:
-            print(describe_answer(answer, self.images))
+            # A request each: images of one request share their route, and with it their fate.
+            for image in self.images:
+                answer = client.classify(
+                    image_file(image),
+                    deadline_ms=self.deadline_ms,
+                    min_blocks=self.min_blocks,
+                    order=self.order,
+                    top_k=self.top_k,
+                )
+                text = json.dumps(answer.model_dump())
+                print(text if self.json else describe_answer(answer, image), flush=True)
         return 0
 
 
-def describe_answer(answer: Classification, images: tuple[Path, ...]) -> str:
-    """Classes per image, then the route, the skipped blocks, and the accuracy to expect."""
-    lines = []
-    for path, image in zip(images, answer.images, strict=True):
-        guesses = ", ".join(f"{guess.label} {100 * guess.probability:.1f} %" for guess in image.top)
-        lines.append(f"{path}: {guesses}")
+def describe_answer(answer: Classification, image: Path) -> str:
+    """The classes, the route, the skipped blocks, and the accuracy to expect."""
+    (classes,) = answer.images
+    lines = [f"{image}: {ranked((guess.label, guess.probability) for guess in classes.top)}"]
     hops = " -> ".join(
         f"{hop.host} ({', '.join(map(str, hop.blocks))}: "
         f"{f'{hop.ms:.0f} ms' if hop.outcome == 'answered' else hop.outcome})"

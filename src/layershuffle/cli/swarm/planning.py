@@ -48,6 +48,7 @@ class PlanCommand(Command):
         from layershuffle.swarm.plan import plan_text
         from layershuffle.swarm.planning import plan, plan_report, read_hosts
         from layershuffle.swarm.service import model_facts
+        from layershuffle.swarm.speed import store_path
 
         hosts = read_hosts(self.hosts)
         facts = model_facts(self.model, wire=self.wire)
@@ -63,9 +64,10 @@ class PlanCommand(Command):
             wire=self.wire,
         )
         print(
-            # Said, because speeds in the file are relative to what this machine did just now.
-            f"A block of one image takes {facts.block_ms:.3g} ms here, measured just now: that is "
-            "`speed: 1` (block_ms or blocks_per_s in the file override it).\n"
+            # Said, because speeds in the file are relative to this machine's.
+            f"A block of one image takes {facts.block_ms:.3g} ms here: that is `speed: 1` "
+            "(block_ms or blocks_per_s in the file override it). It was measured once and is kept "
+            f"in {store_path()}; delete that file to measure again.\n"
         )
         print(plan_report(best, prediction))
         if self.out is not None:

@@ -25,6 +25,7 @@ import tyro
 from layershuffle.cli.command import Command
 from layershuffle.cli.swarm import DEFAULT_MODEL, Routing, Wire
 from layershuffle.errors import Interrupted, UsageError
+from layershuffle.extras import require
 from layershuffle.text import listing
 
 if TYPE_CHECKING:
@@ -114,16 +115,7 @@ def read_keys(path: Path | None) -> tuple[str, ...]:
 
 def require_extra() -> None:
     """Raises `UsageError` where the swarm's libraries are not installed."""
-    from importlib.util import find_spec
-
-    # Looked for, not imported: importing them takes seconds, and this runs before every command.
-    needed = ("ray", "fastapi", "uvicorn", "httpx")
-    missing = [name for name in needed if find_spec(name) is None]
-    if missing:
-        raise UsageError(
-            f"The swarm needs packages that are not installed: {', '.join(missing)}",
-            hint="pip install 'layershuffle[swarm]'",
-        )
+    require("swarm")
 
 
 @contextmanager

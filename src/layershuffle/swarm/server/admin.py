@@ -24,6 +24,7 @@ from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request
 
 from layershuffle.errors import LayerShuffleError, UsageError
+from layershuffle.files import explained
 from layershuffle.swarm.chaos import Fault, Kind
 from layershuffle.swarm.policy import Routing
 from layershuffle.swarm.service import Service, donor_bundle
@@ -204,7 +205,8 @@ def state_directory(given: str | None = None) -> Path:
     """
     base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     directory = Path(given or f"{base}/layershuffle/swarm").expanduser().absolute()
-    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with explained(directory, flag="--state"):
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     # The directory may have been there before, so that its mode and owner are looked at.
     status = directory.stat()
     if status.st_mode & 0o077 or status.st_uid != os.getuid():

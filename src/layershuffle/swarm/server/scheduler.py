@@ -19,9 +19,10 @@ from typing import Any, TypeVar
 from starlette.requests import ClientDisconnect, Request
 from torch import Tensor
 
+from layershuffle.models import file_view
 from layershuffle.swarm.calibration import NEVER, Calibration, Expected, expected_at, useful_blocks
 from layershuffle.swarm.messages import Route
-from layershuffle.swarm.remote_model import Classified, NotAnswered, RemoteModel, served_view
+from layershuffle.swarm.remote_model import Classified, NotAnswered, RemoteModel
 from layershuffle.swarm.server.errors import busy
 from layershuffle.swarm.server.limits import GatewayLimits
 from layershuffle.swarm.server.requests import Bounds, Decoder, Query, read_query
@@ -164,7 +165,7 @@ class RequestScheduler:
             swarm=remote_model.router.limits,
         )
         model = remote_model.model
-        self._decoder = Decoder(served_view(model), limits)
+        self._decoder = Decoder(file_view(model), limits)
         self._decoder_threads = ThreadPoolExecutor(limits.decoders, thread_name_prefix="decoder")
         self._walks = asyncio.Semaphore(limits.running)
         self._open = 0

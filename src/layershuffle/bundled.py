@@ -1,0 +1,51 @@
+"""What ships in this package beside code: recipes, models, and a picture to classify.
+
+A recipe goes by its name (`digits-quick`), other files as `bundled:NAME`, as the models do.
+"""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+
+from layershuffle.errors import UsageError
+from layershuffle.text import did_you_mean
+
+_SCHEME = "bundled:"
+
+
+def asset(*names: str) -> Path:
+    """A file or directory of this package, which need not exist."""
+    return Path(str(resources.files("layershuffle").joinpath("assets", *names)))
+
+
+def recipe_names() -> list[str]:
+    """The recipes of this package, by name."""
+    return sorted(path.stem for path in asset("recipes").glob("*.yaml"))
+
+
+def recipe_file(given: Path) -> Path:
+    """The file of a recipe: `given` itself, or the packaged recipe that it names.
+
+    A packaged recipe is named as "digits-quick", or as "recipes/digits-quick.yaml" where there is
+    no such file. Raises `UsageError` if there is neither.
+    """
+    is_name = given.parent in (Path(), Path("recipes")) and given.suffix in ("", ".yaml")
+    packaged = asset("recipes", f"{given.stem}.yaml")
+    # A directory of that name may be here as well: the results of an earlier run.
+    if is_name and not given.is_file() and packaged.is_file():
+        return packaged
+    if given.exists():
+        return given
+    listed = f"the recipes of this package are {', '.join(recipe_names())}"
+    raise UsageError(
+        "There is no such recipe",
+        place=given,
+        hint=did_you_mean(given.stem, recipe_names(), otherwise=listed),
+    )
+
+
+def image_file(given: Path) -> Path:
+    """The file of an image: `given` itself, or the packaged picture "bundled:NAME"."""
+    name = str(given)
+    return asset(name.removeprefix(_SCHEME)) if name.startswith(_SCHEME) else given

@@ -1,0 +1,76 @@
+"""`layershuffle predict MODEL IMAGE...`: the classes of images, computed here."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from layershuffle.bundled import image_file
+from layershuffle.cli.command import Command
+from layershuffle.errors import UsageError
+from layershuffle.text import ranked
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictCommand(Command):
+    """Name the classes of images. The model runs here, all images in one execution order.
+
+    Prints a line per image, then the order.
+    """
+
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    """Directory of a fit, or any model spec: bundled:digits-swarm, timm:NAME, dir:PATH and
+    others."""
+    images: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="IMAGE...")]
+    """Image files; bundled:digit-pair.png is one of this package."""
+    order: str | None = None
+    """Run these blocks in this order ("3,0,2")."""
+    mode: str | None = None
+    """Draw the order of this mode instead: sequential (the default), arbitrary, kept:9,
+    kept:9:arbitrary and others."""
+    seed: int = 0
+    """Seed of the drawn order."""
+    top: int = 5
+    """Classes to name per image."""
+    json: bool = False
+    """Print JSON."""
+
+    def run(self) -> int:
+        """Load, predict and print."""
+        if self.order is not None and self.mode is not None:
+            raise UsageError("--order and --mode exclude each other", hint="give one of them")
+
+        import torch
+
+        from layershuffle.models import load
+        from layershuffle.orders import ExecutionOrder
+        from layershuffle.predict import order_for, predict_files
+        from layershuffle.stack import depth_of
+
+        model = load(self.model)
+        depth = depth_of(model)
+        if self.order is not None:
+            order = ExecutionOrder.parse(self.order, depth=depth)
+        else:
+            order = order_for(self.mode or "sequential", depth=depth, seed=self.seed)
+        images = [image_file(image) for image in self.images]
+        if torch.cuda.is_available():
+            model.to("cuda")
+        predictions = predict_files(model, images, order=order, top=self.top)
+        if self.json:
+            report = {
+                "model": self.model,
+                "order": str(order),
+                "images": [asdict(prediction) for prediction in predictions],
+            }
+            print(json.dumps(report, indent=2))
+            return 0
+        for prediction in predictions:
+            classes = ranked((guess.label, guess.probability) for guess in prediction.top)
+            print(f"{prediction.image}: {classes}")
+        print(f"{self.model}, {len(order)} of {depth} blocks in the order {order}")
+        return 0

@@ -1,0 +1,55 @@
+"""What `pip install 'layershuffle[NAME]'` brings beside the core, and the error without it.
+
+The core has what `fit`, `eval`, `merge` and `predict` need. Here stand the names by which packages
+are imported; pyproject.toml has those by which they are installed (a test compares the two).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from layershuffle.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Extra:
+    """What an extra is good for, and what is imported of it."""
+
+    brings: str
+    modules: tuple[str, ...]
+
+
+EXTRAS = {
+    "study": Extra(
+        "digit pairs, reproduce, report, analyze",
+        ("sklearn", "pandas", "matplotlib", "jinja2", "umap"),
+    ),
+    "datasets": Extra("data of the Hugging Face hub and of tar shards: hf:, wds:", ("datasets",)),
+    "tensorboard": Extra("the curves of every fit, in OUT/tensorboard", ("tensorboard",)),
+    "ray": Extra("reproduce --ray: a study on a cluster", ("ray",)),
+    "swarm": Extra(
+        "swarm, classify",
+        (
+            *("ray", "fastapi", "uvicorn", "starlette", "python_multipart", "prometheus_client"),
+            *("httpx", "sklearn"),
+        ),
+    ),
+}
+
+
+def missing(extra: str, *modules: str) -> list[str]:
+    """Those of `modules` (default: all of the extra) that are not installed."""
+    # Looked for, not imported: importing them takes seconds, and this runs before many commands.
+    return [name for name in modules or EXTRAS[extra].modules if find_spec(name) is None]
+
+
+def require(extra: str, *modules: str) -> None:
+    """Raises `UsageError` naming the extra, if `modules` (default: all of it) are not installed."""
+    lacking = missing(extra, *modules)
+    if lacking:
+        raise UsageError(
+            f"This needs packages that are not installed: {', '.join(lacking)} "
+            f"(the extra {extra!r}: {EXTRAS[extra].brings})",
+            hint=f"pip install 'layershuffle[{extra}]'",
+        )

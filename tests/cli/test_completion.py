@@ -1,0 +1,57 @@
+"""Completion as a shell asks for it: the script is sourced, and its function called."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+
+import pytest
+from test_help import FLAGS
+
+from layershuffle.cli import ROOT, SWARM, main
+
+# What bash does at the tab key: it sets these variables and calls the registered function.
+ASK = """
+source "$1"
+shift
+function=$(complete -p layershuffle | sed 's/.*-F \\([^ ]*\\).*/\\1/')
+COMP_WORDS=(layershuffle "$@") COMP_CWORD=$# COMPREPLY=()
+$function
+printf '%s\\n' "${COMPREPLY[@]}"
+"""
+
+
+def flags(command: str) -> set[str]:
+    """The flags of a command; words in capitals are arguments without a name."""
+    return {f"--{word}" for word in FLAGS[command].split() if not word.isupper()} | {"--debug"}
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_bash_completes_commands_and_flags(tmp_path, capsys):
+    assert main(["completion", "bash"]) == 0
+    script = tmp_path / "layershuffle"
+    script.write_text(capsys.readouterr().out)
+
+    def completed(*words: str) -> set[str]:
+        done = subprocess.run(
+            ["bash", "-c", ASK, "bash", str(script), *words],
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        return set(done.stdout.split("\n")) - {"", "-h", "--help"}
+
+    assert completed("") == set(ROOT.commands)
+    assert completed("sw") == {"swarm"}
+    assert completed("swarm", "") == set(SWARM.commands)
+    assert completed("eval", "--num-o") == {"--num-orders"}
+    # Every word is a flag, though descriptions have several lines.
+    for command in ("fit", "swarm up"):
+        offered = completed(*command.split(), "--")
+        assert flags(command) <= offered
+        assert all(word.startswith("--") for word in offered)
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_get_a_script_too(shell, capsys):
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert all(f"'{name}'" in script for name in (*ROOT.commands, *SWARM.commands))

@@ -1,0 +1,162 @@
+"""What a command writes replaces no model: one rule, tried on every command that has --out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from test_help import FLAGS
+
+import layershuffle as ls
+from common import redraw
+from layershuffle.cli import main
+from layershuffle.errors import UsageError
+from layershuffle.models.output import check_output, directory_of
+
+DATA = "digit-pairs?train=40&validation=30&test=50"
+SPEC = (
+    "timm:vit_tiny_patch16_224?pretrained=false&num_classes=100&in_chans=1&img_size=12,20"
+    "&patch_size=4&embed_dim=32&depth=2&num_heads=2&mlp_ratio=2"
+)
+SHORT = ["--steps", "1", "--batch-size", "8"]
+STUDY = {
+    "name": "s", "model": "dir:runs/a", "data": DATA, "fit": {"steps": 1, "batch_size": 8},
+    "arms": [{"method": "baseline"}],
+}  # fmt: skip
+# Command: its words up to --out. {MODEL} is the model that --out is to replace.
+COMMANDS = {
+    "fit": f"fit --method baseline --model {{MODEL}} --data {DATA} --steps 1 --batch-size 8",
+    "pretrain": "pretrain base.yaml --model {MODEL}",
+    "cache": f"cache {DATA}",
+    "analyze": f"analyze norms {{MODEL}} --data {DATA} --images 8",
+    "merge": "merge merge.yaml",
+    "merge --overwrite": "merge merge.yaml --overwrite",
+    "merge --random": f"merge runs/a runs/b --random 1 --data {DATA}",
+    "merge --random --overwrite": f"merge runs/a runs/b --overwrite --random 1 --data {DATA}",
+    "reproduce": "reproduce study.yaml",
+    "swarm plan": "swarm plan hosts.yaml --model {MODEL}",
+}
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """runs/a and runs/b, and runs/c as `fit` leaves it; recipes that name the first two."""
+    for seed, name in enumerate(("a", "b", "c/model")):
+        ls.save(redraw(ls.load(SPEC), seed=seed), tmp_path / "runs" / name)
+    slices = [{"model": "runs/a", "blocks": [0]}, {"model": "runs/b", "blocks": [1]}]
+    recipes = {
+        "merge": {"slices": slices},
+        "study": STUDY,
+        "base": {"method": "baseline", "data": DATA, "steps": 1, "batch_size": 8},
+        "hosts": {"hosts": {"a": {"memory_mb": 50}}},
+    }
+    for name, content in recipes.items():
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(content))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def files(place: Path) -> dict[str, bytes]:
+    return {str(p): p.read_bytes() for p in sorted(place.rglob("*")) if p.is_file()}
+
+
+def test_every_command_with_an_output_is_here() -> None:
+    having = {command for command, flags in FLAGS.items() if "out" in flags.split()}
+    assert {words.split(" --")[0] for words in COMMANDS} == having
+
+
+@pytest.mark.parametrize("out", ["runs/a", "runs/a/", "runs/../runs/a", "link"])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_command_replaces_a_model(
+    work: Path, capsys: pytest.CaptureFixture[str], command: str, out: str
+) -> None:
+    """What is there is the model that the command reads, under all of its names."""
+    (work / "link").symlink_to(work / "runs" / "a")
+    before = files(work / "runs")
+    words = COMMANDS[command].format(MODEL="runs/a").split()
+    assert main([*words, "--out", out]) in (1, 2)
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert "fault of layershuffle" not in error
+    # Locks may lie beside the model; of its own files none is another one.
+    after = files(work / "runs")
+    assert {path: after.get(path) for path in before} == before
+
+
+@pytest.mark.parametrize(
+    ("out", "phrase"),
+    [
+        ("runs/a", "Writing here would destroy runs/a"),
+        ("runs/a/merged", "Writing here would destroy runs/a"),
+        ("runs", "Writing here would destroy runs/a"),
+        (".", "Writing here would destroy runs/a"),
+        ("notes", "holds other files (thesis.txt)"),
+        ("thesis", "A file stands where the model is to go"),
+    ],
+)
+def test_what_overwrite_never_covers(
+    work: Path, capsys: pytest.CaptureFixture[str], out: str, phrase: str
+) -> None:
+    (work / "notes").mkdir()
+    for file in (work / "notes" / "thesis.txt", work / "thesis"):
+        file.write_text("years of work")
+    before = files(work)
+    assert main(["merge", "merge.yaml", "--overwrite", "--out", out]) == 2
+    assert phrase in capsys.readouterr().err
+    assert files(work) == before
+
+
+def test_another_model_is_replaced_when_asked(
+    work: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["merge", "merge.yaml", "--out", "runs/c/model"]
+    before = files(work / "runs" / "c")
+    assert main(words) == 2
+    assert "add --overwrite" in capsys.readouterr().err
+    assert files(work / "runs" / "c") == before
+    assert main([*words, "--overwrite"]) == 0
+    merged, first = ls.load("runs/c"), ls.load("runs/a")
+    assert torch.equal(merged.blocks[0].mlp.fc1.weight, first.blocks[0].mlp.fc1.weight)
+    # An empty directory holds nothing that could be lost.
+    (work / "new").mkdir()
+    assert main(["merge", "merge.yaml", "--out", "new"]) == 0
+
+
+def test_scores_replace_a_file_only_when_asked(
+    work: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (work / "scores.csv").write_text("of last week")
+    words = ["merge", "runs/a", "runs/b", "--random", "1", "--no-soups", "--data", DATA]
+    words += ["--num-orders", "1", "--out", "scores.csv"]
+    assert main(words) == 2
+    assert "Something is here already. Where: scores.csv." in capsys.readouterr().err
+    assert main([*words, "--overwrite"]) == 0
+    assert (work / "scores.csv").read_text().startswith("kind,")
+
+
+@pytest.mark.parametrize(
+    ("spec", "place"),
+    [
+        ("dir:runs/c", "runs/c/model"),
+        ("runs/b", "runs/b"),
+        ("timm:local-dir:runs/b", "runs/b"),
+        ("hf:runs/b?pretrained=false", "runs/b"),
+        ("timm:vit_tiny_patch16_224?checkpoint=runs/b/model.safetensors", "runs/b"),
+        ("timm:vit_tiny_patch16_224?pretrained=false", None),
+        ("hf:google/vit-base-patch16-224", None),
+    ],
+)
+def test_where_the_files_of_a_model_are(work: Path, spec: str, place: str | None) -> None:
+    assert directory_of(spec) == (None if place is None else Path(place))
+    if place is not None:
+        with pytest.raises(UsageError, match="would destroy"):
+            check_output(Path(place), reads=[spec], overwrite=True)
+
+
+def test_the_bundled_models_are_read_too() -> None:
+    place = directory_of("bundled:digits")
+    assert place is not None
+    assert (place / "model.safetensors").is_file()

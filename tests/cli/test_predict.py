@@ -1,0 +1,129 @@
+"""`layershuffle predict` against a model rebuilt in the asked order, and without Ray."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from timm.data import create_transform, resolve_data_config
+
+import layershuffle as ls
+from common import redraw
+from layershuffle.cli import main
+from layershuffle.models import set_class_names, truncate
+from layershuffle.policies import Kept
+
+SPEC = (
+    "timm:vit_tiny_patch16_224?pretrained=false&num_classes=3&in_chans=1&img_size=12,20"
+    "&patch_size=4&embed_dim=32&depth=4&num_heads=2&mlp_ratio=2"
+)
+NAMES = ("cat", "dog", "fox")
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model with class names in `model`, and three images of the size that it takes."""
+    model = redraw(ls.load(SPEC), seed=0)
+    set_class_names(model, NAMES)
+    ls.save(model, tmp_path / "model")
+    for number in range(3):
+        pixels = np.random.default_rng(number).integers(0, 256, (12, 20), dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / f"{number}.png")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def by_hand(order: str) -> list[list[float]]:
+    """Probabilities of the three images, by a model whose blocks stand in that order."""
+    rebuilt = truncate(ls.load("model"), order)
+    rebuilt = ls.unwrap(rebuilt).eval()
+    stock = timm.create_model("local-dir:model", pretrained=True)
+    transform = create_transform(**resolve_data_config(stock.pretrained_cfg))
+    images = torch.stack([transform(Image.open(f"{number}.png")) for number in range(3)])
+    with torch.inference_mode():
+        probabilities: list[list[float]] = rebuilt(images).softmax(dim=-1).tolist()
+    return probabilities
+
+
+def drawn(mode_kept: int, seed: int) -> str:
+    return str(Kept(mode_kept, order="arbitrary").draw(4, seed=seed, step=0))
+
+
+@pytest.mark.parametrize(
+    ("flags", "order"),
+    [
+        ([], "0,1,2,3"),
+        (["--mode", "sequential"], "0,1,2,3"),
+        (["--order", "2,0"], "2,0"),
+        (["--mode", "kept:3:arbitrary", "--seed", "5"], drawn(3, 5)),
+    ],
+)
+def test_answers_are_those_of_a_model_in_that_order(
+    work: Path, capsys: pytest.CaptureFixture[str], flags: list[str], order: str
+) -> None:
+    images = [f"{number}.png" for number in range(3)]
+    assert main(["predict", "model", *images, *flags, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["model"], report["order"]) == ("model", order)
+    assert [answer["image"] for answer in report["images"]] == images
+    for answer, expected in zip(report["images"], by_hand(order), strict=True):
+        ranking = sorted(range(3), key=lambda index: -expected[index])
+        assert [guess["label"] for guess in answer["top"]] == [NAMES[i] for i in ranking]
+        assert [guess["index"] for guess in answer["top"]] == ranking
+        probabilities = [guess["probability"] for guess in answer["top"]]
+        assert probabilities == pytest.approx([expected[i] for i in ranking], abs=1e-6)
+
+
+def test_lines_name_the_classes_and_the_order(
+    work: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["predict", "model", "0.png", "1.png", "--order", "3,1", "--top", "1"]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    for line, number, expected in zip(lines, (0, 1), by_hand("3,1"), strict=False):
+        best = max(range(3), key=lambda index: expected[index])
+        assert line == f"{number}.png: {NAMES[best]} {100 * expected[best]:.1f} %"
+    assert last == "model, 2 of 4 blocks in the order 3,1"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "phrase"),
+    [
+        (["model"], 2, "There is no image to answer for"),
+        (["model", "0.png", "--top", "0"], 2, "top is 1 or more"),
+        (["model", "0.png", "--order", "9"], 2, "9 is not a block"),
+        (["model", "0.png", "--mode", "kept:9"], 2, "9 blocks cannot be kept"),
+        (["model", "0.png", "--mode", "kept:1-2"], 2, "one order mode, 'kept:1-2' are 2"),
+        (["model", "0.png", "--mode", "arbitrary", "--order", "1"], 2, "exclude each other"),
+        (["model", "none.png"], 1, "none.png"),
+        (["model", "model/config.json"], 1, "Where: model/config.json. Next: name image files"),
+        (["nowhere", "0.png"], 2, "nowhere"),
+    ],
+)
+def test_what_cannot_be_answered(
+    work: Path, capsys: pytest.CaptureFixture[str], words: list[str], code: int, phrase: str
+) -> None:
+    assert main(["predict", *words]) == code
+    error = capsys.readouterr().err
+    assert phrase in error
+    assert error.count("\n") == 1
+
+
+def test_the_bundled_model_reads_the_picture_of_the_readme_without_ray() -> None:
+    """42, in a fresh process in which neither Ray nor what the server needs can be imported."""
+    words = ["predict", "bundled:digits-swarm", "bundled:digit-pair.png"]
+    code = f"""
+import sys
+sys.modules.update(dict.fromkeys(("ray", "fastapi", "uvicorn", "starlette", "httpx")))
+from layershuffle.cli import main
+sys.exit(main({words!r}))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "digit-pair.png: 42 " in done.stdout

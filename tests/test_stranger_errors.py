@@ -1,0 +1,136 @@
+"""What somebody new types, and what the error then says to type instead."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchvision
+from huggingface_hub import constants
+from torch import nn
+from transformers import SwinConfig
+
+import layershuffle as ls
+from common import FAMILIES
+from layershuffle.errors import DataError, StackError, UsageError
+from layershuffle.modes import parse_modes
+
+VIT = FAMILIES["timm-vit"]
+
+
+@pytest.mark.parametrize(
+    ("call", "phrase"),
+    [
+        (lambda m: ls.wrap("timm:vit_tiny_patch16_224"), r"layershuffle\.load\('timm:vit_tiny_"),
+        (lambda m: ls.depth_of("timm:x"), r"layershuffle\.load\('timm:x'\)"),
+        (lambda m: ls.wrap([1]), "<class 'list'> is no nn.Module"),
+        (lambda m: ls.running(m, None).__enter__(), "None is no execution order. Next: write"),
+        (lambda m: ls.running(m, 3).__enter__(), "3 is no execution order"),
+        (lambda m: ls.running(m, ls.Shuffled()).__enter__(), r"policy\.draw\(layershuffle\.depth_"),
+    ],
+)
+def test_what_is_no_model_and_no_order(call: Any, phrase: str) -> None:
+    with pytest.raises((StackError, UsageError), match=phrase):
+        call(VIT.wrapped())
+
+
+@pytest.mark.parametrize("batch", [torch.zeros(2, 3, 8, 8), {"pixel_values": torch.zeros(2)}])
+def test_batches_without_labels(batch: Any) -> None:
+    with pytest.raises(DataError, match=r"is a pair .* without any call the model itself"):
+        ls.evaluate(VIT.wrapped(), [batch], modes="sequential")
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("sequental", "sequential"),
+        ("arbitary", "arbitrary"),
+        ("kep:2:arbitrary", "kept:2:arbitrary"),
+        ("kept", "did you mean 'kept:9'"),
+        ("fast", "modes are sequential"),
+    ],
+)
+def test_misspelt_modes(text: str, meant: str) -> None:
+    with pytest.raises(UsageError, match=meant):
+        parse_modes(text)
+
+
+# --- architectures that cannot run in any order are refused before anything large is fetched ------
+
+
+@pytest.fixture
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, and no network: whoever wanted weights would fail for another reason."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("weights were asked for")
+
+    monkeypatch.setattr(torchvision.models._api, "load_state_dict_from_url", refuse)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "spec", ["timm:swin_tiny_patch4_window7_224", "timm:resnet18", "torchvision:swin_t"]
+)
+def test_unsuitable_architectures_are_refused_without_their_weights(
+    offline: Path, spec: str
+) -> None:
+    with pytest.raises(StackError):
+        ls.load(spec)
+
+
+def test_a_hub_model_is_refused_by_its_configuration_alone(offline: Path) -> None:
+    root = offline / "models--someone--swin"
+    place = root / "snapshots" / ("0" * 40)
+    (root / "refs").mkdir(parents=True)
+    (root / "refs" / "main").write_text("0" * 40)
+    SwinConfig(image_size=32, embed_dim=8, depths=[2, 2], num_heads=[1, 2]).save_pretrained(place)
+    with pytest.raises(StackError):
+        ls.load("hf:someone/swin")
+
+
+# --- types ----------------------------------------------------------------------------------------
+
+TYPED = """
+import layershuffle as ls
+from torch import nn
+
+
+class Mine(nn.Module):
+    pass
+
+
+def keeps_its_type(model: Mine) -> Mine:
+    return ls.unwrap(ls.wrap(model))
+
+
+def misspelt(model: Mine) -> None:
+    ls.wrapp(model)
+
+
+def caught() -> type[Exception]:
+    return ls.StackError
+"""
+
+
+def test_types_are_kept_and_misspelt_names_are_found(repository: Path, tmp_path: Path) -> None:
+    file = tmp_path / "user.py"
+    file.write_text(TYPED)
+    words = [sys.executable, "-m", "mypy", "--follow-imports=silent", "--strict", str(file)]
+    words += ["--config-file", str(repository / "pyproject.toml")]
+    done = subprocess.run(words, cwd=repository, capture_output=True, text=True, check=False)
+    errors = [line for line in done.stdout.splitlines() if "error:" in line]
+    assert [line.partition("error: ")[2] for line in errors] == [
+        'Module has no attribute "wrapp"  [attr-defined]'
+    ], done.stdout
+
+
+def test_wrap_returns_the_very_model() -> None:
+    model: nn.Module = VIT.plain()
+    assert ls.unwrap(ls.wrap(model)) is model

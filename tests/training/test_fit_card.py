@@ -1,0 +1,41 @@
+"""What a run says of its checkpoint: accuracy and classes in the card, and when it is a guess."""
+
+from __future__ import annotations
+
+import pytest
+from runs import settings
+
+import layershuffle as ls
+from layershuffle.data import DataOptions, open_data
+from layershuffle.data.batches import DeviceBatches
+from layershuffle.models import image_view
+from layershuffle.training import fit
+
+
+@pytest.mark.parametrize(("held_out", "warned"), [(32, True), (120, False)])
+def test_few_images_that_pick_the_checkpoint_are_named(tmp_path, held_out, warned):
+    data = f"digit-pairs?train=32&validation={held_out}&test=8"
+    run = settings(data=data, steps=2, eval_every=1)
+    result = fit(run, tmp_path / "run")
+    notes = [note for note in result.data["notes"] if "pick the checkpoint" in note]
+    assert bool(notes) == warned
+    assert all(f"only {held_out} images (holdout)" in note for note in notes)
+    card = (tmp_path / "run" / "model" / "README.md").read_text()
+    top1 = result.selected["top1"]
+    assert (
+        f"Top-1 is {top1['sequential']:.1f} % in sequential order and {top1['arbitrary']:.1f} % in "
+        f"arbitrary order, on the {result.selected['images']:,} images (holdout)"
+    ) in card
+    assert "# vit_tiny_patch16_224, layershuffle\n" in card
+    assert "100, in the order of the logits: 00, 01, " in card
+    # The numbers are those that the saved model has on the same images.
+    data = open_data(run.data, image_view(ls.load(str(tmp_path / "run"))), options=DataOptions())
+    batches = DeviceBatches(
+        data.splits["holdout"], data.finish, batch_size=50, device="cpu", processes=0
+    )
+    for mode, percent in top1.items():
+        scores = ls.evaluate(
+            ls.load(str(tmp_path / "run")), batches, modes=mode, num_orders=run.eval_orders,
+            seed=run.seed,
+        )  # fmt: skip
+        assert percent == pytest.approx(sum(score.top1 for score in scores) / len(scores))
