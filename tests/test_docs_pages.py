@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from layershuffle.bundled import asset
 from layershuffle.recipes import read_recipe
 from layershuffle.stack import depth_of
 from layershuffle.study.dry_run import Forecast, StudySubject, forecast
@@ -123,9 +124,9 @@ def test_the_price_of_any_order_is_the_measured_one(repository, measured, name):
         assert f"{gaps[2000]:.1f} after 2,000 and" in page
 
 
-def planned(repository: Path, recipe: str, *, only: str | None, test_images: int) -> Forecast:
+def planned(recipe: str, *, only: str | None, test_images: int) -> Forecast:
     """What `--dry-run` says of a recipe with ViT-B/16, its data counted by their published size."""
-    study = StudySettings(**read_recipe(repository / "recipes" / f"{recipe}.yaml"))
+    study = StudySettings(**read_recipe(asset("recipes", f"{recipe}.yaml")))
     tasks = tasks_for(study, only)
     images, classes = (1_281_167, 1000) if recipe == "imagenet-paper" else (47_500, 100)
     # 85,798,656 parameters, and a head of 768 weights and a bias for each class.
@@ -134,7 +135,7 @@ def planned(repository: Path, recipe: str, *, only: str | None, test_images: int
         depth=12, parameter_bytes=weights, train_images=images, test_images=test_images
     )
     subjects = dict.fromkeys((task.name for task in tasks), subject)
-    return forecast(study, tasks, subjects=subjects, out=repository / "absent", workers=1)
+    return forecast(study, tasks, subjects=subjects, out=Path("absent"), workers=1)
 
 
 PAPER_SPEED = 1017  # images per second in training, 20 epochs in about 7 hours on one H100
@@ -143,7 +144,7 @@ DOLLARS = 3  # for an hour of GPU, as the page assumes
 
 @pytest.mark.parametrize("only", ["fig4", "table2", "table1", None])
 def test_the_hours_and_bytes_of_the_imagenet_study_are_those_of_its_plan(repository, only):
-    plan = planned(repository, "imagenet-paper", only=only, test_images=50_000)
+    plan = planned("imagenet-paper", only=only, test_images=50_000)
     hours = plan.work.trained / PAPER_SPEED / 3600
     cells = [
         f"{plan.work.steps:,.0f}",
@@ -164,7 +165,7 @@ def test_the_hours_and_bytes_of_the_imagenet_study_are_those_of_its_plan(reposit
 
 
 def test_the_steps_of_the_cifar_study_are_those_of_its_plan(repository):
-    plan = planned(repository, "cifar100-paper", only=None, test_images=10_000)
+    plan = planned("cifar100-paper", only=None, test_images=10_000)
     page = words(repository / "docs" / "imagenet.md")
     assert f"{plan.work.steps:,.0f} steps of 128 images" in page
 

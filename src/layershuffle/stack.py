@@ -12,7 +12,7 @@ Drop-path rates belong to a block and travel with it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -24,10 +24,17 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from layershuffle.discovery import find_blocks
 from layershuffle.entries import HOSTS, Placed, Walk, Walked, versioned
-from layershuffle.errors import StackError, UsageError
+from layershuffle.errors import StackError
 from layershuffle.hooks import BlockHook, Step, Tap
 from layershuffle.orders import ExecutionOrder, order_of
-from layershuffle.per_sample import SampleOrders, calls_seen, hidden_states_refused, holders
+from layershuffle.per_sample import (
+    SampleOrders,
+    calls_seen,
+    hidden_states_refused,
+    holders,
+    is_per_sample,
+    refuse_non_orders,
+)
 from layershuffle.runs import (
     PLAIN,
     Asked,
@@ -329,10 +336,10 @@ def running(
     too if you checkpoint the whole stack. Raises `UsageError` for orders of another depth, and
     `StackError` where the host ran its blocks without asking for the whole order.
     """
-    _check_order(order)
+    refuse_non_orders(order)
     stack, asked = stack_of(model), Asked(depth_of(model))
     with ExitStack() as contexts:
-        if _is_per_sample(order):
+        if is_per_sample(order):
             orders = tuple(order_of(sample, stack.depth) for sample in order)  # type: ignore[arg-type]
             samples = SampleOrders(stack, orders)
             contexts.enter_context(
@@ -411,31 +418,6 @@ def tap(model: nn.Module) -> Iterator[Tap]:
     recorder = Tap()
     with with_hooks(model, recorder):
         yield recorder
-
-
-def _check_order(order: object) -> None:
-    """Raises `UsageError` for what a beginner may give in the place of an order."""
-    if hasattr(order, "draw"):
-        raise UsageError(
-            f"{order!r} is an order policy, which draws orders and is none itself",
-            hint="give running(model, order) an order of it: "
-            "policy.draw(layershuffle.depth_of(model), seed=0, step=0)",
-        )
-    if not isinstance(order, Iterable):
-        raise UsageError(
-            f"{order!r} is no execution order",
-            hint="write the ids of blocks (running(model, '3,0,2')), or leave running out: then "
-            "the blocks run in their own order",
-        )
-
-
-def _is_per_sample(order: object) -> bool:
-    return (
-        isinstance(order, Sequence)
-        and not isinstance(order, str)
-        and bool(order)
-        and isinstance(order[0], ExecutionOrder | Sequence)
-    )
 
 
 def _stacks(model: object) -> list[BlockStack]:

@@ -32,6 +32,7 @@ FIELDS = {
     "deadline text": ({"deadline_ms": "soon"}, "deadline_ms: "),
     "order unknown": ({"order": "0,9"}, "9"),
     "order twice": ({"order": "0,0"}, "A block stands twice in the order"),
+    "order in rounds": ({"order": "0+1"}, "one after the other, not side by side"),
     "order empty": ({"order": ""}, "order"),
     "order words": ({"order": "a,b"}, "order"),
     "order long": ({"order": "0," * 3000}, "order: "),

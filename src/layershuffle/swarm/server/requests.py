@@ -145,6 +145,12 @@ async def read_query(
             raise UsageError(
                 "A block stands twice in the order", hint="name each block once at most"
             )
+        # Every visit begins where the one before ended.
+        if execution_order.versions is not None:
+            raise UsageError(
+                "The swarm runs blocks one after the other, not side by side",
+                hint="write a comma between all blocks",
+            )
         order = execution_order.blocks
     most = bounds.depth if order is None else len(order)
     if options.min_blocks is not None and options.min_blocks > most:
