@@ -215,7 +215,7 @@ FLAGS = {
     "merge": "MODEL base batch-size compile data draw ends ensemble-combine ensemble-orders "
     "json max-images merges mixed mode num-orders out overwrite precision random replacement "
     "resize seed slots skip-corrupt soups",
-    "ensemble": "MODEL batch-size combine compile data draw json max-images mixed mode "
+    "ensemble": "MODEL batch-size combine compile data draw json max-images mode "
     "num-orders orders precision resize seed skip-corrupt",
     "reproduce": "RECIPE data dry-run only out ray workers",
     "report": "DIR",

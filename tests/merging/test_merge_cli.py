@@ -300,6 +300,41 @@ def test_ensemble_command(capsys, work):
     )
 
 
+def test_members_of_an_ensemble_may_differ(capsys, work):
+    """In depth, method and base: the mean of their answers needs none of them."""
+    other = redraw(ls.load(SPEC.replace("depth=3", "depth=2")), seed=5)
+    ls.save(other, work / "other", record={"method": "baseline", "provenance": {"base": "x"}})
+    words = ["ensemble", "runs/a", "other", "--data", DATA, "--mode", "sequential", "--json"]
+    code, out, err = run(capsys, *words)
+    assert code == 0, err
+    models = [ls.load("runs/a"), ls.load("other")]
+    data = open_data(DATA, image_view(models[0]), options=DataOptions(train=False))
+    split = data.splits["test"]
+    batches = DeviceBatches(split, data.finish, batch_size=50, device="cpu", processes=0)
+    with torch.inference_mode():
+        right = sum(
+            (sum(model(images) for model in models).argmax(-1) == labels).sum().item()
+            for images, labels in batches
+        )
+    assert json.loads(out)["top1"]["mean"] == pytest.approx(100 * right / 50)
+
+
+@pytest.mark.parametrize(
+    ("change", "phrase"),
+    [
+        ("num_classes=7", "number of classes is 100 there and 7 here"),
+        ("img_size=16,20", "image view is "),
+    ],
+)
+def test_members_answer_for_the_same_classes_and_images(capsys, work, change, phrase):
+    key = change.partition("=")[0]
+    old = next(word for word in SPEC.partition("?")[2].split("&") if word.startswith(key))
+    ls.save(redraw(ls.load(SPEC.replace(old, change)), seed=5), work / "other")
+    code, _, err = run(capsys, "ensemble", "runs/a", "other", "--data", DATA)
+    assert code == 2
+    assert phrase in err
+
+
 RANDOM = ["merge", "runs/a", "runs/b", "--random", "2", "--data", DATA]
 
 

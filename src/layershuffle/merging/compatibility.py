@@ -1,5 +1,7 @@
 """Which donors can be merged: models of one shape, refined from one base checkpoint.
 
+An ensemble needs less: its members answer for the same classes and look at the same images.
+
 The paper (section 4.4) merges models of one method, "refined from the same base model on the same
 data". Shape, image view, position parts and base must agree always, method and data unless the
 caller allows mixed donors.
@@ -7,7 +9,7 @@ caller allows mixed donors.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -29,9 +31,10 @@ _REASONS = {
     "number of blocks": "block i of a merge is block i of a donor",
     "width": "blocks of other widths cannot follow each other",
     **dict.fromkeys(
-        ("number of classes", "names of the classes"), "the heads of a merge say the same classes"
+        ("number of classes", "names of the classes"),
+        "take models that answer for one set of classes",
     ),
-    "image view": "a merge gets the same images as its donors",
+    "image view": "take models that want their images alike: all get the same ones",
     "position parts": "blocks learnt with other position parts do not understand each other",
     "base": "only models refined from one base can be merged (paper, section 4.4)",
     **dict.fromkeys(
@@ -63,7 +66,24 @@ def check_compatible(
             )
     # Cheap comparisons come first, and those that say most: a model of another width differs in
     # the shape of every tensor too.
-    for describe in (_architecture, _base if mixed else _records, _shapes, _settings):
+    parts = (_architecture, _answers, _positions, _base if mixed else _records, _shapes, _settings)
+    _check_agree(donors, names, parts)
+
+
+def check_members(members: Sequence[nn.Module], *, names: Sequence[str]) -> None:
+    """Raises `UsageError` if the models are no ensemble: fewer than two, other classes or views."""
+    if len(members) < 2:
+        raise UsageError(f"At least two models are needed, {len(members)} given")
+    _check_agree(members, names, (_answers,))
+
+
+def _check_agree(
+    donors: Sequence[nn.Module],
+    names: Sequence[str],
+    parts: Sequence[Callable[[nn.Module], dict[str, Any]]],
+) -> None:
+    """Raises `UsageError` for the first fact of `parts` in which a donor differs from the first."""
+    for describe in parts:
         first = describe(donors[0])
         for name, donor in zip(names[1:], donors[1:], strict=True):
             other = describe(donor)
@@ -102,22 +122,29 @@ def _shared(records: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> dict[s
 
 def _architecture(donor: nn.Module) -> dict[str, Any]:
     host = host_of(donor)
-    facts = {
+    return {
         "kind of model": f"{type(host).__module__.partition('.')[0]} {type(host).__name__}",
         "number of blocks": depth_of(donor),
         "width": width_of(host),
     }
+
+
+def _answers(donor: nn.Module) -> dict[str, Any]:
+    """What the model looks at, and what it answers."""
+    host = host_of(donor)
     try:
         library_of(host)
     except UsageError:
-        pass  # a model of the caller's own: its classes and its view are not known
-    else:
-        facts |= {
-            "number of classes": num_classes_of(host),
-            "names of the classes": class_names_of(host),
-            "image view": image_view(host),
-        }
-    return {**facts, "position parts": position_to_json(donor)}
+        return {}  # a model of the caller's own: its classes and its view are not known
+    return {
+        "number of classes": num_classes_of(host),
+        "names of the classes": class_names_of(host),
+        "image view": image_view(host),
+    }
+
+
+def _positions(donor: nn.Module) -> dict[str, Any]:
+    return {"position parts": position_to_json(donor)}
 
 
 def _base(donor: nn.Module) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from layershuffle.data.view import resized_as
 from layershuffle.errors import DataError, UsageError
 from layershuffle.evaluation import Score, compiler_for, evaluate, prepare
 from layershuffle.machine import warn_of_slow_bf16
-from layershuffle.merging.compatibility import shared_record
+from layershuffle.merging.compatibility import check_members, shared_record
 from layershuffle.merging.ensembles import EnsembleScore, Variant, evaluate_ensembles
 from layershuffle.merging.group import MergeGroup
 from layershuffle.merging.plans import MergePlan, orders_seed, sample_plans
@@ -84,7 +84,8 @@ def score_merging(
         )
         for end, slots in settings.variants
     ]  # fmt: skip
-    opened = _open(group, data, settings=settings, holdout=settings.soups)
+    opened = _open(group.donors, data, settings=settings, holdout=settings.soups, names=group.names)
+    group.to(_device())
     if settings.soups and "holdout" not in opened.splits:
         raise DataError("The data have no held-out part", place=data, hint="add --no-soups")
     scorer = MergeScorer(
@@ -121,18 +122,20 @@ def score_ensemble(
 ) -> tuple[list[EnsembleScore], tuple[str, ...]]:
     """The scores of one ensemble of the models `donors` (specs), and notes on the data.
 
-    Raises as `score_merging`.
+    Its members may differ in all but their classes and how they want their images. Raises as
+    `score_merging`.
     """
-    group = load_group(donors, base=None, needs_base=False, mixed=settings.mixed)
-    opened = _open(group, data, settings=settings, holdout=False)
+    models = load_donors(donors)
+    check_members(models, names=donors)
+    opened = _open(models, data, settings=settings, holdout=False, names=donors)
     batches = _batches(opened, "test", settings.batch_size)
     variant: Variant = (settings.combine, settings.orders)
     compiler = compiler_for(settings.compile)
-    for donor in group.donors:
-        prepare(donor, settings.precision, compiler=compiler)
+    for model in models:
+        prepare(model.to(_device()), settings.precision, compiler=compiler)
     scores = compiler.run(
         lambda: evaluate_ensembles(
-            group.donors, batches, mode=Mode(order=settings.mode), num_orders=settings.num_orders,
+            models, batches, mode=Mode(order=settings.mode), num_orders=settings.num_orders,
             seed=settings.seed, draw=settings.draw, variants=[variant],
             groups=batches.split.groups,
         )
@@ -319,11 +322,7 @@ def load_group(
 
     Raises `UsageError` for donors that cannot be merged, are named twice, or name no base.
     """
-    # A model twice would count double in every average, without a word in the rows.
-    repeated = [spec for spec in donors if donors.count(spec) > 1]
-    if repeated:
-        raise UsageError(f"{repeated[0]} is named twice", hint="name each model once")
-    models = [load(spec) for spec in donors]
+    models = load_donors(donors)
     if not needs_base:
         return MergeGroup(models, names=names or donors, mixed=mixed)
     base = base or shared_record(models)["provenance"].get("base")
@@ -335,10 +334,24 @@ def load_group(
     return MergeGroup(models, names=names or donors, base=load(base), mixed=mixed)
 
 
+def load_donors(specs: Sequence[str]) -> list[nn.Module]:
+    """The models with these specs; raises `UsageError` if one is named twice."""
+    # A model twice would count double in every average, without a word in the rows.
+    repeated = [spec for spec in specs if specs.count(spec) > 1]
+    if repeated:
+        raise UsageError(f"{repeated[0]} is named twice", hint="name each model once")
+    return [load(spec) for spec in specs]
+
+
 def _open(
-    group: MergeGroup, data: str, *, settings: MergingSettings | EnsembleSettings, holdout: bool
+    models: Sequence[nn.Module],
+    data: str,
+    *,
+    settings: MergingSettings | EnsembleSettings,
+    holdout: bool,
+    names: Sequence[str],
 ) -> ImageData:
-    first = group.donors[0]
+    first = models[0]
     # The share that was held out in training, so that the greedy soup sees images of no step.
     trained = trained_with(host_of(first))
     options = DataOptions(
@@ -350,10 +363,9 @@ def _open(
     view = resized_as(image_view(first), settings.resize)
     opened = open_data(data, view, options=options)
     opened = match_classes(
-        opened, class_names_of(first), outputs=num_classes_of(first), place=group.names[0]
+        opened, class_names_of(first), outputs=num_classes_of(first), place=names[0]
     )
     warn_of_slow_bf16(settings.precision, _device())
-    group.to(_device())
     return opened
 
 

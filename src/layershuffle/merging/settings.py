@@ -38,13 +38,13 @@ class _Scored(Settings):
     the models were trained."""
     skip_corrupt: bool = False
     """Leave unreadable images out, counted and named, instead of stopping."""
-    mixed: bool = False
-    """Allow donors of several methods or refined on several data, which the paper never mixes."""
 
 
 class MergingSettings(_Scored):
     """Random merges of several models, with their soups and ensembles."""
 
+    mixed: bool = False
+    """Allow donors of several methods or refined on several data, which the paper never mixes."""
     merges: Positive = 100
     """Merges to draw, no two alike (the paper: 100)."""
     ends: Annotated[tuple[End, ...], Field(min_length=1)] = ("average",)
