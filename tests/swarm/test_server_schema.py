@@ -1,0 +1,77 @@
+"""Requests that schemathesis makes of the gateway's OpenAPI description, with all of its checks."""
+
+import asyncio
+import threading
+from contextlib import contextmanager
+
+import pytest
+from gateway_site import listening, site
+from hypothesis import HealthCheck, Phase, given, settings
+
+from layershuffle.swarm.server.limits import GatewayLimits
+
+KEY = "the-key-of-this-test"
+LIMITS = GatewayLimits(rate=1e6, burst=1e6)
+# Requests of each operation, valid ones and others, the same ones in every run.
+BOUNDS = settings(
+    max_examples=40,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+
+
+@contextmanager
+def served(**options):
+    """The address of a gateway that runs in a thread of its own."""
+    address, ready, end, loops = [], threading.Event(), asyncio.Event(), []
+
+    async def go():
+        loops.append(asyncio.get_running_loop())
+        async with (
+            site(limits=LIMITS, **options) as place,
+            listening(place.app, LIMITS) as (_, port),
+        ):
+            address.append(f"http://127.0.0.1:{port}")
+            ready.set()
+            await end.wait()
+
+    thread = threading.Thread(target=asyncio.run, args=[go()])
+    thread.start()
+    try:
+        assert ready.wait(60)
+        yield address[0]
+    finally:
+        loops[0].call_soon_threadsafe(end.set)
+        thread.join(30)
+
+
+@pytest.mark.parametrize("keys", [(), (KEY,)], ids=["open", "with keys"])
+@pytest.mark.filterwarnings("default")  # those of schemathesis are its own
+def test_no_request_that_the_description_allows_or_forbids_breaks_it(keys):
+    import schemathesis
+    from schemathesis import GenerationMode
+    from schemathesis.specs.openapi.checks import negative_data_rejection, positive_data_acceptance
+
+    asked = set()
+    headers = {"Authorization": f"Bearer {KEY}"} if keys else {}
+
+    def check(case):
+        asked.add((case.method, case.path))
+        # No description says which bytes are an image; and a form has no types: an empty list, or
+        # null, is a field that is not sent.
+        unfit = [negative_data_rejection, positive_data_acceptance] if case.method == "POST" else []
+        case.call_and_validate(headers=headers, excluded_checks=unfit, timeout=60)
+
+    with served(keys=keys) as address:
+        schema = schemathesis.openapi.from_url(f"{address}/openapi.json", timeout=60)
+        for result in schema.get_all_operations():
+            operation = result.ok()
+            # There is nothing about the other operations that could be wrong.
+            takes_form = operation.method == "post"
+            for mode in list(GenerationMode) if takes_form else [GenerationMode.POSITIVE]:
+                BOUNDS(given(case=operation.as_strategy(mode))(check))()
+    assert ("POST", "/v1/classify") in asked
+    assert ("GET", "/v1/swarm") in asked
