@@ -126,4 +126,4 @@ sys.exit(main({words!r}))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "digit-pair.png: 42 " in done.stdout
+    assert "bundled:digit-pair.png: 42 " in done.stdout

@@ -326,6 +326,14 @@ def test_https_from_the_flags_to_the_answer(papers, tmp_path, capsys, monkeypatc
         assert main(["classify", str(image), *flags, "--api-key-file", str(keys), "--json"]) == 0
         assert len(json.loads(capsys.readouterr().out)["blocks"]) == DEPTH
         monkeypatch.setenv("LAYERSHUFFLE_API_KEY", KEY)
+        # Each image has a request, and so a route, of its own.
+        assert main(["classify", str(image), str(image), *flags]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert sum(line.startswith(f"{image}: ") for line in lines) == 2
+        assert sum(f"{DEPTH} of {DEPTH} blocks in" in line for line in lines) == 2
+        assert main(["classify", str(image), str(image), *flags, "--json"]) == 0
+        answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert [len(answer["images"]) for answer in answers] == [1, 1]
         assert main(["swarm", "status", *flags]) == 0
         assert "healthy" in capsys.readouterr().out
         for address, authority, words in [

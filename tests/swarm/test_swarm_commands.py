@@ -6,6 +6,7 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
+from pathlib import Path
 
 import httpx
 import pytest
@@ -14,16 +15,37 @@ import torch
 import layershuffle as ls
 from common import FAMILIES, images, logits_of, redraw
 from layershuffle.cli import main
+from layershuffle.cli.swarm.asking import describe_answer
 from layershuffle.cli.swarm.serving import operator_door
 from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.swarm import service as services
 from layershuffle.swarm.bundle import make_bundle
+from layershuffle.swarm.calibration import Expected
 from layershuffle.swarm.local import LocalHosts
 from layershuffle.swarm.plan import HostPlan, SwarmPlan
 from layershuffle.swarm.server.admin import SOCKET, Operator, scratch_directory, state_directory
+from layershuffle.swarm.server.schemas import Classification, Guess, ImageAnswer, Times
 from layershuffle.swarm.service import Cargo, running_service
 
 HOST = ["swarm", "host", "--address", "127.0.0.1:9", "--name", "a"]
+
+
+def test_the_expected_accuracy_is_that_of_images_like_the_calibrations():
+    """Nobody measured what a photograph of something else would give."""
+    answer = Classification(
+        images=[ImageAnswer(top=[Guess(label="cat", index=0, probability=0.9)])],
+        depth=2, blocks=[1, 0], skipped=[], degraded=False, ending="complete", route=[],
+        expected=Expected(
+            top1=95.04, low=94.1, high=95.96, orders_low=93.0, orders_high=97.0, kept=2, orders=20,
+            images=2000, data="digit-pairs", split="test", effective=700.0,
+        ),
+        ms=Times(total=5.0, stem=1.0, swarm=3.0, head=1.0),
+    )  # fmt: skip
+    assert describe_answer(answer, Path("a.png")).splitlines()[-1] == (
+        "On images like digit-pairs, 95.0 % of answers with 2 blocks in any order are right (94.1 "
+        "to 96.0 over 2,000 images, which count as 700 independent ones); nine of ten orders lie "
+        "between 93.0 and 97.0 %. Of other images nothing is known."
+    )
 
 
 def run(capsys, *words):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -60,7 +60,15 @@ class PredictCommand(Command):
         images = [image_file(image) for image in self.images]
         if torch.cuda.is_available():
             model.to("cuda")
-        predictions = predict_files(model, images, order=order, top=self.top)
+        predictions = [
+            # By the names that were given: a packaged picture has a long one of its own.
+            replace(prediction, image=str(image))
+            for image, prediction in zip(
+                self.images,
+                predict_files(model, images, order=order, top=self.top),
+                strict=True,
+            )
+        ]
         if self.json:
             report = {
                 "model": self.model,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from layershuffle.cli.command import Command
-from layershuffle.cli.swarm.serving import require_extra
+from layershuffle.extras import require
 
 if TYPE_CHECKING:
     from layershuffle.swarm.server.admin import Operator
@@ -26,7 +26,7 @@ class _NamedHostCommand(Command):
 
     def operator(self) -> AbstractContextManager[Operator]:
         """A connection to the swarm. Raises `UsageError` if none runs on this machine."""
-        require_extra()
+        require("swarm")
 
         from layershuffle.swarm.server.admin import operator_of
 

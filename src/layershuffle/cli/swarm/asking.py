@@ -12,8 +12,9 @@ import tyro
 
 from layershuffle.bundled import image_file
 from layershuffle.cli.command import Command
-from layershuffle.cli.swarm.serving import read_keys, require_extra
+from layershuffle.cli.swarm.serving import read_keys
 from layershuffle.errors import UsageError
+from layershuffle.extras import require
 from layershuffle.text import counted_as, ranked, table
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class ClassifyCommand(ServerOptions):
 
     def run(self) -> int:
         """Ask, and print the classes and how the answers were computed."""
-        require_extra()
+        require("swarm")
         if not self.images:
             raise UsageError("There is no image to classify", hint="layershuffle classify IMAGE")
 
@@ -122,15 +123,19 @@ def describe_answer(answer: Classification, image: Path) -> str:
 
 
 def _describe_expected(expected: Expected | None, why: str) -> str:
-    """The accuracy of answers with as many blocks: of their mean, and of single orders."""
+    """The accuracy of answers with as many blocks: of their mean, and of single orders.
+
+    It was measured on some images, and says nothing of a picture of another kind.
+    """
     if expected is None:
         # Said, not left out: without a number users would take the answer for a certain one.
         return f"Accuracy to expect is not known: {why}"
     return (
-        f"With {expected.kept} blocks in any order {expected.top1:.1f} % of answers are right "
-        f"({expected.low:.1f} to {expected.high:.1f}; {expected.data}, {expected.images} images, "
-        f"{counted_as([expected.effective])}); nine of ten orders lie between "
-        f"{expected.orders_low:.1f} and {expected.orders_high:.1f} %."
+        f"On images like {expected.data}, {expected.top1:.1f} % of answers with {expected.kept} "
+        f"blocks in any order are right ({expected.low:.1f} to {expected.high:.1f} over "
+        f"{expected.images:,} images, {counted_as([expected.effective])}); nine of ten orders lie "
+        f"between {expected.orders_low:.1f} and {expected.orders_high:.1f} %. Of other images "
+        "nothing is known."
     )
 
 
@@ -143,7 +148,7 @@ class StatusCommand(ServerOptions):
 
     def run(self) -> int:
         """Print a row per host; times are milliseconds."""
-        require_extra()
+        require("swarm")
 
         from layershuffle.swarm.client import SwarmClient
 

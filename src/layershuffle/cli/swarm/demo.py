@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from layershuffle.cli.command import Command
 from layershuffle.cli.swarm import DEFAULT_MODEL
-from layershuffle.cli.swarm.serving import ended_by_signals, require_extra
+from layershuffle.cli.swarm.serving import ended_by_signals
+from layershuffle.extras import require
 from layershuffle.text import table
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class DemoCommand(Command):
 
     def run(self) -> int:
         """Run every phase."""
-        require_extra()
+        require("swarm")
         # Ctrl-C is a usual end of a demo; the blocks below have ended the hosts by then.
         with ended_by_signals(), suppress(KeyboardInterrupt):
             asyncio.run(self._start())

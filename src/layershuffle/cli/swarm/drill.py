@@ -12,8 +12,8 @@ import tyro
 
 from layershuffle.cli.swarm import FAULT_KINDS, FaultKind, Routing, Scenario
 from layershuffle.cli.swarm.asking import ServerOptions, client_options
-from layershuffle.cli.swarm.serving import require_extra
 from layershuffle.errors import LayerShuffleError, UsageError
+from layershuffle.extras import require
 
 if TYPE_CHECKING:
     from layershuffle.swarm.calibration import Calibration
@@ -61,7 +61,7 @@ class DrillCommand(ServerOptions):
 
     def run(self) -> int:
         """Drill; exit code 1 if a request was lost or late in free order."""
-        require_extra()
+        require("swarm")
 
         from layershuffle.swarm.plan import SwarmPlan, read_plan
         from layershuffle.swarm.server.admin import operator_of

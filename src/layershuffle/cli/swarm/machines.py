@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from layershuffle.cli.swarm.serving import TlsOptions, require_extra, tls_of
+from layershuffle.cli.swarm.serving import TlsOptions, tls_of
+from layershuffle.extras import require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +30,7 @@ class HeadCommand(TlsOptions):
 
     def run(self) -> int:
         """Become Ray's head with the swarm's settings; it runs until it is stopped."""
-        require_extra()
+        require("swarm")
 
         from layershuffle.swarm.ray_config import (
             default_token,
@@ -80,7 +81,7 @@ class HostCommand(TlsOptions):
 
     def run(self) -> int:
         """Become a member of the head's Ray cluster; it runs until it is stopped."""
-        require_extra()
+        require("swarm")
 
         from layershuffle.swarm.ray_config import (
             check_token,

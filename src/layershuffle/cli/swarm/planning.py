@@ -10,8 +10,8 @@ import tyro
 
 from layershuffle.cli.command import Command
 from layershuffle.cli.swarm import DEFAULT_MODEL, ROUTINGS, Routing, Wire
-from layershuffle.cli.swarm.serving import require_extra
 from layershuffle.errors import UsageError
+from layershuffle.extras import require
 from layershuffle.text import counted_as, table
 
 
@@ -110,7 +110,7 @@ class SimulateCommand(Command):
 
     def run(self) -> int:
         """Simulate every routing, and print them side by side."""
-        require_extra()
+        require("swarm")
 
         from layershuffle.swarm.chaos import crashes
         from layershuffle.swarm.plan import read_plan

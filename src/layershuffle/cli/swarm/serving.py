@@ -113,11 +113,6 @@ def read_keys(path: Path | None) -> tuple[str, ...]:
         raise UsageError(f"The API keys cannot be read ({error})", place=path) from error
 
 
-def require_extra() -> None:
-    """Raises `UsageError` where the swarm's libraries are not installed."""
-    require("swarm")
-
-
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
     """SIGTERM ends what is inside as Ctrl-C does: everything is cleaned up, exit code 143."""
@@ -332,7 +327,7 @@ class UpCommand(_ServingCommand):
 
     def run(self) -> int:
         """Start it, print where it answers, and wait for Ctrl-C."""
-        require_extra()
+        require("swarm")
 
         import asyncio
 
@@ -390,7 +385,7 @@ class DeployCommand(TlsOptions, _ServingCommand):
 
     def run(self) -> int:
         """Serve until told to end."""
-        require_extra()
+        require("swarm")
 
         import asyncio
 
