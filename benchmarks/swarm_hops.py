@@ -33,7 +33,7 @@ WIDE = "timm:vit_base_patch16_224?pretrained=false&depth=2"
 """Two blocks of a ViT-B/16: its states are 148 KiB on an int8 wire."""
 NARROW = "timm:vit_tiny_patch16_224?pretrained=false&depth=2&embed_dim=16&num_heads=2&img_size=32"
 """For smokes."""
-HEAVY = WIDE.replace("depth=2", "depth=6")
+HEAVY = WIDE.replace("depth=2", "depth=6&num_classes=100")
 SIZES = {DEFAULT_MODEL: (1, 2, 6, 12), HEAVY: (1, 2, 3, 6)}
 CLIENTS = 8
 SLOW = {DEFAULT_MODEL: 1.0, HEAVY: 4.0}

@@ -286,8 +286,11 @@ class BlockHost:
                 job.passed = 0 if job in jobs else job.passed + 1
         for job in jobs:
             if job.state is None:
-                # A copy: what arrives may be read-only, or in use by the sender.
-                job.state = torch.tensor(unpack(job.packet))
+                state = unpack(job.packet)
+                # Of float32 a copy: what arrives may be read-only, or in use by the sender. What
+                # was rounded on the wire is unpacked into new memory.
+                exact = job.packet.wire == "fp32"
+                job.state = torch.tensor(state) if exact else torch.from_numpy(state)
         begun = self._clock()
         states = [job.state for job in jobs if job.state is not None]
         block = jobs[0].steps[jobs[0].done]
