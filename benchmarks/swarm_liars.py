@@ -15,12 +15,12 @@ from _harness import Bound, Claim, Row, run_claim
 
 from layershuffle.bench.timing import SMOKE, Effort
 from layershuffle.data import DataOptions, open_data
-from layershuffle.models import load, logits_of
+from layershuffle.models import file_view, load, logits_of
 from layershuffle.swarm.bundle import Bundle, make_bundle
 from layershuffle.swarm.health import HealthMonitor, Reference
 from layershuffle.swarm.messages import Answer, Packet, State, Visit, pack, unpack
 from layershuffle.swarm.plan import DEFAULT_MODEL, SwarmPlan, even_plan
-from layershuffle.swarm.remote_model import served_host, served_view
+from layershuffle.swarm.remote_model import served_host
 from layershuffle.swarm.router import Router
 from layershuffle.swarm.simulation.clock import VirtualTimeLoop
 from layershuffle.swarm.state import HostView, Swarm
@@ -87,7 +87,7 @@ def stems(images: int) -> tuple[Bundle, State]:
     """The blocks of the model, and the states of test images before them."""
     model = served_host(load(DEFAULT_MODEL)).eval()
     data = open_data(
-        "digit-pairs", served_view(model), options=DataOptions(train=False, max_test=images)
+        "digit-pairs", file_view(model), options=DataOptions(train=False, max_test=images)
     )
     items = data.splits["test"].dataset
     pixels = torch.cat([data.finish(items[index][0][None]) for index in range(images)])

@@ -60,7 +60,7 @@ def test_a_path_that_exists_is_a_directory(tmp_path: Path) -> None:
         (f"timm:vit_tiny_patch16_224?{TINY}&mean=abc", "cannot be fitted"),
         (f"timm:vit_tiny_patch16_224?{TINY}&std=0", "must be above 0"),
         (f"timm:vit_tiny_patch16_224?{TINY}&interpolation=cubic", "interpolation is one of"),
-        ("timm:gcvit_xxtiny", "no weights of 'gcvit_xxtiny' in safetensors"),
+        ("timm:vit_huge_patch14_gap_224", "no weights of 'vit_huge_patch14_gap_224' in"),
         ("hf:someone/model?colour=3", "no setting 'colour'"),
         ("torchvision:vit_b_17", "did you mean vit_b_16"),
         ("torchvision:vit_b_16?weights=BEST", "DEFAULT, IMAGENET1K_V1"),

@@ -413,6 +413,7 @@ def test_deploy_warns_of_keys_in_clear(papers, tmp_path, capsys):
     plan = written(tmp_path / "plan.yaml", "model: dir:/nowhere\nhosts: {a: {blocks: [0]}}\n")
     keys = written(tmp_path / "keys", KEY)
     words = ["swarm", "deploy", str(plan), "--address", "10.0.0.1:6400", "--bind", "10.0.0.1"]
+    words += ["--token", str(tmp_path / "absent")]  # so that it asks no machine
     files = ["--https-certificate", papers / "cert.pem", "--https-key", papers / "key.pem"]
 
     def said(*more):
@@ -421,7 +422,7 @@ def test_deploy_warns_of_keys_in_clear(papers, tmp_path, capsys):
 
     clear = said("--keys", keys)
     assert clear.startswith("warning: API keys, images and answers travel to and from 10.0.0.1 in")
-    assert "no such directory" in clear
+    assert "copy it from the head" in clear
     assert "warning" not in said("--keys", keys, *files)
     assert "without an API key" in said(*files)
     Path(keys).chmod(0o604)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from layershuffle.bundled import asset
 from layershuffle.swarm.client import SwarmClient
 
 pytestmark = pytest.mark.skipif(
@@ -116,10 +117,10 @@ def test_requests_are_answered_while_a_third_of_the_hosts_dies(swarm):
 
 
 @pytest.mark.alone
-def test_the_swarm_outlives_rays_own_processes(swarm, repository):
+def test_the_swarm_outlives_rays_own_processes(swarm):
     """Without its GCS it answers on, with the same hosts; after its raylet it starts new ones."""
     process, address, state = swarm
-    image, log = repository / "docs" / "digit-pair.png", Path(state).parent / "log"
+    image, log = asset("digit-pair.png"), Path(state).parent / "log"
     hosts = named(process.pid, "BlockHost")
     assert len(hosts) == 6
     with SwarmClient(address) as client:

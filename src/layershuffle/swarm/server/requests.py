@@ -369,7 +369,8 @@ def without_metadata(file: bytes) -> bytes:
     if not file.startswith(_PNG):
         return file
     parts, start, chunks = [_PNG], len(_PNG), 0
-    while start + 8 <= len(file):
+    # What stands behind the end is never read.
+    while start + 8 <= len(file) and not parts[-1].startswith(b"IEND", 4):
         chunks += 1
         if chunks > MAX_CHUNKS:
             raise ValueError("the image has too many chunks")
