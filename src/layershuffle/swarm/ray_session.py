@@ -132,6 +132,7 @@ def local_ray(names: Sequence[str], *, threads: int = 1) -> Iterator[RaySession]
         # Ray reads these variables once, when it is imported.
         with (
             _set(environment(cluster.token, store=cluster.store, threads=threads, loopback=True)),
+            _set(_outlives()),
             _session(import_ray(extra=_EXTRA), cluster) as session,
         ):
             yield session
@@ -216,6 +217,7 @@ def joined_ray(address: str, *, token: Path, tls: Tls | None = None) -> Iterator
     check_answers(address)  # before anything of Ray is imported, which takes a second
     with (
         _set(environment(token, tls=tls)),
+        _set(_outlives()),
         _session(import_ray(extra=_EXTRA), JoinedCluster(address)) as session,
     ):
         yield session
@@ -224,6 +226,16 @@ def joined_ray(address: str, *, token: Path, tls: Tls | None = None) -> Iterator
 def check_answers(address: str) -> None:
     """Raises `UsageError` if `address` is not HOST:PORT, or no swarm's head listens there."""
     ray_cluster.check_answers(address, cluster=_CLUSTER, hint=_HINT)
+
+
+def _outlives() -> dict[str, str]:
+    """Environment of a process that goes on without its raylet.
+
+    Ray ends a process whose connection breaks when its raylet is dead, and takes the parent for the
+    raylet: a gateway whose parent is process 1, as under systemd, always looks like that. Raylets
+    give the processes that they start a number of their own.
+    """
+    return {"RAY_RAYLET_PID": str(os.getpid())}
 
 
 @contextmanager
