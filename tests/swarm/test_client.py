@@ -116,7 +116,7 @@ def test_errors_are_the_gateways_own_words():
             client.classify(b"no image")
         place.blocks.faults["b"] = HostGone("its process is dead")
         with pytest.raises(SwarmError) as few:
-            client.classify(picture(), min_blocks=4)
+            client.classify(picture(), min_blocks=4, deadline_ms=2000)
         stranger = SwarmClient(URL, transport=client._http._transport)
         with pytest.raises(SwarmError) as closed:
             stranger.swarm()

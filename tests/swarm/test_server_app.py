@@ -92,7 +92,7 @@ def test_a_dead_host_degrades_the_answer():
     async def go(place):
         place.blocks.faults["b"] = HostGone("its process is dead")
         first = (await place.classify(file_of(picture()))).json()
-        second = await place.classify(file_of(picture()), min_blocks=4)
+        second = await place.classify(file_of(picture()), min_blocks=4, deadline_ms=2000)
         swarm = (await place.client.get("/v1/swarm")).json()
         return first, second, swarm
 
@@ -139,7 +139,7 @@ def test_words_of_a_host_that_no_encoding_carries():
     async def go(place):
         place.blocks.faults["b"] = HostGone("no file /\udcff")
         answers = await place.classify(file_of(picture())), await place.client.get("/v1/swarm")
-        refused = await place.classify(file_of(picture()), min_blocks=4)
+        refused = await place.classify(file_of(picture()), min_blocks=4, deadline_ms=2000)
         return [(answer.status_code, "no file /?" in answer.text) for answer in (*answers, refused)]
 
     assert run(go) == [(200, True), (200, True), (503, True)]
