@@ -97,13 +97,14 @@ async def site(
     *,
     swarm: Limits = LIMITS,
     raises: bool = True,
+    make: Callable[[], torch.nn.Module] = VIT.wrapped,
     **options: Any,
 ) -> AsyncIterator[Site]:
-    """A gateway on this event loop; `options` go to `create_app`."""
-    transport = Blocks(VIT.wrapped())
+    """A gateway on this event loop to the model of `make`; `options` go to `create_app`."""
+    transport = Blocks(make())
     router = Router(transport, depth=DEPTH, limits=swarm)
     router.swarm = Swarm(HostView(name, frozenset(blocks)) for name, blocks in hosts.items())
-    remote_model = RemoteModel(VIT.wrapped(), router)
+    remote_model = RemoteModel(make(), router)
     app = create_app(remote_model, **options)
     wire = httpx.ASGITransport(app=app, raise_app_exceptions=raises)
     async with httpx.AsyncClient(transport=wire, base_url="http://gateway") as client:

@@ -13,6 +13,7 @@ from layershuffle.data.transforms import PlainTransform
 from layershuffle.data.view import PixelFinish
 from layershuffle.errors import UsageError
 from layershuffle.models import image_view
+from layershuffle.models.store import set_class_names
 from layershuffle.stack import running
 from layershuffle.swarm.messages import HostFailed, HostGone
 from layershuffle.swarm.placement import Carrier
@@ -319,6 +320,22 @@ def test_a_client_that_asks_too_often_is_told_when_to_come_back():
     assert statuses == [200, 200, 200, 429]
     assert 900 < int(last.headers["retry-after"]) <= 1000
     assert health == 200
+
+
+def test_answers_have_the_class_names_that_the_model_was_trained_with():
+    names = ["stripe", "disk", "grid", "ring", "cross"]
+
+    def make():
+        model = VIT.wrapped()
+        set_class_names(model, names)
+        return model
+
+    async def go(place):
+        return (await place.classify(file_of(picture()), top_k=5)).json()["images"][0]["top"]
+
+    top = run(go, make=make)
+    assert [guess["label"] for guess in top] == [names[guess["index"]] for guess in top]
+    assert {guess["label"] for guess in top} == set(names)
 
 
 def test_labels_must_fit():
