@@ -312,3 +312,19 @@ def _plain_integer(value: Any) -> Any:
 def _is_int(value: object) -> bool:
     # True and False are integers in Python, and no block ids.
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def refuse_non_orders(order: object) -> None:
+    """Raises `UsageError` for what a beginner may give in the place of an order."""
+    if hasattr(order, "draw"):
+        raise UsageError(
+            f"{order!r} is an order policy, which draws orders and is none itself",
+            hint="give running(model, order) an order of it: "
+            "policy.draw(layershuffle.depth_of(model), seed=0, step=0)",
+        )
+    if not isinstance(order, Iterable):
+        raise UsageError(
+            f"{order!r} is no execution order",
+            hint="write the ids of blocks (running(model, '3,0,2')), or leave running out: then "
+            "the blocks run in their own order",
+        )

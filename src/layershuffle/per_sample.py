@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -183,22 +183,6 @@ def holders(module: nn.Module, stack: nn.Module) -> list[nn.Module]:
     children = [child for child in module._modules.values() if child is not None]
     inner = [h for child in children if child is not stack for h in holders(child, stack)]
     return [module, *inner] if inner or stack in children else []
-
-
-def refuse_non_orders(order: object) -> None:
-    """Raises `UsageError` for what a beginner may give in the place of an order."""
-    if hasattr(order, "draw"):
-        raise UsageError(
-            f"{order!r} is an order policy, which draws orders and is none itself",
-            hint="give running(model, order) an order of it: "
-            "policy.draw(layershuffle.depth_of(model), seed=0, step=0)",
-        )
-    if not isinstance(order, Iterable):
-        raise UsageError(
-            f"{order!r} is no execution order",
-            hint="write the ids of blocks (running(model, '3,0,2')), or leave running out: then "
-            "the blocks run in their own order",
-        )
 
 
 def is_per_sample(order: object) -> bool:

@@ -26,14 +26,13 @@ from layershuffle.discovery import find_blocks
 from layershuffle.entries import HOSTS, Placed, Walk, Walked, versioned
 from layershuffle.errors import StackError
 from layershuffle.hooks import BlockHook, Step, Tap
-from layershuffle.orders import ExecutionOrder, order_of
+from layershuffle.orders import ExecutionOrder, order_of, refuse_non_orders
 from layershuffle.per_sample import (
     SampleOrders,
     calls_seen,
     hidden_states_refused,
     holders,
     is_per_sample,
-    refuse_non_orders,
 )
 from layershuffle.runs import (
     PLAIN,

@@ -19,11 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from layershuffle.analysis.intervals import apart, interval, said_with, with_bounds
+from layershuffle.analysis.intervals import interval, said_with, with_bounds
 from layershuffle.analysis.position_table import (
     PositionMeans,
     draw_maps,
     evenly,
+    home_clause,
     home_effect,
     home_less_elsewhere,
     position_table,
@@ -224,15 +225,7 @@ def finding(facts: Facts) -> str:
         f"Of the {facts['logit']:.2f} by which the right logit exceeds the mean of all classes, "
         f"{with_bounds(facts['blocks'], intervals['blocks'], form='+z.2f')} come from the blocks"
     )
-    difference = with_bounds(facts["excess"], intervals["excess"], form="+z.2f")
-    if apart(intervals["excess"]):
-        more = "more" if facts["excess"] > 0 else "less"
-        sentence += f"; a block adds {more} at its home position than elsewhere: {difference}"
-    elif intervals["excess"] is not None:
-        sentence += (
-            "; what a block adds at its home position and elsewhere cannot be told apart: "
-            f"{difference}"
-        )
+    sentence += home_clause("adds", facts["excess"], bounds=intervals["excess"], form="+z.2f")
     return said_with(sentence, intervals)
 
 

@@ -16,11 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from layershuffle.analysis.intervals import apart, interval, said_with, with_bounds
+from layershuffle.analysis.intervals import interval, said_with, with_bounds
 from layershuffle.analysis.position_table import (
     PositionMeans,
     draw_maps,
     evenly,
+    home_clause,
     home_effect,
     home_less_elsewhere,
     position_table,
@@ -150,15 +151,9 @@ def finding(facts: Facts) -> str:
     sentence = (
         f"Leaving one block out changes cross-entropy by {loss} and top-1 by {top1} on average"
     )
-    difference = with_bounds(facts["excess"], intervals["excess"], form="+z.3f", unit=" nats")
-    if apart(intervals["excess"]):
-        more = "more" if facts["excess"] > 0 else "less"
-        sentence += f"; a block is worth {more} at its home position than elsewhere: {difference}"
-    elif intervals["excess"] is not None:
-        sentence += (
-            "; what a block is worth at its home position and elsewhere cannot be told apart: "
-            f"{difference}"
-        )
+    sentence += home_clause(
+        "is worth", facts["excess"], bounds=intervals["excess"], form="+z.3f", unit=" nats"
+    )
     return said_with(sentence, intervals)
 
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from pandas import DataFrame
 from torch import Tensor
 
+from layershuffle.analysis.intervals import Interval, apart, with_bounds
 from layershuffle.errors import UsageError
 from layershuffle.plotting import GROUND, INK, new_figure, style_axes
 from layershuffle.stats import ImageGroups
@@ -276,3 +277,20 @@ def _write_numbers(axes: Axes, values: Floats, light: NDArray[np.bool_]) -> None
         style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 6.0}
         colour = INK if light[row, column] else GROUND
         axes.text(column + 0.5, row + 0.5, format(value + 0.0, form), color=colour, **style)
+
+
+def home_clause(verb: str, excess: float, *, bounds: Interval, form: str, unit: str = "") -> str:
+    """What a finding says of home positions against others; "" where there is no interval.
+
+    `verb`: what a block does, as in "adds"; `form` and `unit` of the difference `excess`.
+    """
+    if bounds is None:
+        return ""
+    difference = with_bounds(excess, bounds, form=form, unit=unit)
+    if apart(bounds):
+        more = "more" if excess > 0 else "less"
+        return f"; a block {verb} {more} at its home position than elsewhere: {difference}"
+    return (
+        f"; what a block {verb} at its home position and elsewhere cannot be told apart: "
+        f"{difference}"
+    )

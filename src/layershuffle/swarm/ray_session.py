@@ -131,8 +131,10 @@ def local_ray(names: Sequence[str], *, threads: int = 1) -> Iterator[RaySession]
     try:
         # Ray reads these variables once, when it is imported.
         with (
-            _set(environment(cluster.token, store=cluster.store, threads=threads, loopback=True)),
-            _set(_outlives()),
+            _set(
+                environment(cluster.token, store=cluster.store, threads=threads, loopback=True)
+                | _outlives()
+            ),
             _session(import_ray(extra=_EXTRA), cluster) as session,
         ):
             yield session
@@ -216,8 +218,7 @@ def joined_ray(address: str, *, token: Path, tls: Tls | None = None) -> Iterator
         check_tls(tls)
     check_answers(address)  # before anything of Ray is imported, which takes a second
     with (
-        _set(environment(token, tls=tls)),
-        _set(_outlives()),
+        _set(environment(token, tls=tls) | _outlives()),
         _session(import_ray(extra=_EXTRA), JoinedCluster(address)) as session,
     ):
         yield session
