@@ -55,8 +55,8 @@ RAY_CHECKS = (
     "memory_holds",
     "a_client_without_the_token_gets_nothing",
     "a_frozen_process_is_ended_for_good",
-    "hosts_outlive_their_coordinator",
     "visits_go_over_channels",
+    "hosts_outlive_their_coordinator",
 )
 PROGRAM_SECONDS = 600
 
