@@ -9,6 +9,7 @@ import pytest
 import yaml
 from fixture import TINY, done_here, results
 
+from layershuffle.cli import main
 from layershuffle.study.settings import StudySettings
 
 RECIPE = {
@@ -50,12 +51,5 @@ def test_a_cluster_that_loses_a_machine_gives_the_same_numbers(recipe, tmp_path)
 def test_no_cluster_there(recipe, tmp_path, capsys):
     pytest.importorskip("ray")
     words = ["reproduce", str(recipe), "--out", str(tmp_path / "out"), "--ray", "127.0.0.1:1"]
-    code = subprocess.run(
-        [sys.executable, "-m", "layershuffle", *words],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert code.returncode == 2, code.stderr
-    assert "No Ray cluster answers at '127.0.0.1:1'" in code.stderr
+    assert main(words) == 2
+    assert "No Ray cluster answers at '127.0.0.1:1'" in capsys.readouterr().err
