@@ -20,7 +20,7 @@ def repository() -> Path:
 
 
 # These wait for processes and time-outs more than they compute. At the head of the list one worker
-# waits while another computes; at its end one worker would have nothing left to do meanwhile.
+# waits while the others compute; at its end these would have nothing left to do meanwhile.
 WAITING = (
     "test_ray_hosts",
     "test_ray",

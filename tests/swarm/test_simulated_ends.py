@@ -17,6 +17,7 @@ from layershuffle.swarm.plan import HostPlan, SwarmPlan
 from layershuffle.swarm.router import Router
 from layershuffle.swarm.simulation import Arrivals, HostTimes, Profile, simulate
 from layershuffle.swarm.simulation.outcome import ENDED
+from waiting import HANGS
 
 PICO = SwarmPlan(
     model="pico",
@@ -54,7 +55,7 @@ def real_ends(routing):
             return Reply(ended, False, len(route.order), route.ms)
 
         try:
-            assert not await coordinator.ready(within=30)
+            assert not await coordinator.ready(within=2 * HANGS)
             return await run_drill(
                 ask, PICO_REQUESTS, faults=PICO_FAULTS, engine=engine, concurrency=CLIENTS
             )
@@ -66,7 +67,6 @@ def real_ends(routing):
     return asyncio.run(main())
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize(
     ("routing", "wanted"),
     [

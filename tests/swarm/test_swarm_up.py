@@ -116,7 +116,6 @@ def test_requests_are_answered_while_a_third_of_the_hosts_dies(swarm):
     assert layershuffle("swarm", "status", "--address", address).stdout.count("healthy") == 6
 
 
-@pytest.mark.alone
 def test_the_swarm_outlives_rays_own_processes(swarm):
     """Without its GCS it answers on, with the same hosts; after its raylet it starts new ones."""
     process, address, state = swarm
