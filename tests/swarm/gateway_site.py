@@ -27,6 +27,7 @@ from layershuffle.swarm.server.app import create_app
 from layershuffle.swarm.server.limits import GatewayLimits
 from layershuffle.swarm.server.run import Listener, Server
 from layershuffle.swarm.state import HostView, Swarm
+from waiting import HANGS
 
 T = TypeVar("T")
 VIT = FAMILIES["timm-vit"]
@@ -150,7 +151,9 @@ def certify(place: Path) -> None:
         ("cert.pem", "key.pem", (*names, *authority, "-addext", "basicConstraints=CA:FALSE")),
     ):
         words = ("req", "-x509", *elliptic, *more, "-keyout", place / key, "-out", place / name)
-        subprocess.run(["openssl", *map(str, words)], capture_output=True, check=True, timeout=20)
+        subprocess.run(
+            ["openssl", *map(str, words)], capture_output=True, check=True, timeout=HANGS
+        )
     (place / "key.pem").chmod(0o600)
 
 

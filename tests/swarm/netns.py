@@ -14,6 +14,8 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from waiting import HANGS
+
 # What a host does first, as process 1 of its own; then it runs its words, again if they ask so.
 _BOOT = r"""
 set -e
@@ -145,7 +147,7 @@ class Network:
         """All of the host's processes die at once: its process 1 takes the others along."""
         process = self.processes.pop(name)
         os.killpg(process.pid, signal.SIGKILL)
-        process.wait(timeout=10)
+        process.wait(timeout=HANGS)
 
     def close(self) -> None:
         """Kill what runs, and undo the namespaces."""
@@ -174,12 +176,12 @@ class Network:
     @staticmethod
     def _ip(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            ["ip", *words], capture_output=True, text=True, check=True, timeout=20
+            ["ip", *words], capture_output=True, text=True, check=True, timeout=HANGS
         )
 
 
 def _openssl(*words: object) -> None:
-    subprocess.run(["openssl", *map(str, words)], capture_output=True, check=True, timeout=20)
+    subprocess.run(["openssl", *map(str, words)], capture_output=True, check=True, timeout=HANGS)
 
 
 def processes_with(word: str) -> list[int]:

@@ -26,6 +26,7 @@ from layershuffle.swarm.ray_config import HEAD_PORT, Tls, environment, head_comm
 from layershuffle.swarm.ray_hosts import RayHosts
 from layershuffle.swarm.ray_session import check_answers, joined_ray
 from layershuffle.swarm.router import Router
+from waiting import HANGS
 
 CLIENTS = 2
 PAUSE = 0.01
@@ -60,7 +61,7 @@ def main(directory: Path, ip: str) -> None:
 
 
 def wait_for(address: str, head: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANGS
     while True:
         try:
             return check_answers(address)
@@ -80,7 +81,7 @@ async def serve(ray: Any, directory: Path, log: Log) -> None:
         lambda hop, before, after: log("hop", host=hop.host, outcome=hop.outcome, ms=hop.ms)
     )
     watch = asyncio.create_task(coordinator.run())
-    missing = await coordinator.ready(within=60)
+    missing = await coordinator.ready(within=2 * HANGS)
     up = [name for name in plan.hosts if name not in missing]
     pids = {name: (await hosts.call(name, "info")).pid for name in up}
     carriers = {name: (way.kind, way.why) for name, way in hosts.carriers().items()}

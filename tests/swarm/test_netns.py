@@ -2,7 +2,7 @@
 
 All that happens, happens once, in the fixture; the tests read the head's log. h0 is the head, h1
 and h2 hold blocks. The head is killed and started again, a cable pulled and mended, a host killed.
-Each part of the story has 90 seconds at most.
+Each part of the story has five minutes at most: that is for what hangs.
 """
 
 import json
@@ -41,7 +41,7 @@ pytestmark = [
 ]
 
 DEADLINE = 1.0
-PART_SECONDS = 90.0
+PART_SECONDS = 300.0
 HERE = Path(__file__).parent
 BLOCKS = {"h1": (0, 2), "h2": (1, 3)}
 LIMITS = Limits(

@@ -267,7 +267,7 @@ def test_a_client_that_never_says_goodbye_ends_neither_the_server_nor_its_place(
 
     async def go():
         # So long that the server looks several times between its goodbye and the end of its wait.
-        async with listening(plain, GatewayLimits(head_ms=800), tls=tls) as (server, port):
+        async with listening(plain, GatewayLimits(head_ms=2000), tls=tls) as (server, port):
             with await asyncio.to_thread(mute_client, port, tmp_path / "ca.pem"):
                 await until(lambda: server.server_state.connections)
                 await until(lambda: not server.server_state.connections)

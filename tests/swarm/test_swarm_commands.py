@@ -3,6 +3,7 @@
 import asyncio
 import re
 import tempfile
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
@@ -26,6 +27,7 @@ from layershuffle.swarm.plan import HostPlan, SwarmPlan
 from layershuffle.swarm.server.admin import SOCKET, Operator, scratch_directory, state_directory
 from layershuffle.swarm.server.schemas import Classification, Guess, ImageAnswer, Times
 from layershuffle.swarm.service import Cargo, running_service
+from waiting import HANGS
 
 HOST = ["swarm", "host", "--address", "127.0.0.1:9", "--name", "a"]
 
@@ -194,11 +196,10 @@ def test_a_second_swarm_is_refused_before_its_model_is_loaded(tmp_path, capsys):
 
 
 def condition_until(service, host, wanted):
-    for _ in range(400):
-        if service.router.swarm[host].condition == wanted:
-            return
+    end = time.monotonic() + HANGS
+    while service.router.swarm[host].condition != wanted:
+        assert time.monotonic() < end, service.router.swarm[host]
         time.sleep(0.02)
-    raise AssertionError(service.router.swarm[host])
 
 
 def test_the_operator_commands_the_swarm(tmp_path, monkeypatch):
@@ -262,29 +263,34 @@ def siblings(tmp_path):
 
 
 def answer(service, batch, **asked):
-    """What the swarm says, and how many seconds it took."""
-    begun = time.monotonic()
+    """What the swarm says."""
     coroutine = service.remote_model.classify(batch, deadline=service.router.clock() + 5, **asked)
-    got = asyncio.run_coroutine_threadsafe(coroutine, LOOP.get()).result(10)
-    return got, time.monotonic() - begun
+    return asyncio.run_coroutine_threadsafe(coroutine, LOOP.get()).result(HANGS)
 
 
 def whole_answer(service, batch, **asked):
     """What it says with all blocks; on a busy machine hosts are late now and then."""
     for _ in range(100):
-        got, _ = answer(service, batch, **asked)
+        got = answer(service, batch, **asked)
         if got.route.ending == "complete":
             return got
         time.sleep(0.05)
     raise AssertionError(got.route)
 
 
-def slowly(function, seconds=2.5):
-    def slow(*args, **kwargs):
-        time.sleep(seconds)
-        return function(*args, **kwargs)
+class Gate:
+    """Calls that get as far as `reached` and go on when they are `free` to."""
 
-    return slow
+    def __init__(self):
+        self.reached, self.free = threading.Event(), threading.Event()
+
+    def before(self, function):
+        def wait(*args, **kwargs):
+            self.reached.set()
+            assert self.free.wait(HANGS)
+            return function(*args, **kwargs)
+
+        return wait
 
 
 @pytest.mark.parametrize("saved", [True, False], ids=["one block is read", "a model is loaded"])
@@ -295,20 +301,23 @@ def test_a_swap_keeps_no_request_waiting(tmp_path, monkeypatch, siblings, saved)
     with torch.no_grad(), ls.running(donor, (2,)):
         wanted = logits_of(donor(batch))
     spec = str(place) if saved else "timm:donor"
-    monkeypatch.setattr(services, "read_block", slowly(services.read_block))
+    gate = Gate()
+    monkeypatch.setattr(services, "read_block", gate.before(services.read_block))
     load = (lambda spec: pytest.fail("all of it was loaded")) if saved else lambda spec: donor
-    monkeypatch.setattr(services, "load", slowly(load))
+    monkeypatch.setattr(services, "load", gate.before(load))
 
     def work(operator, service):
         whole_answer(service, batch)
         with ThreadPoolExecutor(1) as pool:
             swapping = pool.submit(operator.swap, "a", 2, donor=spec)
-            seconds = []
-            while not swapping.done():
-                seconds.append(answer(service, batch)[1])
-            swapping.result()
-        assert len(seconds) > 3
-        assert max(seconds) < 1.5
+            try:
+                assert gate.reached.wait(HANGS)
+                for _ in range(4):  # answered while the donor is read, which goes on only then
+                    answer(service, batch)
+                assert not swapping.done()
+            finally:
+                gate.free.set()
+            swapping.result(HANGS)
         got = whole_answer(service, batch, order=(2,))
         assert torch.equal(got.logits, wanted)
         with pytest.raises(UsageError, match="blocks 0 to 3"):

@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.netns,
     pytest.mark.skipif(bool(netns.unavailable()), reason=netns.unavailable() or "available"),
 ]
-PART_SECONDS = 120.0
+PART_SECONDS = 300.0
 HEAD, GATEWAY = "10.90.0.1:6400", "http://10.90.0.1:8000"
 BLOCKS = {"pi-1": tuple(range(0, 12, 2)), "pi-2": tuple(range(1, 12, 2))}
 PROGRAM = (sys.executable, "-m", "layershuffle")
@@ -121,7 +121,7 @@ class Machines:
 
     def run(self, *words, **environment):
         return subprocess.run(
-            words, capture_output=True, text=True, timeout=60, check=False,
+            words, capture_output=True, text=True, timeout=PART_SECONDS, check=False,
             env={**os.environ, **self.environment, **environment},
         )  # fmt: skip
 
