@@ -19,23 +19,31 @@ def repository() -> Path:
     return Path(__file__).resolve().parent.parent
 
 
-# These wait for processes and time-outs more than they compute. At the head of the list one worker
-# waits while the others compute; at its end these would have nothing left to do meanwhile.
-WAITING = (
+# Workers get the list of tests in equal parts and take over the ends of each other's: these stay
+# with the first worker. Most wait for processes and time-outs more than they compute; at the end of
+# the list the other workers would have nothing left to do meanwhile.
+FIRST = (
     "test_ray_hosts",
     "test_ray",
     "test_three_machines",
     "test_netns",
     "test_swarm_up",
+    # One server that forks processes, which imports everything once (tests/forked.py).
     "test_distributed",
     "test_runner",
+    "test_fit",
+    "test_cache",
+    # UMAP is compiled once per process, for 16 s.
     "test_paper_recipes",
+    "test_analysis_positions",
+    "test_analyze_command",
 )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that wait come first; the order is otherwise that of the files."""
-    items.sort(key=lambda item: item.path.stem not in WAITING)
+    """The tests of `FIRST` come in its order, all others after them in that of the files."""
+    places = {name: place for place, name in enumerate(FIRST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
 
 
 def pytest_collection_finish() -> None:

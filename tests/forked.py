@@ -25,6 +25,8 @@ SERVER.set_forkserver_preload(
         "layershuffle.training",
         "layershuffle.evaluation",
         "layershuffle.data.digits",
+        "layershuffle.data.cache",
+        "layershuffle.data.folder",
         # What a training imports late.
         "torch.utils.tensorboard",
         "transformers.modeling_utils",

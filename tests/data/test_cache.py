@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import multiprocessing
 import os
 import signal
 from collections.abc import Callable
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from forked import SERVER
 from layershuffle.cli import main
 from layershuffle.data import DataOptions, ImageView, cache, open_data
 from layershuffle.data.cache import (
@@ -121,11 +121,6 @@ def test_several_processes_make_the_same_bytes(source: Path, monkeypatch) -> Non
     assert seen[0] == (0, 26)
     assert seen[-1] == (26, 26)
     assert [done for done, _ in seen] == sorted({done for done, _ in seen})
-
-
-# Processes to be killed are forked from one that has imported everything already.
-SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["layershuffle.data.cache", "layershuffle.data.folder"])
 
 
 def build_until_killed(spec: str, out: Path, images: int, half: bool) -> None:

@@ -1,6 +1,7 @@
 """A real swarm of processes: up, asked, under load while its hosts die, and ended."""
 
 import importlib.util
+import io
 import json
 import os
 import re
@@ -8,10 +9,13 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from layershuffle import cli
 from layershuffle.bundled import asset
 from layershuffle.swarm.client import SwarmClient
 
@@ -24,11 +28,11 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
 def layershuffle(*words):
-    return subprocess.run(
-        [sys.executable, "-m", "layershuffle", *words],
-        capture_output=True, text=True, timeout=240, check=False,
-        env={**os.environ, **ENVIRONMENT},
-    )  # fmt: skip
+    """A client's command, in this process: one of its own would spend seconds on imports."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        code = cli.main(list(words))
+    return SimpleNamespace(returncode=code, stdout=out.getvalue(), stderr=err.getvalue())
 
 
 def session_processes(leader):
