@@ -366,7 +366,7 @@ def _assert_independent_copy(family: Family, make: Callable[[nn.Module], nn.Modu
 
 # --- 8. threads ------------------------------------------------------------------------
 
-THREADS, ITERATIONS = 8, 12
+THREADS, ITERATIONS = 8, 6
 
 
 def check_threads_never_mix_orders(family: Family) -> None:
