@@ -119,7 +119,9 @@ def judgements(page):
     )
 
 
-@pytest.mark.parametrize("name", ["digits-paper", "digits-tune"])
+@pytest.mark.parametrize(
+    "name", ["digits-paper", "digits-rounds", "digits-swarm-tune", "digits-tune"]
+)
 def test_committed_reports_say_what_the_committed_results_say(repository, tmp_path, name):
     """Every number of a report comes from the files that lie beside it."""
     from layershuffle.study.report import write_report
@@ -135,6 +137,18 @@ def test_committed_reports_say_what_the_committed_results_say(repository, tmp_pa
     assert judgements(study / "claims.md") == judgements(stored / "claims.md")
     assert len(judgements(stored / "claims.md")) == (19 if name == "digits-paper" else 0)
     assert len((stored / "report.md").read_text().splitlines()) < 500
+
+
+def test_tables_of_rounds_are_those_of_the_reports(repository):
+    """docs/rounds.md copies rows of two reports, which come from the committed results."""
+    page = (repository / "docs" / "rounds.md").read_text().splitlines()
+    rows = [line for line in page if line.startswith("| LayerShuffle")]
+    reports = [
+        (repository / "docs" / "results" / name / "report.md").read_text().splitlines()
+        for name in ("digits-rounds", "digits-swarm-tune")
+    ]
+    assert len(rows) == 32
+    assert all(row in reports[0] or row in reports[1] for row in rows)
 
 
 def test_the_results_are_small(repository):
