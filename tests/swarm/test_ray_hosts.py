@@ -43,7 +43,6 @@ from layershuffle.swarm.ray_config import (
     new_token,
 )
 from layershuffle.swarm.ray_hosts import RayHosts, RayTransport, called
-from layershuffle.swarm.ray_local import processes_of
 from layershuffle.swarm.ray_session import check_answers, joined_ray
 from once import once
 from waiting import HANGS, until
@@ -89,39 +88,9 @@ def over_ray(tmp_path_factory):
 
 
 def run_contract(out):
-    killed = killed_program()
     run_program(out)
     if '"up"' not in out.read_text():
         run_program(out)  # Ray gives up where its processes need more than 30 seconds
-    tell(out, name="killed", **killed)
-
-
-def killed_program():
-    """SIGKILL of a process that started a local swarm, and what the start of the next one leaves.
-
-    Nobody is there to clean up: Ray's agents would run on for a minute, its directory stays.
-    """
-    code = (
-        "import os, sys, time\n"
-        "from layershuffle.swarm.ray_session import local_ray\n"
-        "with local_ray(['a']):\n"
-        "    print(os.environ['RAY_AUTH_TOKEN_PATH'], flush=True)\n"
-        "    time.sleep(60)\n"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env={**os.environ, "TMPDIR": "/tmp"},
-    )  # fmt: skip
-    try:
-        token = process.stdout.readline().strip()
-        before = len(list(processes_of(Path(token).parent)))
-    finally:
-        process.kill()
-        process.communicate()
-    swept = "from layershuffle.swarm.ray_local import sweep; sweep()"
-    subprocess.run([sys.executable, "-c", swept], check=True, env={**os.environ, "TMPDIR": "/tmp"})
-    left = list(processes_of(Path(token).parent))
-    return {"token": token, "before": before, "left": left, "there": Path(token).parent.exists()}
 
 
 def run_program(out):
@@ -161,14 +130,6 @@ def test_ray_ends_with_its_program(over_ray):
     assert ended["code"] == 0, ended["said"][-4000:]
     assert over_ray["down"]["left"] == 0
     assert "(raylet)" not in ended["said"], "a dead host is told by our log, not by Ray's"
-
-
-def test_a_killed_program_leaves_no_process(over_ray):
-    killed = over_ray["killed"]
-    assert Path(killed["token"]).parent.parent == Path("/tmp")
-    assert killed["before"] >= 4
-    assert killed["left"] == []
-    assert not killed["there"]
 
 
 class FakeRay:

@@ -142,13 +142,23 @@ def only_essentials(parameters: Any, head: bool) -> None:
     """What `ray start` calls before it starts anything, by `RAY_START_HOOK`.
 
     A head opens Ray's client server wherever grpc is installed, and refuses its option where it is
-    not; no option leaves out the dashboard's process.
+    not; no option leaves out the dashboard's process. And the command ends with its raylet, for a
+    service manager to start it again.
     """
-    del head  # members have neither
+    del head  # members have neither, but a raylet
     import ray._private.node
 
+    class MemberNode(_essential_node()):  # type: ignore[misc]
+        # `ray start --block` takes exit code 0 for "stopped on purpose" and waits on for ever. A
+        # raylet ends with it when one of its agents has died.
+        def dead_processes(self) -> Any:
+            dead = super().dead_processes()
+            if dead and not any(process.returncode for _, process in dead):
+                raise SystemExit(f"Ray's {dead[0][0]} ended")
+            return dead
+
     parameters.ray_client_server_port = None
-    ray._private.node.Node = _essential_node()
+    ray._private.node.Node = MemberNode
 
 
 def _essential_node() -> Any:
