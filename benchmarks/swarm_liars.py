@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
+from typing import Literal
 
 import numpy as np
 import torch
@@ -28,41 +29,53 @@ from layershuffle.trie import run_stem
 
 DEPTH, HOSTS, CLIENTS, IMAGES, LIAR = 12, 6, 4, 200, "host-4"
 MOST = 3000
-SEEDS = 7
+SEEDS = 10
+HONEST = 200
+PASSED = 100  # audits after which a host is audited as little as any
+NOISE = 0.01  # of the spread of a state
+Falsehood = Literal["-x", "noise", "another's"]
 
 
 @dataclass(frozen=True)
 class Lie:
-    """A way to lie: in a share of the visits, in canaries too or not, from its first visit or after
-    `honest` ones; `within`: requests that it may last."""
+    """A way to lie: what is answered, in which share of the visits, and in canaries too or not.
+
+    `within`: requests that it may last. `steady`: the hosts passed `PASSED` audits before, so that
+    2 % of the visits are audited, and the liar answered `HONEST` visits rightly.
+    """
 
     share: float
     within: float
+    answer: Falsehood = "-x"
     canaries: bool = False
-    honest: int = 0
+    steady: bool = False
 
 
 LIES = {
-    "every answer": Lie(1.0, 200, canaries=True),
-    "every answer but canaries": Lie(1.0, 200),
-    "1 % of the answers": Lie(0.01, 3000),
-    # By then as few of its visits are audited as of any host.
-    "1 % of the answers after 300 honest visits": Lie(0.01, 3000, honest=300),
+    "new process: every answer is -x": Lie(1.0, 200, canaries=True),
+    "new process: every answer but canaries is -x": Lie(1.0, 200),
+    "new process: 1 % of the answers are -x": Lie(0.01, 3000),
+    "old process: every answer is -x": Lie(1.0, 200, steady=True),
+    "old process: every answer is another image's": Lie(1.0, 200, "another's", steady=True),
+    "old process: every answer has 1 % noise": Lie(1.0, 200, "noise", steady=True),
+    "old process: 1 % of the answers are -x": Lie(0.01, 3000, steady=True),
+    "old process: 1 % are another image's": Lie(0.01, 3000, "another's", steady=True),
 }
 
 
 class LyingHosts:
-    """A transport of hosts that compute the model's blocks; `LIAR` answers -x for x."""
+    """A transport of hosts that compute the model's blocks; `LIAR` lies after `honest` visits."""
 
-    def __init__(self, bundle: Bundle, lie: Lie, *, seed: int) -> None:
-        self._bundle, self._lie = bundle, lie
+    def __init__(self, bundle: Bundle, lie: Lie, *, honest: int, seed: int) -> None:
+        self._bundle, self._lie, self._honest = bundle, lie, honest
         self._chance = np.random.default_rng((seed, 1))
+        self._last: State | None = None
         self.visits = self.own_visits = self.lies = 0
 
     @property
     def lying(self) -> bool:
         """Whether the liar has begun to lie."""
-        return self.own_visits >= self._lie.honest
+        return self.own_visits >= self._honest
 
     async def visit(self, visit: Visit, packet: Packet) -> Answer:
         """The answer after a millisecond per block."""
@@ -74,9 +87,20 @@ class LyingHosts:
         self.visits += not canary
         if visit.host == LIAR and self.lying and self._lies(canary):
             self.lies += not canary
-            after = -after
+            after = self._false(after)
+        elif visit.host == LIAR:
+            self._last = after
         self.own_visits += visit.host == LIAR and not canary
         return Answer(pack(after, "fp32"), float(len(visit.blocks)), 0.0)
+
+    def _false(self, after: State) -> State:
+        if self._lie.answer == "-x":
+            return -after
+        if self._lie.answer == "noise":
+            noise = self._chance.standard_normal(after.shape, np.float32)
+            return after + noise * np.float32(NOISE * after.std())
+        assert self._last is not None  # it was honest before
+        return self._last
 
     def _lies(self, canary: bool) -> bool:
         drawn = bool(self._chance.random() < self._lie.share)
@@ -98,7 +122,8 @@ def stems(images: int) -> tuple[Bundle, State]:
 
 @dataclass(frozen=True)
 class Ended:
-    """When the liar was out (requests), how often it had lied, and the share of audited visits."""
+    """When the liar was out (requests), how often it had lied, and the share of audited visits
+    (of all that were made)."""
 
     requests: int
     out: bool
@@ -107,11 +132,18 @@ class Ended:
 
 
 async def played(
-    plan: SwarmPlan, lie: Lie, *, bundle: Bundle, states: Sequence[State], seed: int, most: int
+    plan: SwarmPlan,
+    lie: Lie,
+    *,
+    bundle: Bundle,
+    states: Sequence[State],
+    seed: int,
+    honest: int,
+    most: int,
 ) -> Ended:
     """Requests until the liar is shut out, by the real router and health check."""
     clock = asyncio.get_running_loop().time
-    hosts = LyingHosts(bundle, lie, seed=seed)
+    hosts = LyingHosts(bundle, lie, honest=honest if lie.steady else 0, seed=seed)
     router = Router(hosts, depth=DEPTH, limits=plan.limits, clock=clock)
     router.swarm = Swarm(
         HostView(name, frozenset(host.blocks)) for name, host in plan.hosts.items()
@@ -126,6 +158,8 @@ async def played(
             name,
             {b: Reference(bundle.sample, partial(compute, b), str(b)) for b in host.blocks},
         )
+        for _ in range(PASSED if lie.steady else 0):
+            health._draw.passed(name)  # as after 5,000 honest visits
     watch, numbers, requests = asyncio.ensure_future(health.run()), count(), 0
 
     async def client() -> None:
@@ -148,20 +182,18 @@ def rows(effort: Effort) -> Iterator[Row]:
     smoke = effort is SMOKE
     bundle, states = stems(4 if smoke else IMAGES)
     for title, lie in LIES.items():
-        # A smoke has no time for many honest visits.
-        shown = replace(lie, honest=min(lie.honest, 1)) if smoke else lie
         for replicas in (1, 2, 3):
             plan = even_plan(DEPTH, HOSTS, replicas=replicas)
             ends = []
             for seed in range(1 if smoke else SEEDS):
                 play = played(
-                    plan, shown, bundle=bundle, states=list(states), seed=seed,
-                    most=10 if smoke else MOST,
+                    plan, lie, bundle=bundle, states=list(states), seed=seed,
+                    honest=1 if smoke else HONEST, most=10 if smoke else MOST,
                 )  # fmt: skip
                 with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
                     ends.append(runner.run(play))
             yield Row(
-                name=f"lies in {title}, {replicas} of each block",
+                name=f"{title}, {replicas} of each block",
                 what="requests until it is out",
                 values=tuple(float(end.requests) for end in ends),
                 unit="requests",

@@ -1,13 +1,17 @@
 """A swarm under load, while its hosts die: 12 blocks on six processes, over Ray.
 
-python benchmarks/swarm_load.py [--requests 1000] [--memory-requests 5000] [--out FILE] [--smoke]
+python benchmarks/swarm_load.py [--requests 1000] [--memory-requests 5000] [--busy N] [--out FILE]
+                                [--smoke]
 
 1. order-free: requests of labelled digits through the gateway, a third of the hosts SIGKILLed at
    seeded moments. None may fail or be late, and the accuracy must be what the calibration lets
    expect.
 2. sequential: the same requests and kills; the share that fails.
 3. one host ten times slower: what it adds to the 99th percentile.
-4. memory of gateway and hosts over many requests.
+4. many requests while no host fails: how many are answered in part all the same, and the memory
+   of every process, those of Ray among them.
+
+`--busy` starts so many other programs that want a core each: the load of a busy machine.
 
 Writes a JSON file with versions and hardware; exit code 1 if a promise is broken. `--smoke` runs it
 in seconds, within one process, and judges nothing.
@@ -19,7 +23,9 @@ import argparse
 import asyncio
 import json
 import os
+import subprocess
 import sys
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -32,11 +38,14 @@ from layershuffle.swarm.client import AsyncSwarmClient
 from layershuffle.swarm.drill import Drill, foreseen, judged, run_drill
 from layershuffle.swarm.load_client import client_inside, labelled_images, load_client
 from layershuffle.swarm.plan import DEFAULT_MODEL, SwarmPlan, even_plan
+from layershuffle.swarm.ray_local import processes_of
 from layershuffle.swarm.ray_session import local_ray
 from layershuffle.swarm.service import Service, swarm_on
 
 HOSTS, DEPTH, CONCURRENCY, DEADLINE_MS, SEED = 6, 12, 4, 2000.0, 0
 SLOW_ADDS, MEMORY_GROWS = 0.5, 0.02
+IN_PART = 1.0  # percent
+BUSY = (sys.executable, "-c", "while True: pass")
 SMOKES = 24, 20  # requests, and those for memory
 
 
@@ -102,26 +111,38 @@ class Load:
         }
 
     async def memory(self, requests: int) -> dict[str, Any]:
-        """Resident bytes of this process and of the hosts, at a fifth and at the end."""
-        await self.drill(requests // 5)
+        """Requests without a fault; memory of every process at a fifth of them and at the end."""
+        first = await self.drill(requests // 5)
         early = await self._resident()
-        await self.drill(requests - requests // 5)
+        rest = await self.drill(requests - requests // 5)
         late = await self._resident()
+        parts = ("answered", "degraded", "failed", "late")
+        replies = len(first.replies) + len(rest.replies)
         return {
             "requests": requests,
-            "gateway_mb": [early["gateway"] / 1e6, late["gateway"] / 1e6],
-            "hosts_mb": [early["hosts"] / 1e6, late["hosts"] / 1e6],
-            "grows": max(late[key] / early[key] - 1 for key in early),
+            "load": os.getloadavg()[0],
+            **{
+                part: sum(drill.share(part) * len(drill.replies) for drill in (first, rest))  # type: ignore[arg-type]
+                / replies
+                for part in parts
+            },
+            "p99_ms": rest.quantile(0.99),
+            **{f"{kind}_mb": [early[kind] / 1e6, late[kind] / 1e6] for kind in early},
+            "grows": max(late[kind] / early[kind] - 1 for kind in early),
         }
 
-    async def _resident(self) -> dict[str, float]:
+    async def _resident(self) -> dict[str, int]:
+        """Resident bytes of every process of the swarm, by what it is."""
         backend = self.service.coordinator.backend
         infos = [await backend.call(name, "info") for name in self.service.plan.hosts]
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return {
-            "gateway": float(pages * os.sysconf("SC_PAGE_SIZE")),
-            "hosts": float(sum(info.rss_bytes for info in infos)),
-        }
+        kinds = {info.pid: "hosts" for info in infos} | {os.getpid(): "gateway"}
+        if token := os.environ.get("RAY_AUTH_TOKEN_PATH"):
+            for pid in processes_of(Path(token).parent):
+                kinds.setdefault(pid, Path(f"/proc/{pid}/comm").read_text().strip())
+        page, sizes = os.sysconf("SC_PAGE_SIZE"), Counter[str]()
+        for pid, kind in kinds.items():
+            sizes[kind] += page * int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        return dict(sizes)
 
 
 async def measured(plan: SwarmPlan, options: argparse.Namespace) -> dict[str, Any]:
@@ -150,6 +171,10 @@ def broken(results: dict[str, Any]) -> list[str]:
         ),
         "a slow host adds half to the 99th percentile": results["slow"]["adds"] >= SLOW_ADDS,
         "memory grows": results["memory"]["grows"] > MEMORY_GROWS,
+        "no host failed: a request failed or was late": (
+            results["memory"]["failed"] + results["memory"]["late"] > 0
+        ),
+        "no host failed: answers in part": results["memory"]["degraded"] >= IN_PART,
     }
     return [rule for rule, is_broken in rules.items() if is_broken]
 
@@ -159,13 +184,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--memory-requests", type=int, default=5000)
+    parser.add_argument("--busy", type=int, default=0)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--smoke", action="store_true")
     options = parser.parse_args()
     if options.smoke:
         options.requests, options.memory_requests = SMOKES
-    results = asyncio.run(measured(even_plan(DEPTH, HOSTS), options))
+    busy = [subprocess.Popen(BUSY) for _ in range(options.busy)]
+    try:
+        results = asyncio.run(measured(even_plan(DEPTH, HOSTS), options))
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
     results |= {
+        "busy": options.busy,
         "hosts": HOSTS, "concurrency": CONCURRENCY, "deadline_ms": DEADLINE_MS,
         "broken": [] if options.smoke else broken(results),
         "versions": versions(), "hardware": hardware("fp32"),

@@ -228,7 +228,6 @@ def _lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 # Path below tests/: (lines, why the file is longer than others may be).
 LONG_TESTS = {
     "contracts.py": (675, "one suite of checks that every family of models passes"),
-    "swarm/test_ray_hosts.py": (470, "one cluster serves all of its tests"),
 }
 
 

@@ -10,6 +10,7 @@ import os
 import pickle
 import re
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -29,6 +30,7 @@ from layershuffle.swarm.ray_config import (
     HOST_PORT,
     PORT_SPAN,
     Tls,
+    channel_ports,
     environment,
     host_command,
     new_token,
@@ -80,9 +82,8 @@ def play(directory):
     try:
         with netns.Network(directory, hosts=3) as network:
             network.certify()
-            for part in (come_up, restart_the_head, pull_a_cable, kill_a_host):
+            for part in (come_up, restart_the_head, pull_a_cable, kill_a_host, kill_an_agent):
                 part(network, directory, marks)
-                marks[f"{part.__name__}_ended"] = time.monotonic()
     finally:
         (directory / "marks.json").write_text(json.dumps(marks))
 
@@ -139,6 +140,18 @@ def kill_a_host(network, directory, marks):
     network.kill("h2")
     until(network, directory, lambda log: any(condition(log, "h2", "gone", since=marks["killed"])))
     time.sleep(1.0)
+    marks["killed_ended"] = time.monotonic()
+
+
+def kill_an_agent(network, directory, marks):
+    """One of the two without which a raylet ends, with the exit code of one that was told to."""
+    start = "\0".join([sys.executable, "-m", "ray.scripts.scripts", "start"])
+    (member,) = network.running("h1", start)
+    (agent,) = network.running("h1", "ray::DashboardAgent")
+    begun = time.monotonic()
+    os.kill(agent, signal.SIGKILL)
+    until(network, directory, lambda log: {*network.running("h1", start)} - {member})
+    marks["agent_killed"] = time.monotonic() - begun
     (directory / "stop").touch()
     until(network, directory, lambda log: count(log, "stopped") >= 1)
 
@@ -221,11 +234,14 @@ def test_states_went_over_data_channels(story):
 
 
 def test_only_the_documented_ports_listen(story):
-    spans = {"h0": HEAD_PORT, "h1": HOST_PORT, "h2": HOST_PORT}
-    for name, first in spans.items():
-        ports = story.ports[name]
-        assert ports
-        assert all(first <= port < first + PORT_SPAN for port in ports), (name, ports)
+    head, host = ({first, first + 1, first + 2} for first in (HEAD_PORT, HOST_PORT))
+    head |= {HEAD_PORT + 3, *range(HEAD_PORT + 11, HEAD_PORT + PORT_SPAN)}
+    host |= {*channel_ports(environment(story.directory, port=HOST_PORT))}
+    host |= set(range(HOST_PORT + 10, HOST_PORT + PORT_SPAN))
+    for name, documented in (("h0", head), ("h1", host), ("h2", host)):
+        ports = set(story.ports[name])
+        assert len(ports) >= 4
+        assert ports <= documented, (name, ports - documented)
 
 
 def test_a_restarted_head_finds_its_hosts_as_they_were(story):
@@ -256,7 +272,7 @@ def test_the_host_is_back_after_the_cable(story):
 
 
 def test_a_killed_host_costs_a_hop_and_no_request(story):
-    found = requests(story, story.killed, time.monotonic())
+    found = requests(story, story.killed, story.killed_ended)
     check_answered(found)
     print(f"killed: given up after {first_failed_hop(story, 'h2', story.killed):.2f} s", end="")
     gone = next(condition(story.log, "h2", "gone", since=story.killed)) - story.killed
@@ -264,6 +280,10 @@ def test_a_killed_host_costs_a_hop_and_no_request(story):
     assert first_failed_hop(story, "h2", story.killed) < 1.0
     assert gone < 10.0
     assert any(line["skipped"].keys() == {"1", "3"} for line in found)
+
+
+def test_a_member_begins_anew_when_an_agent_of_ray_dies(story):
+    print(f"agent killed: its machine joins again after {story.agent_killed:.1f} s")
 
 
 def test_the_head_ended_without_an_error(story):

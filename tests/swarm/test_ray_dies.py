@@ -1,6 +1,6 @@
 """What follows when Ray's own processes die: decisions in virtual time, and what is swept up.
 
-That real ones are killed: test_swarm_up.py (GCS, raylet), test_ray_hosts.py (the whole program).
+That real ones are killed: test_ray_kills.py, and test_swarm_up.py under requests.
 """
 
 import asyncio

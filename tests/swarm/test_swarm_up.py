@@ -1,4 +1,4 @@
-"""A real swarm of processes: up, asked, under load while its hosts die, and ended."""
+"""A real swarm of processes: up, asked, under load while its hosts die, killed, and ended."""
 
 import importlib.util
 import io
@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,7 +18,9 @@ import pytest
 
 from layershuffle import cli
 from layershuffle.bundled import asset
+from layershuffle.cli.swarm.breaking import listener_of
 from layershuffle.swarm.client import SwarmClient
+from layershuffle.swarm.server.admin import SOCKET
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="needs the extra `swarm` (Ray)"
@@ -51,12 +54,18 @@ def session_processes(leader):
 
 @pytest.fixture(scope="module")
 def swarm(tmp_path_factory):
-    """`layershuffle swarm up` with six hosts: its process, address and state directory."""
+    """`layershuffle swarm up` with three hosts: its supervisor, address and state directory.
+
+    The supervisor does what a service manager does: it starts again what has not ended well.
+    """
     place = tmp_path_factory.mktemp("up")
     log = (place / "log").open("w+")
-    words = ["swarm", "up", "--hosts", "6", "--port", "0", "--state", str(place / "s")]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    words = ["swarm", "up", "--hosts", "3", "--port", port, "--state", str(place / "s")]
+    again = ("bash", "-c", 'until "$@"; do sleep 1; done', "supervisor")
     process = subprocess.Popen(
-        [sys.executable, "-m", "layershuffle", *words],
+        [*again, sys.executable, "-m", "layershuffle", *words],
         stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
         env={**os.environ, **ENVIRONMENT},
     )  # fmt: skip
@@ -81,10 +90,10 @@ def test_up_answers_and_says_what_to_type(swarm):
     assert steps[:3] == [
         "Importing torch ...",
         "Loading bundled:digits-swarm, and connecting to Ray ...",
-        "Starting 6 block hosts ...",
+        "Starting 3 block hosts ...",
     ]
     assert [step.partition(" is up")[2] for step in steps[3:]] == [
-        f" ({n} of 6)" for n in range(1, 7)
+        f" ({n} of 3)" for n in range(1, 4)
     ]
     image = "bundled:digit-pair.png"  # the one of the README: 42
     done = layershuffle("classify", image, "--address", address, "--json")
@@ -94,8 +103,8 @@ def test_up_answers_and_says_what_to_type(swarm):
     assert sorted(answer["blocks"]) == list(range(12))
     assert answer["expected"]["kept"] == 12
     status = layershuffle("swarm", "status", "--address", address).stdout
-    assert status.count("healthy") == status.count(" channel ") == 6
-    assert len(session_processes(process.pid)) >= 8
+    assert status.count("healthy") == status.count(" channel ") == 3
+    assert len(session_processes(process.pid)) >= 9
 
 
 @pytest.mark.alone
@@ -109,7 +118,7 @@ def test_requests_are_answered_while_a_third_of_the_hosts_dies(swarm):
     words = ["--address", address, "--state", state, "--requests", "400", "--kill", "0.34"]
     done = layershuffle("swarm", "drill", *words)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(re.findall(r"before request \d+: crash host-\d", done.stdout)) == 2
+    assert len(re.findall(r"before request \d+: crash host-\d", done.stdout)) == 1
     shares = dict(re.findall(r"^(\w[\w ]+?) +([\d.]+) %", done.stdout, re.MULTILINE))
     assert (shares["failed"], shares["late"]) == ("0.0", "0.0"), done.stdout
     assert float(shares["degraded"]) > 0
@@ -117,7 +126,7 @@ def test_requests_are_answered_while_a_third_of_the_hosts_dies(swarm):
     top1, low, high = (float(judged[number]) for number in (1, 3, 4))
     assert judged[2] == "inside", done.stdout
     assert low <= top1 <= high
-    assert layershuffle("swarm", "status", "--address", address).stdout.count("healthy") == 6
+    assert layershuffle("swarm", "status", "--address", address).stdout.count("healthy") == 3
 
 
 def test_the_swarm_outlives_rays_own_processes(swarm):
@@ -125,7 +134,7 @@ def test_the_swarm_outlives_rays_own_processes(swarm):
     process, address, state = swarm
     image, log = asset("digit-pair.png"), Path(state).parent / "log"
     hosts = named(process.pid, "BlockHost")
-    assert len(hosts) == 6
+    assert len(hosts) == 3
     with SwarmClient(address) as client:
 
         def killed(kind, *, renewals):
@@ -133,14 +142,31 @@ def test_the_swarm_outlives_rays_own_processes(swarm):
             os.kill(victim, signal.SIGKILL)
             waited(lambda: f"Ray's {kind} (exit code -9) ended" in log.read_text())
             waited(lambda: log.read_text().count("Ray runs again") == renewals)
-            waited(lambda: client.health().usable_hosts == 6 and not client.health().why)
+            waited(lambda: client.health().usable_hosts == 3 and not client.health().why)
             assert len(client.classify(image, deadline_ms=30_000).blocks) == 12
             return named(process.pid, "BlockHost")
 
         assert killed("gcs_server", renewals=1) == hosts
         anew = killed("raylet", renewals=2)
-        assert len(anew) == 6
+        assert len(anew) == 3
         assert not anew & hosts
+
+
+def test_a_service_manager_starts_a_killed_gateway_again(swarm):
+    """At the same address and state directory; what the killed one left is swept up."""
+    process, address, state = swarm
+    gateway, log = listener_of(Path(state) / SOCKET), Path(state).parent / "log"
+    before = {*session_processes(process.pid)} - {process.pid}
+    os.kill(gateway, signal.SIGKILL)
+    waited(lambda: log.read_text().count("answers at") == 2)
+    with SwarmClient(address) as client:
+        waited(lambda: client.health().usable_hosts == 3)
+        answer = client.classify(asset("digit-pair.png"), deadline_ms=30_000)
+    assert len(answer.blocks) == 12
+    assert listener_of(Path(state) / SOCKET) != gateway
+    assert not before & {*session_processes(process.pid)}
+    (swept,) = re.findall(r"after a swarm that was killed: (\S+),", log.read_text())
+    assert not Path(swept).exists()
 
 
 def named(leader, word):
@@ -164,7 +190,7 @@ def waited(true):
 
 def test_ctrl_c_leaves_no_process_behind(swarm):
     process, address, state = swarm
-    process.send_signal(signal.SIGINT)
+    os.kill(listener_of(Path(state) / SOCKET), signal.SIGINT)
     assert process.wait(END_SECONDS) == 0
     end = time.monotonic() + END_SECONDS
     while left := session_processes(process.pid):

@@ -49,7 +49,7 @@ PORT_SPAN = 100
 _WORKER_PORTS = 10  # ports of workers begin this far above the first
 _CHANNEL_PORT, _CHANNEL_PORTS = 6, 4  # on hosts, where the next two are not used
 _CHANNEL_VARIABLE = "LAYERSHUFFLE_CHANNEL_PORT"
-_METRIC_PORT, _CLIENT_PORT = 8, 9  # Ray opens them on heads whether anybody needs them or not
+_START_HOOK = "layershuffle.swarm.ray_local.only_essentials"
 STORE_BYTES = 256 << 20
 """Shared memory of a member; blocks pass through it one at a time when a host loads them."""
 _HEADLESS_SECONDS = 7 * 24 * 3600  # Ray turns it into milliseconds of 32 bits
@@ -155,7 +155,7 @@ def environment(
     if port is not None:
         variables[_CHANNEL_VARIABLE] = str(port + _CHANNEL_PORT)
     if not loopback:
-        variables["DASHBOARD_METRIC_PORT"] = str(HEAD_PORT + _METRIC_PORT)
+        variables["RAY_START_HOOK"] = _START_HOOK
     if tls is not None:
         variables |= {
             "RAY_USE_TLS": "1",
@@ -189,7 +189,6 @@ def head_command(directory: Path, *, ip: str, port: int = HEAD_PORT) -> list[str
         "--head",
         f"--port={port}",
         "--include-dashboard=false",
-        f"--ray-client-server-port={port + _CLIENT_PORT}",
         "--disable-usage-stats",
         "--no-monitor",  # of cluster autoscaling
         f"--system-config={json.dumps(dict(SYSTEM_CONFIG))}",

@@ -3,7 +3,8 @@
 Two of them are essential: the GCS, which knows all members and actors, and the raylet, which starts
 the block hosts. They are started by Ray's `Node`, as `ray.init` does it, but without the three
 helpers that `ray.init` starts too: the dashboard, which the start would wait for, the autoscaler's
-monitor, whose port takes everybody, and the reader of logs. docs/decisions/023-when-ray-dies.md.
+monitor, whose port takes everybody, and the reader of logs. Heads of several machines start without
+them as well (`only_essentials`). docs/decisions/023-when-ray-dies.md.
 """
 
 from __future__ import annotations
@@ -137,14 +138,42 @@ class LocalCluster:
         os.close(self._lock)
 
 
-def _start_node(directory: Path, names: Sequence[str]) -> Any:
+def only_essentials(parameters: Any, head: bool) -> None:
+    """What `ray start` calls before it starts anything, by `RAY_START_HOOK`.
+
+    A head opens Ray's client server wherever grpc is installed, and refuses its option where it is
+    not; no option leaves out the dashboard's process. And the command ends with its raylet, for a
+    service manager to start it again.
+    """
+    del head  # members have neither, but a raylet
+    import ray._private.node
+
+    class MemberNode(_essential_node()):  # type: ignore[misc]
+        # `ray start --block` takes exit code 0 for "stopped on purpose" and waits on for ever. A
+        # raylet ends with it when one of its agents has died.
+        def dead_processes(self) -> Any:
+            dead = super().dead_processes()
+            if dead and not any(process.returncode for _, process in dead):
+                raise SystemExit(f"Ray's {dead[0][0]} ended")
+            return dead
+
+    parameters.ray_client_server_port = None
+    ray._private.node.Node = MemberNode
+
+
+def _essential_node() -> Any:
     from ray._private.node import Node
-    from ray._private.parameter import RayParams
 
     class EssentialNode(Node):  # type: ignore[misc]
         # Nobody asks Ray's dashboard; starting it took 5 of the 14 seconds of Ray's start.
         def start_api_server(self, **settings: Any) -> None:
             del settings
+
+    return EssentialNode
+
+
+def _start_node(directory: Path, names: Sequence[str]) -> Any:
+    from ray._private.parameter import RayParams
 
     parameters = RayParams(
         node_ip_address=LOOPBACK,
@@ -158,7 +187,7 @@ def _start_node(directory: Path, names: Sequence[str]) -> Any:
         no_monitor=True,
         _system_config=dict(CALL_CONFIG),
     )
-    return EssentialNode(parameters, head=True, shutdown_at_exit=False, spawn_reaper=True)
+    return _essential_node()(parameters, head=True, shutdown_at_exit=False, spawn_reaper=True)
 
 
 class _Started:

@@ -20,8 +20,8 @@ from layershuffle.swarm.drill import Drill, Judgement, Reply, judged, run_drill
 from layershuffle.text import table
 
 Scenario = Literal[
-    "raylet", "gcs", "gateway", "all-hosts", "all-but-one", "liar", "rare-liar", "canary-liar",
-    "unread",
+    "gcs", "raylet", "dashboard-agent", "environment-agent", "gateway", "all-hosts", "all-but-one",
+    "liar", "rare-liar", "canary-liar", "unread",
 ]  # fmt: skip
 SCENARIOS: tuple[Scenario, ...] = get_args(Scenario)
 LIES: dict[Scenario, Kind] = {
@@ -30,9 +30,16 @@ LIES: dict[Scenario, Kind] = {
     "canary-liar": "wrong-but-canaries",
 }
 """Scenarios in which one host lies, and how."""
-PROCESSES: dict[Scenario, str] = {"raylet": "raylet", "gcs": "gcs_server", "gateway": ""}
-"""Scenarios in which a process dies that is no host: its name, "" for the gateway's own."""
-MAY_FAIL: tuple[Scenario, ...] = ("raylet", "gcs", "gateway", "all-hosts")
+PROCESSES: dict[Scenario, str] = {
+    "gcs": "gcs_server",
+    "raylet": "raylet",
+    "dashboard-agent": "ray::DashboardA",
+    "environment-agent": "ray::RuntimeEnv",
+    "gateway": "",
+}
+"""Scenarios in which a process dies that is no host: its name (the kernel keeps 15 letters), "" for
+the gateway's own. These are all processes that Ray starts on one machine."""
+MAY_FAIL: tuple[Scenario, ...] = (*PROCESSES, "all-hosts")
 """Scenarios after which nothing can be answered for a while."""
 _POLL = 0.1  # seconds
 

@@ -12,8 +12,8 @@ Routing = Literal["order-free", "sequential", "replicated-sequential"]
 Wire = Literal["fp32", "fp16", "int8"]
 FaultKind = Literal["crash", "freeze", "slow", "wrong", "cut", "leave", "rejoin"]
 Scenario = Literal[
-    "raylet", "gcs", "gateway", "all-hosts", "all-but-one", "liar", "rare-liar", "canary-liar",
-    "unread",
+    "gcs", "raylet", "dashboard-agent", "environment-agent", "gateway", "all-hosts", "all-but-one",
+    "liar", "rare-liar", "canary-liar", "unread",
 ]  # fmt: skip
 FAULT_KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
 ROUTINGS: tuple[Routing, ...] = get_args(Routing)

@@ -41,8 +41,8 @@ class DrillCommand(ServerOptions):
     kinds: tuple[FaultKind, ...] = FAULT_KINDS
     """Failures to rehearse, one after the other; rejoin brings each host back after a while."""
     scenarios: tuple[Scenario, ...] = ()
-    """Instead of --kinds, what the swarm is to put right by itself, one after the other: Ray's
-    raylet or GCS or the gateway killed, all hosts or all but one killed, a host that always lies,
+    """Instead of --kinds, what the swarm is to put right by itself, one after the other: one of
+    Ray's processes or the gateway killed, all hosts or all but one killed, a host that always lies,
     in 1 % of its answers, or in all but canaries, and connections that never read their answers."""
     kill: float | None = None
     """Instead of --kinds, kill this share of the hosts at random moments; none comes back."""

@@ -183,17 +183,23 @@ class RequestScheduler:
             client = places.enter_context(self.clients.request_of(address))
             self._check_room()  # before a body comes in for nothing
             foreign = self._foreign_blocks()
-            with self._body_memory() as take:
-                query, files = await read_query(request, bounds=self._bounds, take=take)
-                begun = self._clock()
-                deadline = begun + query.deadline_ms / _MILLI
-                # Counted from here on: a body that trickles in takes its client's places alone.
-                places.enter_context(self._counted_as_open())
-                decoding = self._decode(files, client=client, deadline=deadline)
-                images = await _unless_gone(request, decoding)
-                del files  # or they would stay in memory, uncounted, while the request walks
-            walk = self._walk(images, query, deadline=deadline)
-            classified = await _unless_gone(request, walk)
+            memory = places.enter_context(ExitStack())
+            take = memory.enter_context(self._body_memory())
+            query, files = await read_query(request, bounds=self._bounds, take=take)
+            begun = self._clock()
+            deadline = begun + query.deadline_ms / _MILLI
+            # Counted from here on: a body that trickles in takes its client's places alone.
+            places.enter_context(self._counted_as_open())
+
+            async def answered() -> Classified:
+                images = await self._decode(files, client=client, deadline=deadline)
+                # Or they would stay in memory, uncounted, while the request walks.
+                files.clear()
+                memory.close()
+                return await self._walk(images, query, deadline=deadline)
+
+            # One watch for all: each takes two tasks.
+            classified = await _unless_gone(request, answered())
         return classification(
             classified,
             labels=self.labels,
