@@ -31,6 +31,11 @@ def shortened(names: Iterable[str], *, limit: int = 3) -> str:
     return f"{shown} and {more} more" if more > 0 else shown
 
 
+def counted(number: int, noun: str) -> str:
+    """A number and its noun, which takes a plain plural: "1 host", "1,200 images"."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def one_line(error: object, *, limit: int = 300) -> str:
     """The message of an error on one line of at most `limit` characters.
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 CALIBRATION = "calibration.json"
 SPLIT = "test"
 """Neither trained on nor used to pick a checkpoint, whatever made the model."""
-NEVER = "the model was never calibrated (layershuffle swarm calibrate)"
+NEVER = "the model was never calibrated (layershuffle swarm calibrate MODEL --data SPEC)"
 _SCHEMA = 2
 _AGAIN = "run layershuffle swarm calibrate again"
 _TAIL = 0.05  # of the orders, beyond either end of the range over orders

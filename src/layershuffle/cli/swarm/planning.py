@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from shlex import quote
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
@@ -12,7 +13,10 @@ from layershuffle.cli.command import Command
 from layershuffle.cli.swarm import DEFAULT_MODEL, ROUTINGS, Routing, Wire
 from layershuffle.errors import UsageError
 from layershuffle.extras import require
-from layershuffle.text import counted_as, table
+from layershuffle.text import counted, counted_as, table
+
+if TYPE_CHECKING:
+    from layershuffle.swarm.chaos import Fault
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +76,12 @@ class PlanCommand(Command):
         print(plan_report(best, prediction))
         if self.out is not None:
             write_text(self.out, plan_text(best))
-            print(f"In {self.out}. Next: layershuffle swarm simulate {self.out}, or swarm deploy")
+            out = quote(str(self.out))
+            print(
+                f"In {self.out}. Next: layershuffle swarm simulate {out} --profile "
+                f"{quote(str(self.hosts))}\nThen, of a head: layershuffle swarm deploy {out} "
+                "--address ADDRESS"
+            )
         return 0
 
 
@@ -112,7 +121,7 @@ class SimulateCommand(Command):
         """Simulate every routing, and print them side by side."""
         require("swarm")
 
-        from layershuffle.swarm.chaos import crashes
+        from layershuffle.swarm.chaos import crashes, crashes_text
         from layershuffle.swarm.plan import read_plan
         from layershuffle.swarm.planning import read_hosts
         from layershuffle.swarm.planning.hosts import hosts_of
@@ -136,15 +145,16 @@ class SimulateCommand(Command):
             plan = scaled(plan, self.hosts)
         if self.churn is not None and self.kill is not None:
             raise UsageError("--churn and --kill are two kinds of failures", hint="choose one")
-        kill, requests = self.kill, self.requests
         # The same failures for every routing: they are compared under one fate.
-        names = list(plan.hosts)
-        faults = crashes(names, share=kill, requests=requests, seed=self.seed) if kill else ()
+        names: list[str] = list(plan.hosts)
+        faults: tuple[Fault, ...] = ()
+        if self.kill is not None:
+            faults = crashes(names, share=self.kill, requests=self.requests, seed=self.seed)
         outcomes = {
             str(routing): simulate(
                 plan,
                 profile=profile,
-                requests=requests,
+                requests=self.requests,
                 seed=self.seed,
                 routing=routing,
                 arrivals=Arrivals(rate=self.rate, clients=self.clients),
@@ -155,7 +165,10 @@ class SimulateCommand(Command):
             )
             for routing in self.routings
         }
-        print(f"{len(plan.hosts)} hosts, seed {self.seed}\n{outcome_report(outcomes)}")
+        killed = counted(len(names), "host")
+        if self.kill is not None:
+            killed = crashes_text(faults, share=self.kill, hosts=len(names))
+        print(f"{killed}, seed {self.seed}\n{outcome_report(outcomes)}")
         return 0
 
 
