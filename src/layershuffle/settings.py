@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from layershuffle.errors import SettingsError, UsageError
+from layershuffle.machine import Device
 from layershuffle.methods import Method, find_method
 from layershuffle.modes import parse_modes
 from layershuffle.policies import Choice
@@ -139,7 +140,7 @@ class FitSettings(Settings):
     log_every: Positive = 50
     """Steps between progress lines."""
 
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Device = "auto"
     """Where to compute; auto takes a GPU if there is one."""
     precision: Literal["auto", "fp32", "bf16", "bf16-pure"] = "auto"
     """Dtype of forwards: fp32, bf16 by autocast, or bf16-pure, where a whole forward is bf16. auto

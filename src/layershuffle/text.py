@@ -90,4 +90,5 @@ def counted_as(effective: Iterable[float | None]) -> str:
     span = f"{counts[0]:,}" if counts[0] == counts[-1] else f"{counts[0]:,} to {counts[-1]:,}"
     # Scores from before effective numbers may stand beside newer ones.
     rest = ", or were taken as independent" if len(counts) < len(given) else ""
-    return f"which count as {span} independent ones{rest}"
+    noun = "one" if counts[-1] == 1 else "ones"
+    return f"which count as {span} independent {noun}{rest}"

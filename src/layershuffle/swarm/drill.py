@@ -19,6 +19,7 @@ from layershuffle.swarm.calibration import Calibration, expected_over
 from layershuffle.swarm.chaos import Fault
 from layershuffle.swarm.plan import SwarmPlan
 from layershuffle.swarm.policy import Routing
+from layershuffle.text import counted
 
 Ended = Literal["answered", "degraded", "failed", "late"]
 
@@ -222,7 +223,7 @@ def drill_report(
         ("late", drill.share("late"), 0.0),
     ]
     lines = [
-        f"{routing}, {len(drill.replies)} requests",
+        f"{routing}, {counted(len(drill.replies), 'request')}",
         f"{'':<20}{'happened':>10}{'foreseen':>10}",
     ]
     lines += [f"{name:<20}{got:>8.1f} %{want:>8.1f} %" for name, got, want in rows]

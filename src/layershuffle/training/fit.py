@@ -21,14 +21,14 @@ from torch import nn
 from layershuffle.errors import Interrupted, ModelFileError
 from layershuffle.extras import missing
 from layershuffle.files import locked, write_text
-from layershuffle.machine import hardware, versions
+from layershuffle.machine import device_of, hardware, versions
 from layershuffle.models import save
 from layershuffle.policies import OrderMode, policy_to_json
 from layershuffle.settings import FitSettings, digest
 from layershuffle.stack import depth_of
 from layershuffle.training.checkpoints import latest_checkpoint, load_state, prepare_directory
 from layershuffle.training.distributed import joined
-from layershuffle.training.job import Job, device_of, prepare
+from layershuffle.training.job import Job, prepare
 from layershuffle.training.loop import Event, Listener, OnPhase, ignore_phase, train
 from layershuffle.training.state import TrainState
 from layershuffle.training.warmup import too_large
@@ -75,7 +75,7 @@ def fit(
     after SIGTERM with a checkpoint saved, `TrainingError` for a loss that is not finite or a batch
     that does not fit the memory.
     """
-    with joined(device_of(settings)) as ranks, locked(out) if ranks.first else nullcontext():
+    with joined(device_of(settings.device)) as ranks, locked(out) if ranks.first else nullcontext():
         if ranks.first:
             prepare_directory(out, settings)
         ranks.check_same(digest(settings), what="The settings")

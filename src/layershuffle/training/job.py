@@ -18,7 +18,7 @@ from layershuffle.data.class_names import class_difference, in_order_of
 from layershuffle.data.loading import loader_processes
 from layershuffle.data.view import resized_as
 from layershuffle.errors import DataError, UsageError
-from layershuffle.machine import warn_of_slow_bf16
+from layershuffle.machine import device_of, warn_of_slow_bf16
 from layershuffle.methods import Method
 from layershuffle.models import (
     class_names_of,
@@ -37,6 +37,7 @@ from layershuffle.orders import ExecutionOrder
 from layershuffle.position import PositionedModel, add_position
 from layershuffle.settings import DEFAULT_EPOCHS, FitSettings
 from layershuffle.stack import depth_of, stack_of
+from layershuffle.text import counted
 from layershuffle.training.distributed import Ranks
 from layershuffle.training.order_schedule import OrderSchedule, always_runs_all
 from layershuffle.training.sharding import idle_parameters
@@ -79,7 +80,7 @@ class Job:
     @cached_property
     def device(self) -> str:
         """Where the run computes: cpu or cuda."""
-        return device_of(self.settings)
+        return device_of(self.settings.device)
 
     @cached_property
     def precision(self) -> str:
@@ -153,15 +154,13 @@ def prepare(settings: FitSettings, out: Path, *, ranks: Ranks) -> Job:
 
     Raises `UsageError` for settings that cannot be met here and whatever model and data raise.
     """
-    forwards, device = settings.accumulate * ranks.count, device_of(settings)
+    forwards, device = settings.accumulate * ranks.count, device_of(settings.device)
     if settings.batch_size % forwards:
         raise UsageError(
             f"A step of {settings.batch_size} images cannot be shared by {ranks.count} processes "
             f"with {settings.accumulate} forwards each",
             hint=f"give a --batch-size that {forwards} divides",
         )
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("There is no GPU that torch can use here", hint="leave --device at auto")
     warn_of_slow_bf16(settings.precision, device)
     method = settings.find_method()
     host = load(settings.model, seed=settings.seed)
@@ -236,8 +235,8 @@ def _with_warning(data: ImageData, settings: FitSettings) -> ImageData:
     if images is None or images >= _FEW_IMAGES:
         return data
     note = (
-        f"only {images} images ({split}) pick the checkpoint: which one is kept is a guess; "
-        f"{_FEW_IMAGES} or more tell them apart (--holdout is their share)"
+        f"only {counted(images, 'image')} ({split}) to pick the checkpoint: which one is kept is a "
+        f"guess; {_FEW_IMAGES} or more tell them apart (--holdout is their share)"
     )
     return replace(data, notes=(*data.notes, note))
 
@@ -276,10 +275,3 @@ def steps_of(settings: FitSettings, train: Split) -> tuple[int, int]:
     epochs = settings.epochs or DEFAULT_EPOCHS
     steps = settings.steps or math.ceil(epochs * per_epoch)
     return steps, per_epoch or steps
-
-
-def device_of(settings: FitSettings) -> str:
-    """The device that `settings.device` stands for here: cpu or cuda."""
-    if settings.device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return settings.device

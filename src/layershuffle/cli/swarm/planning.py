@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from layershuffle.cli.command import Command
+from layershuffle.cli.command import Command, ComputingCommand
 from layershuffle.cli.swarm import DEFAULT_MODEL, ROUTINGS, Routing, Wire
 from layershuffle.errors import UsageError
 from layershuffle.extras import require
@@ -173,7 +173,7 @@ class SimulateCommand(Command):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CalibrateCommand(Command):
+class CalibrateCommand(ComputingCommand):
     """Measure the accuracy of a model with 1 to all blocks in arbitrary order on held-out data.
 
     The result is stored beside the model; a swarm tells it with its answers.
@@ -189,6 +189,8 @@ class CalibrateCommand(Command):
     """Number of images, at most."""
     seed: int = 0
     """Seed of the orders."""
+    json: bool = False
+    """Print JSON: what is stored beside the model."""
 
     def run(self) -> int:
         """Measure, store, and print the table."""
@@ -197,23 +199,29 @@ class CalibrateCommand(Command):
 
         # First: a model without a directory of its own is refused before minutes of work.
         path = calibration_path(self.model)
-        calibration = calibrate(
-            load(self.model),
-            self.data,
-            orders=self.orders,
-            images=self.images,
-            seed=self.seed,
-        )
+        with self.computing("calibrate") as progress:
+            calibration = calibrate(
+                load(self.model),
+                self.data,
+                orders=self.orders,
+                images=self.images,
+                seed=self.seed,
+                device=self.device,
+                progress=progress,
+            )
         write_calibration(calibration, path)
+        if self.json:
+            print(calibration.model_dump_json(by_alias=True, indent=2))
+            return 0
         rows = [
             (str(row.kept), f"{row.top1:.1f}", f"{row.low:.1f} to {row.high:.1f}")
             # From all blocks downwards, as they are lost.
             for row in reversed(calibration.rows)
         ]
         print(table(("blocks", "top-1 %", "95 % interval"), rows))
-        counted = counted_as(row.effective for row in calibration.rows)
+        independent = counted_as(row.effective for row in calibration.rows)
         print(
-            f"{calibration.images} images of {calibration.data} ({calibration.split}), {counted}, "
-            f"{calibration.orders} orders each. In {path}"
+            f"{calibration.images:,} images of {calibration.data} ({calibration.split}), "
+            f"{independent}, {calibration.orders} orders each. In {path}"
         )
         return 0
