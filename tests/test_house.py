@@ -40,7 +40,7 @@ LAYERS = (
     ("position", "trie", "settings", "compiling"),
     ("recipes",),
     ("models", "data"),
-    ("evaluation", "predict", "training", "merging", "analysis"),
+    ("precision", "evaluation", "predict", "training", "merging", "analysis"),
     ("study", "swarm", "bench"),
     ("cli", "__main__"),
 )

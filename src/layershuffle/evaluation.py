@@ -27,6 +27,7 @@ from layershuffle.machine import Device, device_of, warn_of_slow_bf16
 from layershuffle.models import class_names_of, image_view, load, logits_of, num_classes_of
 from layershuffle.modes import Mode, parse_modes
 from layershuffle.orders import ExecutionOrder, order_of
+from layershuffle.precision import ChosenPrecision, choose_precision
 from layershuffle.progress import Progress, unheard
 from layershuffle.results import ScoreRow
 from layershuffle.runs import in_eval
@@ -295,11 +296,13 @@ class Evaluation:
     """The scores of a model, the data that they were measured on, and how the blocks ran.
 
     `blocks`: "mode" (compiled or eager), "reason" (of eager mode) and "graphs" (their number).
+    `precision`: the dtype, and why it was chosen if nobody asked for it.
     """
 
     scores: list[Score]
     data: ImageData
     blocks: dict[str, Any]
+    precision: ChosenPrecision
 
 
 def evaluate_spec(
@@ -334,9 +337,14 @@ def evaluate_spec(
         data, class_names_of(model), outputs=num_classes_of(model), place=model_spec
     )
     place, size = device_of(device), data.splits["test"].size
-    warn_of_slow_bf16(settings.precision, place)
+    if settings.precision == "auto":
+        images = settings.batch_size
+        chosen = choose_precision(model.to(place), device=place, training=False, images=images)
+    else:
+        warn_of_slow_bf16(settings.precision, place)
+        chosen = ChosenPrecision(precision=settings.precision)
     compiler = compiler_for(settings.compile)
-    prepare(model.to(place), settings.precision, compiler=compiler)
+    prepare(model.to(place), chosen.precision, compiler=compiler)
     batches = DeviceBatches(
         data.splits["test"],
         data.finish,
@@ -360,7 +368,7 @@ def evaluate_spec(
     report = compiler.report()
     # `recompiles` counts training steps only, so it would always be 0 here.
     blocks = {name: report[name] for name in ("mode", "reason", "graphs")}
-    return Evaluation(scores=scores, data=data, blocks=blocks)
+    return Evaluation(scores=scores, data=data, blocks=blocks, precision=chosen)
 
 
 def compiler_for(wanted: bool) -> BlockCompiler:

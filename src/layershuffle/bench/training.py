@@ -101,6 +101,7 @@ def training_state(
         steps=1 << 30,
         eval_every=1 << 30,
         select_by="sequential",
+        precision=settings.precision,
     )
     return new_state(job)
 

@@ -64,15 +64,20 @@ def _report(evaluation: Evaluation, settings: EvalSettings, *, model: str) -> di
         "model": model,
         "data": evaluation.data.spec,
         "split": "test",
-        "notes": list(evaluation.data.notes),
+        "notes": [*evaluation.data.notes, *_precision_note(evaluation)],
         "draw": f"one order per {settings.draw}",
         "seed": settings.seed,
         "batch_size": settings.batch_size,
         "blocks": evaluation.blocks,
         "modes": [_mode_report(name, group) for name, group in groups.items()],
-        "hardware": hardware(settings.precision),
+        "hardware": hardware(evaluation.precision.precision),
         "versions": versions(),
     }
+
+
+def _precision_note(evaluation: Evaluation) -> list[str]:
+    chosen = evaluation.precision
+    return [f"precision {chosen.precision}: {chosen.why}"] if chosen.why else []
 
 
 def _mode_report(name: str, scores: Sequence[Score]) -> dict[str, Any]:

@@ -99,7 +99,7 @@ def _train_and_score(run: RunSpec, directory: Path) -> dict[str, Any]:
         "run": run.name,
         "arm": run.arm,
         "eval_seconds": seconds,
-        "eval_precision": settings.precision,
+        "eval_precision": evaluation.precision.precision,
         "eval_blocks": evaluation.blocks,
         "eval_seed": settings.seed,
     }
