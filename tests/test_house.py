@@ -22,7 +22,17 @@ PACKAGE = "layershuffle"
 # layer or from below. A package stands where its name does.
 LAYERS = (
     ("errors", "_version"),
-    ("files", "draws", "orders", "position_forms", "plotting", "results", "stats", "text"),
+    (
+        "files",
+        "draws",
+        "orders",
+        "position_forms",
+        "plotting",
+        "progress",
+        "results",
+        "stats",
+        "text",
+    ),
     ("extras", "bundled"),
     ("policies", "hooks", "discovery", "modes", "machine", "ray_cluster"),
     ("runs", "residual", "grouped", "entries", "chain", "per_sample"),
@@ -30,7 +40,7 @@ LAYERS = (
     ("position", "trie", "settings", "compiling"),
     ("recipes",),
     ("models", "data"),
-    ("evaluation", "predict", "training", "merging", "analysis"),
+    ("precision", "evaluation", "predict", "training", "merging", "analysis"),
     ("study", "swarm", "bench"),
     ("cli", "__main__"),
 )

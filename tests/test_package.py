@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import tarfile
 import tomllib
 import zipfile
@@ -17,6 +15,7 @@ import yaml
 from PIL import Image
 
 import layershuffle as ls
+from built import build, built_package
 from layershuffle.bundled import asset, image_file, recipe_file, recipe_names
 from layershuffle.cli import main
 from layershuffle.errors import UsageError
@@ -33,16 +32,8 @@ def project(repository: Path) -> dict:
 
 @pytest.fixture(scope="module")
 def built(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the wheel and the sdist; hatchling needs no network for them."""
-    place = tmp_path_factory.mktemp("dist")
-    build(repository, place)
-    return place
-
-
-def build(source: Path, place: Path, *flags: str) -> None:
-    words = [sys.executable, "-m", "hatchling", "build", "-d", str(place), *flags]
-    done = subprocess.run(words, cwd=source, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    """A directory with the wheel and the sdist."""
+    return built_package(repository, tmp_path_factory)
 
 
 def source_files(repository: Path) -> set[str]:

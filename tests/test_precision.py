@@ -13,6 +13,7 @@ from layershuffle.compiling import BlockCompiler
 from layershuffle.evaluation import Tally, evaluate, evaluate_spec, micro_batches
 from layershuffle.machine import warn_of_slow_bf16
 from layershuffle.merging.ensembles import evaluate_ensemble
+from layershuffle.precision import choose_precision, judged, ratios_of
 from layershuffle.settings import EvalSettings
 from layershuffle.stack import running
 
@@ -162,3 +163,76 @@ def test_torch_compile_switched_off_is_said(compilers, caplog, how):
     assert found.blocks["mode"] == "eager"
     assert found.blocks["reason"].startswith("torch.compile is switched off")
     assert caplog.text.count("NOT compiled") == 1
+
+
+# --- a dtype chosen by a probe --------------------------------------------------------------------
+
+
+class Seconds:
+    """A clock for steps that are timed in turn: what they take, as (fp32, bf16) pairs."""
+
+    def __init__(self, *pairs):
+        self.times = [second for fp32, bf16 in pairs for second in (0.0, fp32, 0.0, bf16)]
+
+    def __call__(self):
+        return self.times.pop(0)
+
+
+@pytest.mark.parametrize(
+    ("ratios", "precision", "why"),
+    [
+        ([2.37, 2.15, 1.61], "bf16", "2.15 times as fast as in fp32 here (1.61 to 2.37, 3 tried)"),
+        ([1.1, 1.19, 3.0], "fp32", "1.19 times as fast as in fp32 here (1.10 to 3.00, 3 tried)"),
+        ([0.01], "fp32", "0.01 times"),
+    ],
+)
+def test_bf16_has_to_be_clearly_faster(ratios, precision, why):
+    chosen = judged(ratios)
+    assert chosen.precision == precision
+    assert why in chosen.why
+
+
+def test_steps_are_timed_in_turn_until_the_answer_is_clear():
+    ran = []
+    sides = [lambda name=name: ran.append(name) for name in ("fp32", "bf16")]
+    # The first pair of all pays for what is built once.
+    ratios = ratios_of(*sides, clock=Seconds((9, 9), (5, 4), (6, 4), (1, 1)))
+    assert ratios == [1.25, 1.5, 1.0]
+    assert ran == ["fp32", "bf16"] * 4
+    for clear in ((4, 2), (4, 5)):
+        ran.clear()
+        assert ratios_of(*sides, clock=Seconds((9, 9), clear)) == [clear[0] / clear[1]]
+        assert ran == ["fp32", "bf16"] * 2
+    ran.clear()
+    assert ratios_of(*sides, clock=Seconds((1, 150))) == [1 / 150]
+    assert ran == ["fp32", "bf16"]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_probe_leaves_the_model_as_it_was(training):
+    model = ls.load(MODEL.replace("embed_dim=32", "embed_dim=160").replace("&mlp_ratio=2", ""))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    random = torch.get_rng_state()
+    faster = Seconds((9, 9), *[(2, 1)] * 3)
+    chosen = choose_precision(
+        model, device="cpu", training=training, images=2, has_bf16=lambda: True, clock=faster
+    )
+    assert chosen.precision == "bf16"
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(random, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(("width", "has_bf16"), [(160, False), (32, True)])
+def test_what_cannot_gain_is_not_tried(width, has_bf16):
+    model = ls.load(MODEL.replace("embed_dim=32", f"embed_dim={width}"))
+    chosen = choose_precision(
+        model, device="cpu", training=True, images=2, has_bf16=lambda: has_bf16, clock=Seconds()
+    )
+    assert (chosen.precision, chosen.why) == ("fp32", "")
+
+
+def test_an_evaluation_says_what_was_chosen():
+    evaluation = scored(precision="auto")
+    assert evaluation.precision.precision == "fp32"
+    assert evaluation.scores == scored(precision="fp32").scores

@@ -9,7 +9,7 @@ per batch, as the paper's section 4.2 has it ("randomly for every forward path")
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -23,10 +23,12 @@ from layershuffle.data.batches import DeviceBatches
 from layershuffle.data.loading import loader_processes
 from layershuffle.data.view import resized_as
 from layershuffle.errors import DataError
-from layershuffle.machine import warn_of_slow_bf16
+from layershuffle.machine import Device, device_of, warn_of_slow_bf16
 from layershuffle.models import class_names_of, image_view, load, logits_of, num_classes_of
 from layershuffle.modes import Mode, parse_modes
 from layershuffle.orders import ExecutionOrder, order_of
+from layershuffle.precision import ChosenPrecision, choose_precision
+from layershuffle.progress import Progress, unheard
 from layershuffle.results import ScoreRow
 from layershuffle.runs import in_eval
 from layershuffle.settings import EvalSettings, FitSettings, Precision
@@ -170,6 +172,7 @@ def evaluate(
     seed: int = 0,
     draw: Draw = "pass",
     groups: Tensor | None = None,
+    on_images: Callable[[int], object] | None = None,
 ) -> list[Score]:
     """The scores of all `orders`, then of every mode and draw, from one pass over `batches`.
 
@@ -178,6 +181,7 @@ def evaluate(
     "sequential,arbitrary,kept:9" (`layershuffle.modes`). A mode with a single order gets one score,
     the others `num_orders`. Orders with common beginnings share their work (`layershuffle.trie`).
     `groups` int64 `[images, k]` as in `layershuffle.data.Split`: which images are wrong together.
+    `on_images` is called after every part of a batch with the number of images that were scored.
     Every module comes back in the train or eval mode it was in. Raises `UsageError` for a mode or
     an order that does not fit the depth, `DataError` if there is no image or not as many `groups`,
     and for labels that are not class numbers.
@@ -207,7 +211,7 @@ def evaluate(
                     column.batch_orders.append(
                         policy.draw(depth, seed=seed, step=number, micro_batch=index)
                     )
-            _score_batch(model, batch, columns=columns)
+            _score_batch(model, batch, columns=columns, on_images=on_images)
             # The rest of a large data set would be read for nothing.
             if groups is not None and columns[0].tally.images > len(groups):
                 break
@@ -237,7 +241,11 @@ def evaluate(
 
 
 def _score_batch(
-    model: nn.Module, batch: tuple[Tensor, Tensor], *, columns: Sequence[_PendingScore]
+    model: nn.Module,
+    batch: tuple[Tensor, Tensor],
+    *,
+    columns: Sequence[_PendingScore],
+    on_images: Callable[[int], object] | None,
 ) -> None:
     # One trie for all modes: the orders of kept:3:arbitrary begin those of kept:9:arbitrary.
     trie = build_trie([column.order or column.batch_orders[-1] for column in columns])
@@ -246,6 +254,9 @@ def _score_batch(
         for indices, logits in results:
             for index in indices:
                 columns[index].tally.add(logits, labels)
+        # Here and not per batch: a batch of a large model in many orders takes minutes.
+        if on_images is not None:
+            on_images(columns[0].tally.images)
 
 
 def micro_batches(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Batches:
@@ -285,20 +296,29 @@ class Evaluation:
     """The scores of a model, the data that they were measured on, and how the blocks ran.
 
     `blocks`: "mode" (compiled or eager), "reason" (of eager mode) and "graphs" (their number).
+    `precision`: the dtype, and why it was chosen if nobody asked for it.
     """
 
     scores: list[Score]
     data: ImageData
     blocks: dict[str, Any]
+    precision: ChosenPrecision
 
 
 def evaluate_spec(
-    model_spec: str, data_spec: str, *, settings: EvalSettings, order: str | None = None
+    model_spec: str,
+    data_spec: str,
+    *,
+    settings: EvalSettings,
+    order: str | None = None,
+    device: Device = "auto",
+    progress: Progress = unheard,
 ) -> Evaluation:
-    """Score the model on the test split, on a GPU if there is one, under the modes of `settings`.
+    """Score the model on the test split under the modes of `settings`.
 
-    `order` (as "3,0,2") takes the place of the modes. Raises `DataError` if the classes of the data
-    are not as many as the model's, `UsageError` for modes or an order that do not fit its depth.
+    `order` (as "3,0,2") takes the place of the modes. `progress` hears of images. Raises
+    `DataError` if the classes of the data are not as many as the model's, `UsageError` for modes or
+    an order that do not fit its depth, and for a device that is not there.
     """
     model = load(model_spec)
     given = () if order is None else (ExecutionOrder.parse(order, depth=depth_of(model)),)
@@ -316,15 +336,20 @@ def evaluate_spec(
     data = match_classes(
         data, class_names_of(model), outputs=num_classes_of(model), place=model_spec
     )
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    warn_of_slow_bf16(settings.precision, device)
+    place, size = device_of(device), data.splits["test"].size
+    if settings.precision == "auto":
+        images = settings.batch_size
+        chosen = choose_precision(model.to(place), device=place, training=False, images=images)
+    else:
+        warn_of_slow_bf16(settings.precision, place)
+        chosen = ChosenPrecision(precision=settings.precision)
     compiler = compiler_for(settings.compile)
-    prepare(model.to(device), settings.precision, compiler=compiler)
+    prepare(model.to(place), chosen.precision, compiler=compiler)
     batches = DeviceBatches(
         data.splits["test"],
         data.finish,
         batch_size=settings.batch_size,
-        device=device,
+        device=place,
         processes=loader_processes(data_spec),
     )
     scores = compiler.run(
@@ -337,12 +362,13 @@ def evaluate_spec(
             seed=settings.seed,
             draw=settings.draw,
             groups=data.splits["test"].groups,
+            on_images=lambda done: progress("images", done, size),
         )
     )
     report = compiler.report()
     # `recompiles` counts training steps only, so it would always be 0 here.
     blocks = {name: report[name] for name in ("mode", "reason", "graphs")}
-    return Evaluation(scores=scores, data=data, blocks=blocks)
+    return Evaluation(scores=scores, data=data, blocks=blocks, precision=chosen)
 
 
 def compiler_for(wanted: bool) -> BlockCompiler:

@@ -9,12 +9,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
+
+from layershuffle.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+Device = Literal["auto", "cpu", "cuda"]
+"""Where to compute; auto takes a GPU if there is one."""
 _log = logging.getLogger("layershuffle")
 _PACKAGES = ("layershuffle", "torch", "torchvision", "timm", "transformers", "accelerate", "numpy")
 
@@ -68,6 +72,16 @@ def warn_of_slow_bf16(precision: str, device: str) -> None:
     """Log a warning if `precision` is bf16 and the processor has no bf16 arithmetic."""
     if precision.startswith("bf16") and device == "cpu" and not cpu_has_bf16():
         _log.warning("this processor has no bf16 arithmetic: bf16 will be several times slower")
+
+
+def device_of(wanted: Device) -> Literal["cpu", "cuda"]:
+    """The device that `wanted` stands for here. Raises `UsageError` for a GPU that is not there."""
+    import torch
+
+    has_gpu = torch.cuda.is_available()
+    if wanted == "cuda" and not has_gpu:
+        raise UsageError("There is no GPU that torch can use here", hint="leave --device at auto")
+    return "cuda" if has_gpu and wanted != "cpu" else "cpu"
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

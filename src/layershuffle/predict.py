@@ -17,6 +17,7 @@ from layershuffle.errors import DataError, UsageError
 from layershuffle.models import class_names_of, file_view, logits_of, num_classes_of
 from layershuffle.modes import parse_modes
 from layershuffle.orders import ExecutionOrder
+from layershuffle.progress import Progress, unheard
 from layershuffle.runs import in_eval
 from layershuffle.stack import running
 
@@ -52,13 +53,18 @@ def order_for(mode: str, *, depth: int, seed: int) -> ExecutionOrder:
 
 
 def predict_files(
-    model: nn.Module, images: Sequence[Path], *, order: ExecutionOrder, top: int
+    model: nn.Module,
+    images: Sequence[Path],
+    *,
+    order: ExecutionOrder,
+    top: int,
+    progress: Progress = unheard,
 ) -> list[Prediction]:
     """The `top` most probable classes of every image file; the blocks run in `order`.
 
     Images are prepared as in the model's training. A model without class names answers with their
-    numbers. Raises `UsageError` without an image or a class to name, `DataError` naming the file
-    that cannot be read.
+    numbers. `progress` hears of images. Raises `UsageError` without an image or a class to name,
+    `DataError` naming the file that cannot be read.
     """
     if not images or top < 1:
         raise UsageError(
@@ -71,6 +77,7 @@ def predict_files(
     predictions = []
     with in_eval(model), torch.inference_mode(), running(model, order):
         for start in range(0, len(images), _AT_ONCE):
+            progress("images", start, len(images))
             paths = images[start : start + _AT_ONCE]
             logits = logits_of(model(_prepared(paths, view).to(device)))
             # In float64: in float32 the probabilities of many classes do not add up to 1.

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from layershuffle.errors import SettingsError, UsageError
+from layershuffle.machine import Device
 from layershuffle.methods import Method, find_method
 from layershuffle.modes import parse_modes
 from layershuffle.policies import Choice
@@ -139,11 +140,12 @@ class FitSettings(Settings):
     log_every: Positive = 50
     """Steps between progress lines."""
 
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Device = "auto"
     """Where to compute; auto takes a GPU if there is one."""
     precision: Literal["auto", "fp32", "bf16", "bf16-pure"] = "auto"
     """Dtype of forwards: fp32, bf16 by autocast, or bf16-pure, where a whole forward is bf16. auto
-    is bf16 on GPUs that have it and fp32 elsewhere. Weights are fp32 in all cases."""
+    is bf16 on GPUs that have it, and on a CPU where a few steps of this model show that it is
+    faster there. Weights are fp32 in all cases."""
     threads: Positive | None = None
     """CPU threads of torch (default: torch's own choice)."""
     workers: Annotated[int, Field(ge=0)] | None = None
@@ -216,8 +218,9 @@ class EvalSettings(Settings):
     """Seed of the drawn orders."""
     draw: Literal["pass", "batch"] = "pass"
     """Draw an order for each pass over the data, or, as the paper did, for every batch."""
-    precision: Precision = "fp32"
-    """Dtype of forwards; bf16 is faster on GPUs and keeps 8 bits of weights and states."""
+    precision: Literal["auto", "fp32", "bf16"] = "fp32"
+    """Dtype of forwards; bf16 is faster on GPUs and keeps 8 bits of weights and states. auto takes
+    it on a CPU where a few steps of this model show that it is faster there."""
     compile: bool = False
     """Compile the blocks; on a CPU it takes minutes and gains nothing."""
     batch_size: Positive = 250

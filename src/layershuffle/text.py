@@ -31,6 +31,11 @@ def shortened(names: Iterable[str], *, limit: int = 3) -> str:
     return f"{shown} and {more} more" if more > 0 else shown
 
 
+def counted(number: int, noun: str) -> str:
+    """A number and its noun, which takes a plain plural: "1 host", "1,200 images"."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def one_line(error: object, *, limit: int = 300) -> str:
     """The message of an error on one line of at most `limit` characters.
 
@@ -85,4 +90,5 @@ def counted_as(effective: Iterable[float | None]) -> str:
     span = f"{counts[0]:,}" if counts[0] == counts[-1] else f"{counts[0]:,} to {counts[-1]:,}"
     # Scores from before effective numbers may stand beside newer ones.
     rest = ", or were taken as independent" if len(counts) < len(given) else ""
-    return f"which count as {span} independent ones{rest}"
+    noun = "one" if counts[-1] == 1 else "ones"
+    return f"which count as {span} independent {noun}{rest}"

@@ -7,6 +7,7 @@ from common import CLASSES, images
 from layershuffle.analysis.settings import AnalysisSettings
 from layershuffle.analysis.subject import Subject
 from layershuffle.data import ImageData, Split
+from layershuffle.progress import unheard
 
 
 def subject_of(model, *, count=8, classes=CLASSES, **settings):
@@ -23,5 +24,5 @@ def subject_of(model, *, count=8, classes=CLASSES, **settings):
         spec="pico",
         data=data,
         settings=AnalysisSettings(**{"images": count, "batch_size": 4, **settings}),
-        progress=lambda _: None,
+        progress=unheard,
     )

@@ -59,10 +59,15 @@ def test_again_is_the_same_and_takes_the_old_ones_place(everything):
     for name in ("umap", "norms"):
         out = everything / name
         before = {path.name: path.read_bytes() for path in out.iterdir()}
-        heard = []
-        run_analysis(name, MODEL, data_spec=DATA, settings=settings, out=out, progress=heard.append)
+        heard: list[tuple] = []
+
+        def hear(*stage, heard=heard):
+            heard.append(stage)
+
+        run_analysis(name, MODEL, data_spec=DATA, settings=settings, out=out, progress=hear)
         assert {path.name: path.read_bytes() for path in out.iterdir()} == before
-        assert "test images, batch 2 of 2" in heard
+        assert heard[:2] == [("test images", 0, 48), ("test images", 24, 48)]
+        assert name == "norms" or heard[-1] == ("embeddings", 8, 9)
 
 
 def test_one_says_what_it_found_and_where(capsys, tmp_path):

@@ -259,7 +259,7 @@ def test_blocks_are_a_phase_whatever_the_order():
 def test_a_throughput_names_its_conditions():
     hardware = {"processor": "a processor", "gpu": None, "threads": 1}
     conditions = Conditions(model="m", batch=1, dtype="fp32", hardware=hardware)
-    assert str(conditions) == "m, batch 1, fp32, on a processor, 1 thread(s)"
+    assert str(conditions) == "m, batch 1, fp32, on a processor, 1 thread"
     rate = throughput([0.5, 1.0, 2.0], 10)
     assert (rate.median, rate.low, rate.high) == (10.0, 5.0, 20.0)
 

@@ -72,6 +72,25 @@ def test_the_flags_are_frozen():
         assert {word.strip(".,") for word in written} == expected, command
 
 
+@pytest.mark.parametrize(
+    ("flag", "sentence"),
+    [
+        ("--device", "Where to compute; auto takes a GPU if there is one."),
+        ("--threads", "CPU threads of torch (default: torch's own choice)."),
+    ],
+)
+def test_a_flag_means_the_same_in_every_command(flag, sentence):
+    """Hosts of a swarm are other processes: their threads are said to be theirs."""
+    texts = {
+        command: about.partition(" (default: None")[0].partition(" (default: auto")[0]
+        for command in COMMANDS
+        for written, about in arguments_of(command)
+        if written.startswith(f"{flag} ") and not command.startswith(("swarm up", "swarm deploy"))
+    }
+    assert {"fit", "eval", "predict", "analyze", "merge", "ensemble", "bench"} <= set(texts)
+    assert {command for command, text in texts.items() if text != sentence} <= {"swarm host"}
+
+
 def test_names_that_help_texts_repeat_are_all_there():
     """Help texts list names that live in modules which would be slow to import for `--help`."""
     (analysis,) = [about for written, about in arguments_of("analyze") if written == "NAME"]
@@ -206,17 +225,17 @@ FLAGS = {
     "prediction.loss prediction.pooling prediction.weight rank-orders recipe resize "
     "schedule seed select-by skip-corrupt steps streaming threads warmup "
     "weight-decay workers",
-    "eval": "MODEL batch-size compile data draw json max-images modes num-orders order "
-    "precision resize seed skip-corrupt streaming",
-    "predict": "IMAGE MODEL json mode order seed top",
+    "eval": "MODEL batch-size compile data device draw json max-images modes num-orders order "
+    "precision resize seed skip-corrupt streaming threads",
+    "predict": "IMAGE MODEL device json mode order seed threads top",
     "cache": "DATA out quality size skip-corrupt verify workers",
-    "analyze": "MODEL NAME batch-size block data images list neighbours orders out resize seed "
-    "skip-corrupt streaming",
-    "merge": "MODEL base batch-size compile data draw ends ensemble-combine ensemble-orders "
+    "analyze": "MODEL NAME batch-size block data device images json list neighbours orders out "
+    "resize seed skip-corrupt streaming threads",
+    "merge": "MODEL base batch-size compile data device draw ends ensemble-combine ensemble-orders "
     "json max-images merges mixed mode num-orders out overwrite precision random replacement "
-    "resize seed slots skip-corrupt soups",
-    "ensemble": "MODEL batch-size combine compile data draw json max-images mode "
-    "num-orders orders precision resize seed skip-corrupt",
+    "resize seed slots skip-corrupt soups threads",
+    "ensemble": "MODEL batch-size combine compile data device draw json max-images mode "
+    "num-orders orders precision resize seed skip-corrupt threads",
     "reproduce": "RECIPE data dry-run only out ray workers",
     "report": "DIR",
     "pretrain": "RECIPE accumulate activation-checkpointing augment batch-size checkpoint-every "
@@ -249,5 +268,5 @@ FLAGS = {
     "swarm plan": "HOSTS floor model objective out reach replicas time-limit wire",
     "swarm simulate": "PLAN churn clients hosts kill min-blocks profile rate requests "
     "routings seed",
-    "swarm calibrate": "MODEL data images orders seed",
+    "swarm calibrate": "MODEL data device images json orders seed threads",
 }

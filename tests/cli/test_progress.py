@@ -1,10 +1,17 @@
-"""How fast work goes and how long it still takes, as people read it."""
+"""How fast work goes and how long it still takes, as people read it; in virtual time."""
 
 from __future__ import annotations
 
-import pytest
+import io
 
-from layershuffle.cli.progress import pace_text
+import pytest
+import torch
+from rich.console import Console
+
+import layershuffle as ls
+from common import FAMILIES, images
+from layershuffle.cli.progress import pace_text, progress_bar, progress_lines
+from layershuffle.progress import Progress
 
 
 @pytest.mark.parametrize(
@@ -21,3 +28,83 @@ from layershuffle.cli.progress import pace_text
 def test_slow_work_has_a_pace_too(per_second: float, text: str) -> None:
     """A pass of a large model takes seconds: "0 passes/s" says nothing."""
     assert pace_text(per_second, "passes") == text
+
+
+class Clock:
+    """Seconds that only work takes."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def work(self, show: Progress, what: str, *, each: float, numbers: range) -> None:
+        """Show the first number, do something for `each` seconds, show the next, and so on."""
+        for number in numbers:
+            show(what, number, numbers.stop - 1)
+            self.now += each
+
+
+def test_a_pipe_gets_a_line_every_twenty_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    show = progress_lines("eval", clock=clock)
+    clock.work(show, "images", each=0.5, numbers=range(121))
+    # Seconds 20, 40 and 60 of images at 2 per second, and no line for what is shorter.
+    assert capsys.readouterr().err.splitlines() == [
+        "eval: 40 of 120 images, 120 images/min, 0:00:40 left",
+        "eval: 80 of 120 images, 120 images/min, 0:00:20 left",
+        "eval: 120 of 120 images, 120 images/min, 0:00:00 left",
+    ]
+
+
+def test_a_new_stage_is_counted_from_its_own_beginning(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    show = progress_lines("cache", clock=clock)
+    clock.work(show, "images", each=1.0, numbers=range(1000, 1010))
+    # What an earlier command did is not counted: 20 in 10 seconds, not 500.
+    clock.work(show, "probes", each=0.5, numbers=range(480, 601))
+    assert capsys.readouterr().err.splitlines()[:2] == [
+        "cache: 500 of 600 probes, 120 probes/min, 0:00:50 left",
+        "cache: 540 of 600 probes, 120 probes/min, 0:00:30 left",
+    ]
+
+
+def test_streams_and_parts_of_passes(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    show = progress_lines("merge", clock=clock)
+    show("images", 0, None)
+    clock.now = 20.0
+    show("images", 250_000, None)
+    show("passes", 0.0, 12)
+    clock.now = 40.0
+    show("passes", 2.5, 12)
+    assert capsys.readouterr().err.splitlines() == [
+        "merge: 250,000 images, 12,500 images/s",
+        "merge: 2.5 of 12 passes, 450 passes/h, 0:01:16 left",
+    ]
+
+
+def test_a_terminal_gets_a_bar_that_goes_at_the_end() -> None:
+    clock = Clock()
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=90, color_system=None)
+    with progress_bar("analyze [norms]", console, clock=clock) as show:
+        clock.work(show, "images", each=0.25, numbers=range(41))
+    text = screen.getvalue()
+    assert "analyze [norms]" in text
+    assert "10 of 40 images, 240 images/min, 0:00:08 left" in text
+    assert "11 of 40 images" not in text, "drawn twice a second, not at every call"
+    assert text.endswith("\x1b[2K"), "the line is erased"
+
+
+def test_scores_report_the_images_that_all_orders_have_run() -> None:
+    model = FAMILIES["timm-vit"].wrapped()
+    batches = [
+        (images(3), torch.zeros(3, dtype=torch.int64)),
+        (images(2), torch.zeros(2, dtype=torch.int64)),
+    ]
+    seen: list[int] = []
+    ls.evaluate(model, batches, modes="arbitrary", num_orders=3, on_images=seen.append)
+    assert seen[-1] == 5
+    assert seen == sorted(set(seen))

@@ -113,14 +113,14 @@ def test_the_same_classes_and_the_same_images_held_out(source: Path) -> None:
 def test_several_processes_make_the_same_bytes(source: Path, monkeypatch) -> None:
     monkeypatch.setattr(cache, "CHUNK", 3)
     alone, many = source.with_name("alone"), source.with_name("many")
-    seen: list[tuple[int, int]] = []
+    seen: list[tuple[str, float, float | None]] = []
     build_cache(f"folder:{source}", alone, settings=SMALL)
     parallel = CacheSettings(size=24, workers=2)
     build_cache(f"folder:{source}", many, settings=parallel, progress=lambda *now: seen.append(now))
     assert contents(alone) == contents(many)
-    assert seen[0] == (0, 26)
-    assert seen[-1] == (26, 26)
-    assert [done for done, _ in seen] == sorted({done for done, _ in seen})
+    assert seen[0] == ("images", 0, 26)
+    assert seen[-1] == ("images", 26, 26)
+    assert [done for _, done, _ in seen] == sorted({done for _, done, _ in seen})
 
 
 def build_until_killed(spec: str, out: Path, images: int, half: bool) -> None:
@@ -209,7 +209,7 @@ def test_an_unreadable_image_stops_or_is_left_out(source: Path, capsys) -> None:
     assert main([*words, "--skip-corrupt", "--verify"]) == 0
     text = capsys.readouterr().out
     assert "19 train, 6 val images" in text
-    assert "1 unreadable images were left out" in text
+    assert "note: left out 1 unreadable image: " in text
     assert str(bad) in text
     again = build_cache(f"folder:{source}", out, settings=SMALL)
     assert len(again.skipped) == 1

@@ -136,8 +136,8 @@ def test_a_corrupt_image_is_named_when_read_and_dropped_only_on_request(root: Pa
     assert not {str(path) for path in bad} & {
         file for name in data.splits for file in files_of(data, name)
     }
-    assert f"skipped 1 of 60 unreadable images in train: {bad[0]}" in data.notes
-    assert f"skipped 1 of 15 unreadable images in test: {bad[1]}" in data.notes
+    assert f"skipped 1 of 60 images in train as unreadable: {bad[0]}" in data.notes
+    assert f"skipped 1 of 15 images in test as unreadable: {bad[1]}" in data.notes
 
 
 def test_nothing_readable_is_an_error_even_when_skipping(root: Path) -> None:

@@ -16,6 +16,7 @@ from layershuffle.swarm.chaos import (
     FaultInjector,
     check_faults,
     crashes,
+    crashes_text,
     one_of_each_fault,
 )
 from layershuffle.swarm.messages import Answer, HostUnavailable, Visit, WorkExpired, pack, unpack
@@ -34,6 +35,15 @@ def test_crashes_hit_a_share_of_the_hosts_once_each():
     assert faults == crashes(HOSTS, share=1 / 3, requests=1000, seed=0)
     assert faults != crashes(HOSTS, share=1 / 3, requests=1000, seed=1)
     assert [fault.at for fault in faults] == sorted(fault.at for fault in faults)
+
+
+def test_a_share_of_few_hosts_is_said_as_a_number():
+    assert crashes_text(
+        crashes(HOSTS[:4], share=0.34, requests=50, seed=0), share=0.34, hosts=4
+    ) == ("1 of 4 hosts dies (--kill 0.34, rounded down)")
+    for share in (0.0, -1.0, 1.5):
+        with pytest.raises(UsageError, match="no share of the hosts"):
+            crashes(HOSTS, share=share, requests=50, seed=0)
 
 
 def test_every_host_is_hit_by_some_seed():

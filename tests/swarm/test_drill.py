@@ -7,22 +7,27 @@ from statistics import NormalDist
 from types import SimpleNamespace
 
 import pytest
+from PIL import Image
 
 from common import FAMILIES
 from layershuffle.cli.swarm.drill import DrillCommand
-from layershuffle.errors import LayerShuffleError, UsageError
+from layershuffle.errors import DataError, LayerShuffleError, UsageError
+from layershuffle.models import load
 from layershuffle.swarm.calibration import Calibration, Row
 from layershuffle.swarm.chaos import Fault, one_of_each_fault
 from layershuffle.swarm.drill import (
     Drill,
     Foreseen,
     Reply,
+    calibrated_data,
     drill_report,
     foreseen,
     judged,
     run_drill,
+    why_not_judged,
 )
-from layershuffle.swarm.plan import HostPlan, SwarmPlan
+from layershuffle.swarm.load_client import labelled_images
+from layershuffle.swarm.plan import DEFAULT_MODEL, HostPlan, SwarmPlan
 
 
 class Noting:
@@ -155,9 +160,34 @@ def test_the_report_puts_what_happened_beside_what_was_foreseen():
     assert "degraded                25.0 %    50.0 %" in text
     assert "half within 5, 99 % within 9" in text
     assert "100.0 %, inside what the calibration lets expect: 80.0 %" in text
-    assert "never calibrated" in drill_report(
-        drill, Foreseen(0.0, 0.0), judgement=None, routing="order-free"
+    unjudged = drill_report(
+        drill, Foreseen(0.0, 0.0), judgement="never calibrated", routing="order-free"
     )
+    assert "accuracy not judged: never calibrated" in unjudged
+
+
+def test_images_are_those_of_the_calibration_and_of_others_nothing_is_judged():
+    stored = calibration(50.0, 60.0, 70.0)
+    assert calibrated_data(stored, model="dir:m") == "d"
+    with pytest.raises(UsageError, match=r"never calibrated.* swarm calibrate dir:m --data SPEC"):
+        calibrated_data(None, model="dir:m")
+    assert why_not_judged(PLAN, stored, data="d") == ""
+    assert why_not_judged(PLAN, None, data="d") == "the model was never calibrated"
+    assert "on d, and these images are e" in why_not_judged(PLAN, stored, data="e")
+    mixed = SwarmPlan(hosts={"a": HostPlan(blocks=(0, 1, 2), donors={1: "dir:n"})})
+    assert "blocks of other models" in why_not_judged(mixed, stored, data="d")
+
+
+def test_images_of_other_classes_are_refused_and_few_are_enough(tmp_path):
+    for name in ("cat", "dog"):
+        folder = tmp_path / "test" / name
+        folder.mkdir(parents=True)
+        for number in range(2):
+            Image.new("L", (20, 12), number).save(folder / f"{number}.png")
+    model = load(DEFAULT_MODEL)
+    with pytest.raises(DataError, match="the model has 100 outputs, the data has 2 classes"):
+        labelled_images(model, f"folder:{tmp_path}", count=4)
+    assert len(labelled_images(model, "digit-pairs?test=3&train=5", count=10)) == 3
 
 
 def test_a_fault_that_cannot_happen_ends_the_drill():
@@ -221,7 +251,7 @@ def drilled(monkeypatch, operator, ask, plan=PLAN, **options):
     monkeypatch.setattr("layershuffle.swarm.load_client.load_client", lambda *_, **__: ask)
     monkeypatch.setattr("layershuffle.swarm.client.AsyncSwarmClient", Client)
     plan = plan.model_copy(update={"model": "timm:vit_tiny_patch16_224"})
-    return DrillCommand(kinds=("crash", "freeze"), **options).drill(plan, operator)
+    return DrillCommand(kinds=("crash", "freeze"), data="some", **options).drill(plan, operator)
 
 
 async def answered(number):

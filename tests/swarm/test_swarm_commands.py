@@ -106,11 +106,12 @@ def test_plan_and_simulate(capsys, tmp_path):
     code, out, _ = run(capsys, "swarm", "plan", str(hosts), "--replicas", "1", "--out", str(plan))
     assert code == 0
     assert "free order   in order" in out
-    assert f"Next: layershuffle swarm simulate {plan}" in out
+    assert f"Next: layershuffle swarm simulate {plan} --profile {hosts}\n" in out
     words = ["swarm", "simulate", str(plan), "--requests", "50", "--kill", "0.5"]
     code, first, _ = run(capsys, *words, "--profile", str(hosts))
     assert code == 0
     assert "replicated-sequential" in first
+    assert first.startswith("2 of 4 hosts die (--kill 0.5, rounded down), seed 0\n")
     table = {line.split("  ")[0]: line.split()[-3:] for line in first.splitlines()}
     assert table["% failed"][0] == "0.00"
     assert float(table["% failed"][1]) > 10

@@ -332,6 +332,24 @@ def test_bf16_on_a_cpu_without_it_is_said(tmp_path, monkeypatch, caplog, has_bf1
     assert ("several times slower" in caplog.text) is not has_bf16
 
 
+def test_a_run_goes_on_in_the_precision_that_it_began_in(tmp_path):
+    """Whatever a probe would choose now: the record in the checkpoint is another processor's."""
+    run, out = settings(steps=4, checkpoint_every=2, log_every=1, device="cpu"), tmp_path / "run"
+
+    def stop(event):
+        if event["kind"] == "log" and event["step"] == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(run, out, listeners=[stop])
+    (record,) = (out / "checkpoints").glob("step-*/precision.json")
+    assert json.loads(record.read_text()) == {"precision": "fp32", "why": ""}
+    record.write_text(json.dumps({"precision": "bf16", "why": "tried elsewhere"}))
+    result = fit(run, out)
+    assert result.hardware["precision"] == "bf16"
+    assert "precision bf16: tried elsewhere" in result.data["notes"]
+
+
 def test_a_gpu_that_is_not_there(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UsageError, match="There is no GPU"):

@@ -8,7 +8,6 @@ the numbers alone.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -24,6 +23,8 @@ from layershuffle.analysis.results import (
 )
 from layershuffle.analysis.settings import AnalysisSettings
 from layershuffle.errors import UsageError
+from layershuffle.machine import Device
+from layershuffle.progress import Progress, unheard
 from layershuffle.text import did_you_mean
 
 if TYPE_CHECKING:
@@ -111,13 +112,15 @@ def run_analysis(
     data_spec: str,
     settings: AnalysisSettings,
     out: Path,
-    progress: Callable[[str], None] | None = None,
+    device: Device = "auto",
+    progress: Progress = unheard,
 ) -> None:
     """Answer one question about one model into `out`, which is whole or absent at any moment.
 
     Written: CSV tables, SVG figures, and summary.json (schema, name, title, paragraph, files,
-    settings, facts). `progress` is called with a sentence at every stage. Raises `DoesNotApply` (a
-    `UsageError`) for a model that the question does not apply to, and as `load` and `open_data` do.
+    settings, facts). `progress` hears of images and of what is made of them. Raises `DoesNotApply`
+    (a `UsageError`) for a model that the question does not apply to, and as `load` and `open_data`
+    do.
     """
     from layershuffle.analysis.subject import open_subject
     from layershuffle.files import staged_directory
@@ -125,7 +128,7 @@ def run_analysis(
     analysis = find_analysis(name)
     check_replaceable(out)
     subject = open_subject(
-        model_spec, data_spec, settings=settings, progress=progress or (lambda _: None)
+        model_spec, data_spec, settings=settings, device=device, progress=progress
     )
     module = analysis.load()
     # Everything is made before anything is written: an older answer stays if this one fails.

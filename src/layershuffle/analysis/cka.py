@@ -78,7 +78,7 @@ def measure(subject: Subject) -> Measurement:
     influence = np.zeros((depth, depth, first.shape[2]))
     shuffle = np.random.default_rng(subject.settings.seed).permutation(first.shape[2])
     for block, (ours, others) in enumerate(zip(first, second, strict=True)):
-        subject.progress(f"comparing positions, block {block + 1} of {subject.depth}")
+        subject.progress("blocks", block, depth)
         matrix, moved = cka_matrix(ours, others)
         influence += moved / depth
         # The two squares of orders are equals, so neither direction is the right one.

@@ -134,7 +134,7 @@ def _fit(subject: Subject) -> dict[tuple[str, int], Any]:
                     vectors[source, seen.step.block].append(rows)
     probes = {}
     for number, (key, features) in enumerate(vectors.items()):
-        subject.progress(f"fitting probe {number + 1} of {len(vectors)}")
+        subject.progress("probes", number, len(vectors))
         # Shrunk, because there may be more features than images; no iterations, so no seed.
         probe = make_pipeline(
             StandardScaler(), LinearDiscriminantAnalysis(solver="lsqr", shrinkage="auto")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +20,7 @@ from layershuffle.data.loading import loader_processes
 from layershuffle.data.view import resized_as
 from layershuffle.errors import DataError, UsageError
 from layershuffle.hooks import BlockHook
+from layershuffle.machine import Device, device_of
 from layershuffle.models import (
     class_names_of,
     host_of,
@@ -30,10 +31,10 @@ from layershuffle.models import (
 )
 from layershuffle.models.origin import trained_with
 from layershuffle.orders import ExecutionOrder
+from layershuffle.progress import Progress
 from layershuffle.stack import depth_of, running, with_hooks
 from layershuffle.stats import ImageGroups
 
-Progress = Callable[[str], None]
 AnyOrder = ExecutionOrder | Sequence[ExecutionOrder]
 # Below this the spread of the few clusters is itself too uncertain to judge a difference by.
 FEWEST_CLUSTERS = 10
@@ -101,13 +102,12 @@ class Subject:
         )
         number = -1
         for number, (images, labels) in enumerate(self._loader(part)):
-            self.progress(f"{split} images, batch {number + 1} of {count}")
             drawn = balanced_orders(
                 self.depth, first=number * orders, count=orders, seed=settings.seed
             )
-            yield Batch(
-                first=number * settings.batch_size, images=images, labels=labels, orders=drawn
-            )
+            first = number * settings.batch_size
+            self.progress(f"{split} images", first, part.size or settings.images)
+            yield Batch(first=first, images=images, labels=labels, orders=drawn)
         if number < 0:
             raise DataError(f"The {split} split has no image", place=self.data.spec)
 
@@ -164,12 +164,17 @@ class Subject:
 
 
 def open_subject(
-    model_spec: str, data_spec: str, *, settings: AnalysisSettings, progress: Progress
+    model_spec: str,
+    data_spec: str,
+    *,
+    settings: AnalysisSettings,
+    device: Device,
+    progress: Progress,
 ) -> Subject:
-    """The model, on a GPU if there is one, and its test images."""
+    """The model on that device, and its test images."""
     model = load(model_spec)
     # fp32 on either device: the questions are about small differences between states.
-    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    model.to(device_of(device))
     data = _open(data_spec, model, settings, train=False)
     return Subject(model=model, spec=model_spec, data=data, settings=settings, progress=progress)
 

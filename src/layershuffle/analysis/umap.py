@@ -71,10 +71,13 @@ def measure(subject: Subject) -> Measurement:
         )
     # Every image has an order of its own, so batches are no reason for images to go together.
     clusters = subject.clusters(len(positions), by_batch=False)
-    points, rows = [], []
+    points: list[DataFrame] = []
+    rows: list[dict[str, Any]] = []
+    # Every block of every kind of token, then all blocks together.
+    every = len(features) * depth + 1
     for token, vectors in features.items():
         for block in range(depth):
-            subject.progress(f"embedding block {block + 1} of {depth}, {token} token")
+            subject.progress("embeddings", len(rows), every)
             at, outputs = positions[:, block], vectors[:, block]
             images = range(len(at))
             places = embed(outputs, neighbours, seed=seed)
@@ -82,6 +85,7 @@ def measure(subject: Subject) -> Measurement:
             numbers = describe(outputs, at, neighbours=neighbours, clusters=clusters)
             rows.append({"token": token, "block": block, "shown": int(block == shown), **numbers})
     blocks = DataFrame(rows)
+    subject.progress("embeddings", len(rows), every)
     joint, joint_facts = _joint(subject, features, positions)
     return Measurement(
         tables={"points": pd.concat(points, ignore_index=True), "joint": joint, "blocks": blocks},
@@ -206,7 +210,6 @@ def _joint(
     depth, neighbours = subject.depth, subject.settings.neighbours
     images = min(len(positions), max(1, _JOINT_POINTS // depth))
     token = next(iter(features))
-    subject.progress("embedding all blocks at all positions")
     vectors = features[token][:images].reshape(images * depth, -1)
     places = embed(vectors, neighbours, seed=subject.settings.seed)
     near = _neighbours(vectors, neighbours)

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from itertools import cycle, islice
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch.utils.data import DataLoader, Sampler
@@ -33,6 +34,7 @@ from layershuffle.machine import versions
 from layershuffle.merging.plans import sample_plans
 from layershuffle.models import image_view, load, logits_of
 from layershuffle.policies import Shuffled
+from layershuffle.progress import Progress, unheard
 from layershuffle.stack import depth_of, running, with_hooks
 
 FILES, LEAST_INPUT_STEPS = 256, 4
@@ -44,7 +46,7 @@ _QUICK = Effort(pairs=5, seconds=0.0, warm_up=1)
 # --- eval -----------------------------------------------------------------------------------------
 
 
-def bench_eval(config: BenchConfig) -> BenchReport:
+def bench_eval(config: BenchConfig, *, progress: Progress = unheard) -> BenchReport:
     """Forwards, each batch in an order of its own, weights and states in `config.precision`."""
     workload = config.workload()
     flops = flops_of(workload.model, image_view(workload.model)).forward
@@ -58,6 +60,7 @@ def bench_eval(config: BenchConfig) -> BenchReport:
         nonlocal taken
         for _ in range(count):
             taken += 1
+            progress("steps", taken - 1, WARM_UP + config.steps + PHASED)
             timer.begin("data")
             pixels = workload.pixels.to(images.device, non_blocking=True)
             batch = workload.finish(pixels).to(images.dtype)
@@ -100,11 +103,16 @@ def bench_eval(config: BenchConfig) -> BenchReport:
 
 
 @torch.inference_mode()
-def bench_orders(config: BenchConfig, *, effort: Effort = _QUICK) -> BenchReport:
+def bench_orders(
+    config: BenchConfig, *, progress: Progress = unheard, effort: Effort = _QUICK
+) -> BenchReport:
     """Sweeps of orders over one batch. A score is one image under one of 64 random orders."""
     workload = converted(config.workload(), config.precision)
-    facts, seconds = {}, []
-    for name, orders in sweeps(depth_of(workload.model)).items():
+    facts: dict[str, str] = {}
+    seconds: list[float] = []
+    wanted = sweeps(depth_of(workload.model))
+    for name, orders in wanted.items():
+        progress("sweeps", len(facts), len(wanted))
         pairs, counts = compare_with_trie(workload, orders, effort=effort)
         ratios, (naive, runs) = sorted(pairs.ratios), counts["block runs"]
         facts[name] = (
@@ -139,7 +147,9 @@ class EndlessBatches(Sampler[list[int]]):
             yield list(islice(numbers, self._batch))
 
 
-def bench_input(config: BenchConfig, *, files: int = FILES) -> BenchReport:
+def bench_input(
+    config: BenchConfig, *, progress: Progress = unheard, files: int = FILES
+) -> BenchReport:
     """Reading for `config.model` without end; the batches of the cold start are left out.
 
     A step is one batch from every process: each of them reads in every step.
@@ -157,7 +167,8 @@ def bench_input(config: BenchConfig, *, files: int = FILES) -> BenchReport:
             num_workers=config.workers,
             pin_memory=config.device == "cuda",
         )
-        seconds = steady(iter(loader), workers=config.workers, steps=config.steps)
+        batches = iter(loader)
+        seconds = steady(batches, workers=config.workers, steps=config.steps, progress=progress)
     return BenchReport(
         kind="input",
         conditions=config.conditions("uint8"),
@@ -177,6 +188,7 @@ def steady(
     workers: int,
     steps: int,
     clock: Callable[[], float] = time.perf_counter,
+    progress: Progress = unheard,
 ) -> list[float]:
     """Seconds of `steps` steps, no fewer than four, of one batch from each of `workers` processes.
 
@@ -185,7 +197,8 @@ def steady(
     each = max(1, workers)
     deque(islice(batches, 2 * each), maxlen=0)
     seconds = []
-    for _ in range(max(LEAST_INPUT_STEPS, steps)):
+    for number in range(max(LEAST_INPUT_STEPS, steps)):
+        progress("steps", number, max(LEAST_INPUT_STEPS, steps))
         begun = clock()
         deque(islice(batches, each), maxlen=0)
         seconds.append(clock() - begun)
@@ -195,15 +208,16 @@ def steady(
 # --- merge ----------------------------------------------------------------------------------------
 
 
-def bench_merge(config: BenchConfig) -> BenchReport:
+def bench_merge(config: BenchConfig, *, progress: Progress = unheard) -> BenchReport:
     """Merges per second, and the memory that a hundred of them add to that of twelve models."""
     workload = converted(config.workload(), config.precision)
     group = merge_group(workload.model, DONORS)
     plans = sample_plans(DONORS, depth_of(workload.model), count=config.steps + 1, seed=1)
     # Not timed: the first merge pays for imports and caches.
     group.merge(plans[0])
-    seconds = []
+    seconds: list[float] = []
     for plan in plans[1:]:
+        progress("merges", len(seconds), config.steps)
         begun = time.perf_counter()
         group.merge(plan)
         seconds.append(time.perf_counter() - begun)
@@ -221,7 +235,13 @@ def bench_merge(config: BenchConfig) -> BenchReport:
     )
 
 
-BENCHES: Mapping[str, Callable[[BenchConfig], BenchReport]] = {
+class Bench(Protocol):
+    """A kind of bench; `progress` hears of what it repeats."""
+
+    def __call__(self, config: BenchConfig, *, progress: Progress = ...) -> BenchReport: ...
+
+
+BENCHES: Mapping[str, Bench] = {
     "train": bench_train,
     "eval": bench_eval,
     "orders": bench_orders,

@@ -11,6 +11,7 @@ from layershuffle.bench.machine import matmul_ceiling
 from layershuffle.bench.timing import median_phases
 from layershuffle.compiling import BlockCompiler
 from layershuffle.machine import versions
+from layershuffle.text import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +25,7 @@ class Conditions:
 
     def __str__(self) -> str:
         threads = self.hardware["threads"]
-        on = self.hardware["gpu"] or f"{self.hardware['processor']}, {threads} thread(s)"
+        on = self.hardware["gpu"] or f"{self.hardware['processor']}, {counted(threads, 'thread')}"
         return f"{self.model}, batch {self.batch}, {self.dtype}, on {on}"
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from layershuffle.errors import UsageError
+from layershuffle.machine import Device, device_of
 from layershuffle.settings import Positive, Settings
 
 if TYPE_CHECKING:
@@ -39,8 +39,8 @@ class BenchSettings(Settings):
     """Images per step (default: 640 on a GPU, 64 on a CPU)."""
     steps: Annotated[int, Field(ge=5)] = 20
     """Steps or merges that are timed."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto takes a GPU when there is one."""
+    device: Device = "auto"
+    """Where to compute; auto takes a GPU if there is one."""
     precision: Literal["auto", "fp32", "bf16", "bf16-pure"] = "auto"
     """auto: bf16 on GPUs that have it, fp32 elsewhere. train: as fit has it; others have weights
     and states in bf16 either way."""
@@ -100,10 +100,7 @@ def resolve(settings: BenchSettings) -> BenchConfig:
     from layershuffle.bench.workloads import VIT_B
     from layershuffle.data.loading import loader_processes
 
-    has_gpu = torch.cuda.is_available()
-    if settings.device == "cuda" and not has_gpu:
-        raise UsageError("There is no GPU that torch can use here", hint="leave --device at auto")
-    device: Literal["cpu", "cuda"] = "cuda" if has_gpu and settings.device != "cpu" else "cpu"
+    device = device_of(settings.device)
     # On CPUs bf16 is no default: it was slower for the digits model, and faster for a ViT-S/16.
     has_bf16 = device == "cuda" and torch.cuda.is_bf16_supported()
     # 640 is a batch size of the paper.

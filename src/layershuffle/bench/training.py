@@ -22,6 +22,7 @@ from layershuffle.data import ImageData, Split
 from layershuffle.errors import TrainingError
 from layershuffle.models import host_of, image_view
 from layershuffle.position import add_position
+from layershuffle.progress import Progress, unheard
 from layershuffle.settings import FitSettings
 from layershuffle.stack import with_hooks
 from layershuffle.training.distributed import Ranks
@@ -31,7 +32,7 @@ from layershuffle.training.state import TrainState, new_state
 from layershuffle.training.warmup import largest_forward
 
 
-def bench_train(config: BenchConfig) -> BenchReport:
+def bench_train(config: BenchConfig, *, progress: Progress = unheard) -> BenchReport:
     """Training steps of `fit` in shuffled orders.
 
     Raises `TrainingError` that names a batch that fits where this one does not.
@@ -40,7 +41,7 @@ def bench_train(config: BenchConfig) -> BenchReport:
     flops = flops_of(host_of(workload.model), image_view(workload.model)).training
     ceiling = matmul_ceiling(config.device, config.precision)
     state = training_state(settings, workload, compiler=config.compiler())
-    measured = time_training(state, workload, steps=config.steps)
+    measured = time_training(state, workload, steps=config.steps, progress=progress)
     facts = {"orders": f"{config.orders_per_batch} per batch"}
     return measured.report(
         "train",
@@ -100,6 +101,7 @@ def training_state(
         steps=1 << 30,
         eval_every=1 << 30,
         select_by="sequential",
+        precision=settings.precision,
     )
     return new_state(job)
 
@@ -112,6 +114,7 @@ def time_training(
     warm_up: int = WARM_UP,
     phased: int = PHASED,
     clock: Callable[[], float] = time.perf_counter,
+    progress: Progress = unheard,
 ) -> TimedSteps:
     """Train for `warm_up`, `steps` and `phased` steps on one batch that lies ready.
 
@@ -134,6 +137,8 @@ def time_training(
 
         def on_phase(phase: str, step: int) -> None:
             nonlocal graphs_before, peak, memory
+            if phase == "data":
+                progress("steps", step - first + warm_up, end - first + warm_up)
             if phase == "data" and step == first:
                 graphs_before, memory = compiler.graphs, Memory(device.type)
                 counting.enter_context(syncs.counted(device.type))

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
 from layershuffle.analysis import ANALYSES, AnalysisSettings, read_analysis, run_analysis
-from layershuffle.cli.command import Command, Inline
+from layershuffle.cli.command import ComputingCommand, Inline
 from layershuffle.errors import UsageError
 from layershuffle.extras import require
 from layershuffle.text import listing
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnalyzeCommand(Command):
+class AnalyzeCommand(ComputingCommand):
     """Ask one question about what the blocks of a model learnt, or every question that applies."""
 
     name: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")] = None
@@ -31,6 +32,8 @@ class AnalyzeCommand(Command):
     # --list alone is a whole command, which is why tyro does not require the arguments above.
     list: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print the questions and stop; nothing else is needed."""
+    json: bool = False
+    """Print JSON: the sentence, the numbers and the files of every question."""
     settings: Inline[AnalysisSettings]
 
     def run(self) -> int:
@@ -45,36 +48,52 @@ class AnalyzeCommand(Command):
             )
         require("study")
         if self.name != "all":
-            self._answer(self.name, model=self.model, data=self.data, out=self.out)
+            answer = self._answer(self.name, model=self.model, data=self.data, out=self.out)
+            if self.json:
+                print(json.dumps(answer, indent=2))
             return 0
 
         # Imported late because torch comes with it.
         from layershuffle.analysis.subject import DoesNotApply
 
         # A mixer has no attention to look at: what does not apply is named, and is no failure.
-        refused = []
+        answers, refused = [], {}
         for name in ANALYSES:
             try:
-                self._answer(name, model=self.model, data=self.data, out=self.out / name)
+                answers.append(
+                    self._answer(name, model=self.model, data=self.data, out=self.out / name)
+                )
             except DoesNotApply as reason:
-                refused.append(f"{name} does not apply: {reason}")
-        print("\n".join(refused) or "All analyses apply to this model.")
+                refused[name] = str(reason)
+        if self.json:
+            print(json.dumps({"answers": answers, "do_not_apply": refused}, indent=2))
+            return 0
+        lines = [f"{name} does not apply: {reason}" for name, reason in refused.items()]
+        print("\n".join(lines) or "All analyses apply to this model.")
         return 0
 
-    def _answer(self, name: str, *, model: str, data: str, out: Path) -> None:
-        from rich.console import Console
-
-        # On standard error, so that a pipe gets the answers alone.
-        with Console(stderr=True).status(name) as status:
+    def _answer(self, name: str, *, model: str, data: str, out: Path) -> dict[str, Any]:
+        """Answer one question, and print the answer unless all are printed as JSON."""
+        with self.computing(name) as progress:
             run_analysis(
                 name,
                 model,
                 data_spec=data,
                 settings=self.settings,
                 out=out,
-                progress=lambda text: status.update(f"{name}: {text}"),
+                device=self.device,
+                progress=progress,
             )
         # Read back, so that what is printed is what the files hold.
         result = read_analysis(out)
-        print(f"{result.title}\n{result.paragraph}")
-        print(f"In {out}: {', '.join(result.files)}\n")
+        if not self.json:
+            print(f"{result.title}\n{result.paragraph}")
+            print(f"In {out}: {', '.join(result.files)}\n")
+        return {
+            "name": result.name,
+            "title": result.title,
+            "sentence": result.paragraph,
+            "facts": result.facts,
+            "directory": str(out),
+            "files": list(result.files),
+        }

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
 import tyro
 
 from layershuffle.bench.settings import KINDS, BenchSettings
-from layershuffle.cli.command import Command, Inline
+from layershuffle.cli.command import Command, Inline, threads_of
 from layershuffle.errors import UsageError
 from layershuffle.text import did_you_mean
 
@@ -37,11 +36,10 @@ class BenchCommand(Command):
         from layershuffle.bench.kinds import BENCHES
         from layershuffle.bench.report import report_text
         from layershuffle.bench.settings import resolve
-        from layershuffle.machine import torch_threads
+        from layershuffle.cli.progress import shown_progress
 
-        # torch keeps its own choice, which depends on the machine, unless a number is asked for.
-        threads = self.settings.threads
-        with torch_threads(threads) if threads else nullcontext():
-            report = BENCHES[self.kind](resolve(self.settings))
+        title = f"bench {self.kind}"
+        with threads_of(self.settings.threads), shown_progress(title) as progress:
+            report = BENCHES[self.kind](resolve(self.settings), progress=progress)
         print(json.dumps(asdict(report), indent=2) if self.json else report_text(report))
         return 0

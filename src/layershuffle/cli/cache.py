@@ -11,7 +11,7 @@ import tyro
 
 from layershuffle.cli.command import Command, Inline
 from layershuffle.settings import CacheSettings
-from layershuffle.text import shortened
+from layershuffle.text import counted, shortened
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,13 +32,14 @@ class CacheCommand(Command):
 
     def run(self) -> int:
         """Make the cache, or say that it is there; check it if asked to."""
-        from layershuffle.cli.progress import Counter
+        from layershuffle.cli.progress import shown_progress
         from layershuffle.data.cache import build_cache, default_out, verify_cache
         from layershuffle.data.loading import loader_processes
 
         settings = self.settings
         out = self.out or default_out(self.data, settings.size)
-        report = build_cache(self.data, out, settings=settings, progress=Counter("images cached"))
+        with shown_progress("cache") as progress:
+            report = build_cache(self.data, out, settings=settings, progress=progress)
         images = ", ".join(f"{count:,} {folder}" for folder, count in report.images.items())
         print(
             f"{images} images in {report.out} ({report.bytes / 1e9:.2f} GB), "
@@ -46,11 +47,12 @@ class CacheCommand(Command):
         )
         if report.skipped:
             names = shortened(report.skipped, limit=5)
-            print(f"note: {len(report.skipped)} unreadable images were left out: {names}")
+            print(f"note: left out {counted(len(report.skipped), 'unreadable image')}: {names}")
         if self.verify:
             # Reading back is bound by decoding too, so it takes as many processes as writing did.
             processes = loader_processes() if settings.workers is None else settings.workers
-            count = verify_cache(out, processes=processes, progress=Counter("images checked"))
+            with shown_progress("verify") as progress:
+                count = verify_cache(out, processes=processes, progress=progress)
             print(f"All {count:,} images are what was written")
         # Quoted: names of directories may hold spaces, and the line is there to be copied.
         print(f"Next: layershuffle fit --data {quote(f'folder:{out}')} ...")

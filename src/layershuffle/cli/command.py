@@ -6,13 +6,16 @@ every argument with its type, its default and a sentence.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Annotated, Self, TypeVar
 
 import tyro
 
-from layershuffle.errors import SettingsError
+from layershuffle.errors import SettingsError, UsageError
+from layershuffle.machine import Device, torch_threads
+from layershuffle.progress import Progress
 
 AnySettings = TypeVar("AnySettings")
 Inline = Annotated[AnySettings, tyro.conf.arg(name="")]
@@ -44,3 +47,29 @@ class Command:
         except SettingsError as error:
             # Not chained: the first error says the same without the next command to type.
             raise SettingsError(error.cause, hint=f"{prog} --help") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputingCommand(Command):
+    """A command that runs a model in this process; `fit` and `bench` have the flags as settings."""
+
+    device: Device = "auto"
+    """Where to compute; auto takes a GPU if there is one."""
+    threads: int | None = None
+    """CPU threads of torch (default: torch's own choice)."""
+
+    @contextmanager
+    def computing(self, title: str) -> Iterator[Progress]:
+        """With as many threads as asked for; the progress is shown under `title`."""
+        from layershuffle.cli.progress import shown_progress
+
+        if self.threads is not None and self.threads < 1:
+            raise UsageError(f"--threads is 1 or more, not {self.threads}")
+        with threads_of(self.threads), shown_progress(title) as progress:
+            yield progress
+
+
+def threads_of(number: int | None) -> AbstractContextManager[None]:
+    """Torch computes with `number` threads inside; `None` leaves it its own choice."""
+    # Not even set to what it is: torch's choice depends on the machine and may change.
+    return torch_threads(number) if number else nullcontext()

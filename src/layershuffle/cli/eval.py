@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from layershuffle.cli.command import Command, Inline
+from layershuffle.cli.command import ComputingCommand, Inline
 from layershuffle.settings import EvalSettings
-from layershuffle.text import counted_as, table
+from layershuffle.text import counted, counted_as, table
 
 if TYPE_CHECKING:
     from layershuffle.evaluation import Evaluation, Score
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalCommand(Command):
+class EvalCommand(ComputingCommand):
     """Score a model under many execution orders, in one pass over the data.
 
     Prints a table with a row per mode.
@@ -40,7 +40,15 @@ class EvalCommand(Command):
         """Evaluate and print a table or JSON."""
         from layershuffle.evaluation import evaluate_spec
 
-        evaluation = evaluate_spec(self.model, self.data, settings=self.settings, order=self.order)
+        with self.computing("eval") as progress:
+            evaluation = evaluate_spec(
+                self.model,
+                self.data,
+                settings=self.settings,
+                order=self.order,
+                device=self.device,
+                progress=progress,
+            )
         report = _report(evaluation, self.settings, model=self.model)
         print(json.dumps(report, indent=2) if self.json else _text(report))
         return 0
@@ -56,15 +64,20 @@ def _report(evaluation: Evaluation, settings: EvalSettings, *, model: str) -> di
         "model": model,
         "data": evaluation.data.spec,
         "split": "test",
-        "notes": list(evaluation.data.notes),
+        "notes": [*evaluation.data.notes, *_precision_note(evaluation)],
         "draw": f"one order per {settings.draw}",
         "seed": settings.seed,
         "batch_size": settings.batch_size,
         "blocks": evaluation.blocks,
         "modes": [_mode_report(name, group) for name, group in groups.items()],
-        "hardware": hardware(settings.precision),
+        "hardware": hardware(evaluation.precision.precision),
         "versions": versions(),
     }
+
+
+def _precision_note(evaluation: Evaluation) -> list[str]:
+    chosen = evaluation.precision
+    return [f"precision {chosen.precision}: {chosen.why}"] if chosen.why else []
 
 
 def _mode_report(name: str, scores: Sequence[Score]) -> dict[str, Any]:
@@ -126,6 +139,7 @@ def _text(report: dict[str, Any]) -> str:
         )
     over_images = [m["top1"]["effective"] for m in report["modes"] if m["top1"]["kind"] == "images"]
     single = f"; of a single order Wilson over the images, {counted_as(over_images)}"
+    images = counted(report["modes"][0]["images"], "image")
     header = ("mode", "kept", "orders", "top-1 %", "sd", "95 %", "top-5 %", "CE")
     return "\n".join(
         [
@@ -133,8 +147,8 @@ def _text(report: dict[str, Any]) -> str:
             f"{report['hardware']['precision']}, "
             + ("compiled blocks" if reason is None else f"eager mode: {reason}"),
             table(header, rows),
-            f"{report['modes'][0]['images']} images each. sd: over orders. 95 %: t-interval over "
-            f"orders{single if over_images else ''}. --json lists the orders.",
+            f"{images} each. sd: over orders. 95 %: t-interval over orders"
+            f"{single if over_images else ''}. --json lists the orders.",
             *report["notes"],
         ]
     )

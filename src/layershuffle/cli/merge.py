@@ -11,18 +11,18 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from layershuffle.cli.command import Command, Inline
+from layershuffle.cli.command import ComputingCommand, Inline
 from layershuffle.cli.eval import estimates
 from layershuffle.errors import UsageError
 from layershuffle.merging.rows import MergingRow, group_rows, rows_csv, score_of
 from layershuffle.merging.settings import EnsembleSettings, MergingSettings
-from layershuffle.text import counted_as, table
+from layershuffle.text import counted, counted_as, table
 
 _TABLE_WIDTH = 120  # ten columns
 
 
 @dataclass(frozen=True, kw_only=True)
-class MergeCommand(Command):
+class MergeCommand(ComputingCommand):
     """Build models from the blocks of several models.
 
     There are two forms. `merge RECIPE.yaml --out DIR` writes the model whose blocks come from the
@@ -75,7 +75,6 @@ class MergeCommand(Command):
         # Built anew, not copied: a count of 0 must be refused as --merges 0 is.
         settings = MergingSettings(**{**dict(self.settings), "merges": merges})
 
-        from layershuffle.cli.progress import Counter
         from layershuffle.files import write_text
         from layershuffle.merging.scoring import score_merging
         from layershuffle.models.output import check_output
@@ -86,15 +85,17 @@ class MergeCommand(Command):
             if self.out.is_dir():
                 raise UsageError("--out is the file of the scores here", place=self.out)
         notes: list[str] = []
-        rows = score_merging(
-            list(self.models),
-            self.data,
-            settings=settings,
-            mode=self.mode,
-            base=self.base,
-            progress=Counter("passes done", unit="passes"),
-            note=notes.append,
-        )
+        with self.computing("merge") as progress:
+            rows = score_merging(
+                list(self.models),
+                self.data,
+                settings=settings,
+                mode=self.mode,
+                base=self.base,
+                device=self.device,
+                progress=progress,
+                note=notes.append,
+            )
         if self.out is not None:
             # Before anything is printed: a closed pipe must not cost the scores.
             write_text(self.out, rows_csv(rows))
@@ -161,23 +162,24 @@ def _merging_text(report: dict[str, Any]) -> str:
         )
     estimates = [group["top1"] for group in report["groups"]]
     over_images = [top1["effective"] for top1 in estimates if top1["kind"] == "images"]
-    counted = f", {counted_as(over_images)}" if over_images else ""
+    independent = f", {counted_as(over_images)}" if over_images else ""
+    donors, images = len(report["donors"]), report["groups"][0]["top1"]["images"]
     header = ("", "models", "orders", "top-1 %", "sd", "min", "max", "95 %", "top-5 %", "CE")
     return "\n".join(
         [
-            f"{len(report['donors'])} donors on {report['data']}, {report['mode']} order, "
+            f"{counted(donors, 'donor')} on {report['data']}, {report['mode']} order, "
             f"seed {report['settings']['seed']}, {report['settings']['precision']}",
             table(header, rows, width=_TABLE_WIDTH),
-            f"{report['groups'][0]['top1']['images']} images each. *: what the settings name "
-            "first. sd and 95 %: over models (t-interval), of a single model over its orders, of a "
-            f"single order over images (Wilson{counted}). min, max: single scores.",
+            f"{counted(images, 'image')} each. *: what the settings name first. sd and 95 %: "
+            "over models (t-interval), of a single model over its orders, of a single order "
+            f"over images (Wilson{independent}). min, max: single scores.",
             *report["notes"],
         ]
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class EnsembleCommand(Command):
+class EnsembleCommand(ComputingCommand):
     """Score the ensemble of several models: the mean of their answers."""
 
     models: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="MODEL...")]
@@ -196,7 +198,14 @@ class EnsembleCommand(Command):
         from layershuffle.merging.scoring import score_ensemble
 
         models = list(self.models)
-        scores, notes = score_ensemble(models, self.data, settings=self.settings)
+        with self.computing("ensemble") as progress:
+            scores, notes = score_ensemble(
+                models,
+                self.data,
+                settings=self.settings,
+                device=self.device,
+                progress=progress,
+            )
         report = {
             "models": models,
             "data": self.data,
@@ -227,9 +236,9 @@ def _ensemble_text(report: dict[str, Any]) -> str:
     # In sequential order there is only one order to draw.
     orders = "" if settings["mode"] == "sequential" else f" {settings['orders']}"
     lines = [
-        f"Ensemble of {len(report['models'])} models on {report['data']}, mean "
+        f"Ensemble of {counted(len(report['models']), 'model')} on {report['data']}, mean "
         f"{settings['combine']}, {settings['mode']}{orders} orders, "
-        f"{count} draw{'s' * (count > 1)}, {report['images']} images, {settings['precision']}",
+        f"{counted(count, 'draw')}, {counted(report['images'], 'image')}, {settings['precision']}",
         f"top-1 {top1['mean']:.2f} %{spread}, 95 % {top1['low']:.1f} to {top1['high']:.1f} over "
         f"{over}; top-5 {report['top5']['mean']:.2f} %; "
         f"cross-entropy {report['cross_entropy']['mean']:.3f}",

@@ -10,13 +10,14 @@ from typing import Annotated
 import tyro
 
 from layershuffle.bundled import image_file
-from layershuffle.cli.command import Command
+from layershuffle.cli.command import ComputingCommand
 from layershuffle.errors import UsageError
+from layershuffle.machine import device_of
 from layershuffle.text import ranked
 
 
 @dataclass(frozen=True, kw_only=True)
-class PredictCommand(Command):
+class PredictCommand(ComputingCommand):
     """Name the classes of images. The model runs here, all images in one execution order.
 
     Prints a line per image, then the order.
@@ -44,8 +45,6 @@ class PredictCommand(Command):
         if self.order is not None and self.mode is not None:
             raise UsageError("--order and --mode exclude each other", hint="give one of them")
 
-        import torch
-
         from layershuffle.models import load
         from layershuffle.orders import ExecutionOrder
         from layershuffle.predict import order_for, predict_files
@@ -58,17 +57,12 @@ class PredictCommand(Command):
         else:
             order = order_for(self.mode or "sequential", depth=depth, seed=self.seed)
         images = [image_file(image) for image in self.images]
-        if torch.cuda.is_available():
-            model.to("cuda")
-        predictions = [
-            # By the names that were given: a packaged picture has a long one of its own.
-            replace(prediction, image=str(image))
-            for image, prediction in zip(
-                self.images,
-                predict_files(model, images, order=order, top=self.top),
-                strict=True,
-            )
-        ]
+        with self.computing("predict") as progress:
+            model.to(device_of(self.device))
+            predicted = predict_files(model, images, order=order, top=self.top, progress=progress)
+        # By the names that were given: a packaged picture has a long one of its own.
+        pairs = zip(self.images, predicted, strict=True)
+        predictions = [replace(prediction, image=str(image)) for image, prediction in pairs]
         if self.json:
             report = {
                 "model": self.model,

@@ -1,7 +1,7 @@
 """Progress of long commands: a live display on a terminal, plain lines elsewhere.
 
 Three things report progress: one training (`progress_listener`), the tasks of a study
-(`study_watcher`), and anything that counts (`Counter`).
+(`study_watcher`), and anything that counts (`shown_progress`).
 """
 
 from __future__ import annotations
@@ -13,15 +13,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from layershuffle.progress import Progress
+
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
     from layershuffle.study.runner import TaskState
 
 Listener = Callable[[dict[str, Any]], None]
+Clock = Callable[[], float]
 Watcher = Callable[[list["TaskState"], float], None]
 LOADER_BOUND = 10.0  # percent of the steps' time: below that, more loading would gain little
-_STUDY_LINE_SECONDS, _COUNTER_LINE_SECONDS = 20.0, 10.0
+_LINE_SECONDS, _DRAW_SECONDS = 20.0, 0.5  # between lines in a pipe, and drawings on a terminal
 _MOST_ROWS = 20
 
 
@@ -42,13 +46,13 @@ class Countdown:
     What an earlier, interrupted command did is not counted: it took none of this one's time.
     """
 
-    def __init__(self, done: float = 0.0) -> None:
-        self._first, self._begun = done, time.monotonic()
+    def __init__(self, done: float = 0.0, *, clock: Clock = time.monotonic) -> None:
+        self._first, self._begun, self._clock = done, clock(), clock
 
     def speed(self, done: float) -> float:
         """Work done per second, 0 until some is done."""
         # Two calls may fall into one tick of the clock.
-        return max(done - self._first, 0.0) / max(time.monotonic() - self._begun, 1e-9)
+        return max(done - self._first, 0.0) / max(self._clock() - self._begun, 1e-9)
 
     def left(self, done: float, total: float) -> str:
         """The time left, "-" until some work is done."""
@@ -65,33 +69,90 @@ def pace_text(per_second: float, unit: str) -> str:
     return f"{per_second * 3600:,.3g} {unit}/h"
 
 
-class Counter:
-    """Shows how many are done, how fast, and the time left, on standard error.
+class StageText:
+    """The stage of some work as text: "1,250 of 5,000 images, 340 images/s, 0:00:11 left".
 
-    Called with the numbers done and in all; the first call says what was done before. A terminal
-    gets one line that is written over, a file a line every 10 seconds.
+    `None` while less than `every` seconds have passed since the last text.
     """
 
-    def __init__(self, what: str, *, unit: str = "images") -> None:
-        self._what, self._unit = what, unit
-        self._pace: Countdown | None = None
-        self._next_line = time.monotonic() + _COUNTER_LINE_SECONDS
+    def __init__(self, *, every: float, clock: Clock) -> None:
+        self._every, self._clock = every, clock
+        self._next = clock() + every
+        self._what = ""
+        self._pace = Countdown(clock=clock)
 
-    def __call__(self, done: int, total: int) -> None:
-        # Not in __init__: only the first call says what an earlier command has done.
-        if self._pace is None:
-            self._pace = Countdown(done)
-        # NO_COLOR does not matter here: the line that is written over has no colours.
-        live, now = sys.stderr.isatty(), time.monotonic()
-        if not live and now < self._next_line:
-            return
-        self._next_line = now + _COUNTER_LINE_SECONDS
-        # "\r\033[K" goes back to the start of the line and erases it.
-        line = f"{done:,}/{total:,} {self._what}"
+    def at(self, what: str, *, done: float, total: float | None) -> str | None:
+        """The text, if it is time for one; arguments as of `Progress`."""
+        if what != self._what:
+            self._what, self._pace = what, Countdown(done, clock=self._clock)
+        if self._clock() < self._next:
+            return None
+        self._next = self._clock() + self._every
+        parts = [f"{_number(done)} {what}" if total is None else f"{_of(done, total)} {what}"]
         if speed := self._pace.speed(done):
-            line += f", {pace_text(speed, self._unit)}, {self._pace.left(done, total)} left"
-        end = "" if live and done < total else "\n"
-        print(f"\r\033[K{line}" if live else line, end=end, file=sys.stderr, flush=True)
+            parts.append(pace_text(speed, what))
+            if total is not None:
+                parts.append(f"{self._pace.left(done, total)} left")
+        return ", ".join(parts)
+
+
+def _of(done: float, total: float) -> str:
+    return f"{_number(done)} of {_number(total)}"
+
+
+def _number(count: float) -> str:
+    """Whole numbers as such; of a few, the tenth counts."""
+    return f"{count:,.1f}" if count % 1 and count < 100 else f"{count:,.0f}"
+
+
+@contextmanager
+def shown_progress(title: str) -> Iterator[Progress]:
+    """A `Progress` on standard error: a bar on a terminal, a line every 20 seconds elsewhere.
+
+    `title` says what the command is doing, as "eval". The bar goes when the work ends.
+    """
+    if not _live():
+        yield progress_lines(title)
+        return
+    from rich.console import Console
+
+    with progress_bar(title, Console(stderr=True)) as show:
+        yield show
+
+
+def progress_lines(title: str, *, clock: Clock = time.monotonic) -> Progress:
+    """The `Progress` of a pipe: lines on standard error."""
+    stage = StageText(every=_LINE_SECONDS, clock=clock)
+
+    def show(what: str, done: float, total: float | None) -> None:
+        if text := stage.at(what, done=done, total=total):
+            print(f"{title}: {text}", file=sys.stderr, flush=True)
+
+    return show
+
+
+@contextmanager
+def progress_bar(
+    title: str, console: Console, *, clock: Clock = time.monotonic
+) -> Iterator[Progress]:
+    """The `Progress` of a terminal: a bar on `console`, which is gone afterwards."""
+    from rich.progress import BarColumn, TextColumn
+    from rich.progress import Progress as Bars
+
+    # Without markup: rich would take brackets in paths for tags of its own.
+    title_column = TextColumn("{task.description}", markup=False)
+    columns = (title_column, BarColumn(bar_width=12), TextColumn("{task.fields[text]}"))
+    stage = StageText(every=_DRAW_SECONDS, clock=clock)
+    # Drawn from calls alone: a thread that draws would take time from what `bench` measures.
+    with Bars(*columns, console=console, transient=True, auto_refresh=False) as bars:
+        task = bars.add_task(title, total=None, text="")
+        bars.refresh()
+
+        def show(what: str, done: float, total: float | None) -> None:
+            if text := stage.at(what, done=done, total=total):
+                bars.update(task, completed=done, total=total, text=text, refresh=True)
+
+        yield show
 
 
 # --- one training ---------------------------------------------------------------------------------
@@ -222,7 +283,7 @@ def _study_lines() -> Watcher:
                 phases[state.name] = state.phase
                 words = ": ".join(word for word in (state.name, state.phase, state.detail) if word)
                 print(f"[{clock(seconds)}] {words}", flush=True)
-        if seconds - last >= _STUDY_LINE_SECONDS:
+        if seconds - last >= _LINE_SECONDS:
             last = seconds
             running = [f"{s.name} {s.detail}" for s in states if s.phase == "running"]
             time_left = _time_left(states, pace)

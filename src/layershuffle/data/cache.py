@@ -21,7 +21,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -36,6 +36,7 @@ from layershuffle.data.tables import ImageTable, TransformedImages
 from layershuffle.data.view import ImageView
 from layershuffle.errors import DataError, UsageError
 from layershuffle.files import explained, locked, remove_stale_stages, write_bytes, write_text
+from layershuffle.progress import Progress, unheard
 from layershuffle.settings import CacheSettings
 from layershuffle.text import shortened
 
@@ -46,9 +47,6 @@ CHUNK = 128  # images per file of the manifest: what a killed process checks aga
 # Nothing goes through this view: it only tells the sources that the images have three channels.
 _VIEW = ImageView(channels=3, height=1, width=1, mean=(0.0,) * 3, std=(1.0,) * 3)
 _FOLDERS = {"train": "train", "holdout": "val", "test": "test"}
-
-Progress = Callable[[int, int], None]
-"""Called with the number of images done and of all images."""
 Header = dict[str, Any]
 
 
@@ -94,7 +92,7 @@ def default_out(spec: str, size: int) -> Path:
 
 
 def build_cache(
-    spec: str, out: Path, *, settings: CacheSettings, progress: Progress | None = None
+    spec: str, out: Path, *, settings: CacheSettings, progress: Progress = unheard
 ) -> CacheReport:
     """Make the cache of `spec` in `out`, or continue it; a whole one is left as it is.
 
@@ -149,7 +147,7 @@ def _build(
     *,
     parts: Sequence[Part],
     settings: CacheSettings,
-    progress: Progress | None,
+    progress: Progress,
 ) -> CacheReport:
     work = partial_of(out)
     images = {part.folder: len(part.table.labels) for part in parts}
@@ -167,12 +165,10 @@ def _build(
     chunks = _Chunks(work, parts, settings)
     processes = loader_processes() if settings.workers is None else settings.workers
     written, done = 0, chunks.done
-    if progress is not None:
-        progress(done, chunks.images)
+    progress("images", done, chunks.images)
     for new, count in DataLoader(chunks, batch_size=None, num_workers=processes):
         written, done = written + new, done + count
-        if progress is not None:
-            progress(done, chunks.images)
+        progress("images", done, chunks.images)
 
     # The header is made whole first: whoever sees the final name must find a complete cache.
     header = {**begun, **_counts(work, parts), "versions": {"pillow": version("pillow")}}
@@ -381,7 +377,7 @@ def _checksum(parts: list[Path]) -> str:
 # --- checking -------------------------------------------------------------------------------------
 
 
-def verify_cache(out: Path, *, processes: int = 0, progress: Progress | None = None) -> int:
+def verify_cache(out: Path, *, processes: int = 0, progress: Progress = unheard) -> int:
     """Read every image back and return their number.
 
     Raises DataError, naming a few, if images are missing, differ from the manifest or are not in
@@ -404,8 +400,7 @@ def verify_cache(out: Path, *, processes: int = 0, progress: Progress | None = N
         missing += absent
         changed += other
         done += len(files)
-        if progress is not None:
-            progress(done, total)
+        progress("images", done, total)
     strange = sorted(set(_files(out, header["images"])) - listed)
     faults = {"missing": missing, "not what was written": changed, "not in the manifest": strange}
     parts_of_message = [

@@ -193,7 +193,7 @@ def readable_rows(table: ImageTable, *, check: bool) -> tuple[list[int], list[in
 
 def _skip_note(split: str, table: ImageTable, bad: Sequence[int]) -> str:
     names = shortened([table.name(row) for row in bad])
-    return f"skipped {len(bad)} of {len(table.labels)} unreadable images in {split}: {names}"
+    return f"skipped {len(bad):,} of {len(table.labels):,} images in {split} as unreadable: {names}"
 
 
 def _training_splits(

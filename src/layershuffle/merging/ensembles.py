@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -64,10 +64,12 @@ def evaluate_ensembles(
     seed: int = 0,
     draw: Draw = "pass",
     groups: Tensor | None = None,
+    on_images: Callable[[int], object] | None = None,
 ) -> dict[Variant, list[EnsembleScore]]:
     """As `evaluate_ensemble`, several variants at once: those with the same orders share the work.
 
-    "same" orders are those in which `evaluate` with the same seed runs a single model.
+    "same" orders are those in which `evaluate` with the same seed runs a single model. `on_images`
+    as in `evaluate`.
     """
     modes = parse_modes(mode) if isinstance(mode, str) else (mode,)
     if len(modes) != 1:
@@ -91,6 +93,8 @@ def evaluate_ensembles(
                 logits = dict(zip(passes, _all_logits(donors, images, orders=orders), strict=True))
                 for (combine, run), tally in tallies.items():
                     tally.add(combined(logits[run], combine), labels)
+                if on_images is not None:
+                    on_images(next(iter(tallies.values())).images)
     for tally in tallies.values():
         tally.check()
     scores: dict[Variant, list[EnsembleScore]] = {variant: [] for variant in variants}

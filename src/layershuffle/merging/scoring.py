@@ -14,7 +14,6 @@ from functools import cached_property
 from itertools import product
 from typing import Any
 
-import torch
 from torch import nn
 
 from layershuffle.compiling import BlockCompiler
@@ -24,7 +23,7 @@ from layershuffle.data.loading import loader_processes
 from layershuffle.data.view import resized_as
 from layershuffle.errors import DataError, UsageError
 from layershuffle.evaluation import Score, compiler_for, evaluate, prepare
-from layershuffle.machine import warn_of_slow_bf16
+from layershuffle.machine import Device, device_of, warn_of_slow_bf16
 from layershuffle.merging.compatibility import check_members, shared_record
 from layershuffle.merging.ensembles import EnsembleScore, Variant, evaluate_ensembles
 from layershuffle.merging.group import MergeGroup
@@ -43,9 +42,8 @@ from layershuffle.models import class_names_of, host_of, image_view, load, num_c
 from layershuffle.models.origin import trained_with
 from layershuffle.modes import Mode
 from layershuffle.policies import OrderMode
+from layershuffle.progress import Progress, unheard
 
-Progress = Callable[[int, int], None]
-"""Called with passes over the images: those done, and all."""
 _IN_MEMORY_BYTES = 1 << 30  # decoded images that stay in memory where no GPU holds them
 _SMALL_BYTES = 1 << 24  # not worth loader processes
 # Kinds of models whose orders are drawn apart (`orders_seed`): a merge and a donor of one number
@@ -63,16 +61,17 @@ def score_merging(
     mode: OrderMode = "arbitrary",
     base: str | None = None,
     names: Sequence[str] | None = None,
-    progress: Progress | None = None,
+    device: Device = "auto",
+    progress: Progress = unheard,
     note: Callable[[str], None] | None = None,
 ) -> list[MergingRow]:
     """Score donors, merges, soups and ensembles on the test split of `data`, all in one order mode.
 
     `donors` and `base` are model specs; `base` is needed for ends from there, by default the one
     that the donors name. `names` replace the specs in the rows. The greedy soup is chosen on the
-    held-out split. `note` is called with every sentence that a reader should know. Raises
-    `UsageError` for donors that do not fit together or impossible settings, `DataError` if the
-    classes of the data are not as many as the models'.
+    held-out split. `progress` hears of passes over the images, and `note` of every sentence that a
+    reader should know. Raises `UsageError` for donors that do not fit together or impossible
+    settings, `DataError` if the classes of the data are not as many as the models'.
     """
     needs_base = "base" in settings.ends
     group = load_group(donors, base=base, needs_base=needs_base, mixed=settings.mixed, names=names)
@@ -85,14 +84,16 @@ def score_merging(
         for end, slots in settings.variants
     ]  # fmt: skip
     opened = _open(group.donors, data, settings=settings, holdout=settings.soups, names=group.names)
-    group.to(_device())
+    place = device_of(device)
+    warn_of_slow_bf16(settings.precision, place)
+    group.to(place)
     if settings.soups and "holdout" not in opened.splits:
         raise DataError("The data have no held-out part", place=data, hint="add --no-soups")
     scorer = MergeScorer(
         group=group,
         settings=settings,
         mode=Mode(order=mode),
-        test=_batches(opened, "test", settings.batch_size),
+        test=_batches(opened, "test", settings.batch_size, device=place),
         compiler=compiler_for(settings.compile),
         progress=progress,
     )
@@ -104,7 +105,7 @@ def score_merging(
         scorer.score_merges(drawn, end=end, slots=slots)
     notes = list(opened.notes)
     if settings.soups:
-        scorer.score_soups(_batches(opened, "holdout", settings.batch_size))
+        scorer.score_soups(_batches(opened, "holdout", settings.batch_size, device=place))
         if any(trained_with(host_of(donor)).get("paper_protocol") for donor in group.donors):
             notes.append(
                 "greedy soup: the donors held nothing out (paper_protocol), so it is chosen on "
@@ -118,26 +119,34 @@ def score_merging(
 
 
 def score_ensemble(
-    donors: Sequence[str], data: str, *, settings: EnsembleSettings
+    donors: Sequence[str],
+    data: str,
+    *,
+    settings: EnsembleSettings,
+    device: Device = "auto",
+    progress: Progress = unheard,
 ) -> tuple[list[EnsembleScore], tuple[str, ...]]:
     """The scores of one ensemble of the models `donors` (specs), and notes on the data.
 
-    Its members may differ in all but their classes and how they want their images. Raises as
-    `score_merging`.
+    Its members may differ in all but their classes and how they want their images. `progress` hears
+    of images. Raises as `score_merging`.
     """
     models = load_donors(donors)
     check_members(models, names=donors)
     opened = _open(models, data, settings=settings, holdout=False, names=donors)
-    batches = _batches(opened, "test", settings.batch_size)
+    place = device_of(device)
+    warn_of_slow_bf16(settings.precision, place)
+    batches = _batches(opened, "test", settings.batch_size, device=place)
     variant: Variant = (settings.combine, settings.orders)
     compiler = compiler_for(settings.compile)
     for model in models:
-        prepare(model.to(_device()), settings.precision, compiler=compiler)
+        prepare(model.to(place), settings.precision, compiler=compiler)
     scores = compiler.run(
         lambda: evaluate_ensembles(
             models, batches, mode=Mode(order=settings.mode), num_orders=settings.num_orders,
             seed=settings.seed, draw=settings.draw, variants=[variant],
             groups=batches.split.groups,
+            on_images=lambda done: progress("images", done, batches.split.size),
         )
     )  # fmt: skip
     return scores[variant], (*opened.notes, *_eager_notes(settings, compiler))
@@ -152,7 +161,7 @@ class MergeScorer:
     mode: Mode
     test: DeviceBatches
     compiler: BlockCompiler
-    progress: Progress | None
+    progress: Progress
     rows: list[MergingRow] = field(default_factory=list)
     passes: int = 0
 
@@ -185,16 +194,24 @@ class MergeScorer:
         kinds = len({orders for _, orders in self.variants})
         return len(self.group.donors) * self.draws * kinds
 
-    def tick(self, passes: int) -> None:
-        """Report that `passes` more passes over images are done, those over held-out ones too."""
-        self.passes += passes
-        if self.progress is None:
-            return
+    @property
+    def all_passes(self) -> int:
+        """All passes over images, those over held-out ones too."""
         count, settings = len(self.group.donors), self.settings
         # Held-out passes of the greedy soup: every donor alone, then a soup with each other donor.
         soups = (count + (count - 1) + 2) * self.draws if settings.soups else 0
         merges = settings.merges * len(settings.variants)
-        self.progress(self.passes, count * self.draws + merges + soups + self.ensemble_passes)
+        return count * self.draws + merges + soups + self.ensemble_passes
+
+    def watch(self, passes: int, batches: DeviceBatches) -> Callable[[int], None]:
+        """What hears of the images of `passes` passes side by side, and reports them."""
+
+        def heard(images: int) -> None:
+            # A pass over ImageNet takes minutes: its part that is done counts.
+            share = images / (batches.split.size or images)
+            self.progress("passes", self.passes + passes * share, self.all_passes)
+
+        return heard
 
     def score_donors(self) -> None:
         """Every donor alone."""
@@ -239,6 +256,7 @@ class MergeScorer:
                 seed=orders_seed(settings.seed, _ENSEMBLES, index=0),
                 draw="batch" if settings.draw == "batch" else "pass", variants=self.variants,
                 groups=self.test.split.groups,
+                on_images=self.watch(self.ensemble_passes, self.test),
             )
         )  # fmt: skip
         # In sequential order "independent" would name the same scores once more.
@@ -248,7 +266,7 @@ class MergeScorer:
             main = int(variant == (settings.ensemble_combine, orders))
             name = "-".join(variant)
             self.add(scores, kind="ensemble", index=index, name=name, donors=everyone, main=main)
-        self.tick(self.ensemble_passes)
+        self.passes += self.ensemble_passes
 
     def evaluate(
         self,
@@ -271,10 +289,10 @@ class MergeScorer:
                 scored, batches, modes=[self.mode], num_orders=number,
                 seed=orders_seed(self.settings.seed, kind, index=index),
                 draw="batch" if self.settings.draw == "batch" else "pass",
-                groups=batches.split.groups,
+                groups=batches.split.groups, on_images=self.watch(number, batches),
             )
         )  # fmt: skip
-        self.tick(number)
+        self.passes += number
         return scores
 
     def add(self, scores: Sequence[Score], **fields: Any) -> None:
@@ -365,11 +383,10 @@ def _open(
     opened = match_classes(
         opened, class_names_of(first), outputs=num_classes_of(first), place=names[0]
     )
-    warn_of_slow_bf16(settings.precision, _device())
     return opened
 
 
-def _batches(data: ImageData, name: str, batch_size: int) -> DeviceBatches:
+def _batches(data: ImageData, name: str, batch_size: int, *, device: str) -> DeviceBatches:
     """Batches of a split where the models are; kept on the GPU if they fit, else up to 1 GiB."""
     split, view = data.splits[name], data.finish.view
     # Every model is scored on the same images: what fits is decoded once and kept.
@@ -378,12 +395,8 @@ def _batches(data: ImageData, name: str, batch_size: int) -> DeviceBatches:
         split,
         data.finish,
         batch_size=batch_size,
-        device=_device(),
+        device=device,
         processes=0 if size <= _SMALL_BYTES else loader_processes(data.spec),
         keep=True,
         host_bytes=_IN_MEMORY_BYTES,
     )
-
-
-def _device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -17,6 +17,7 @@ from layershuffle.study.pool import gpu_count
 from layershuffle.study.settings import StudySettings
 from layershuffle.study.tables import duration
 from layershuffle.study.tasks import RunResult, read_outcome
+from layershuffle.text import counted
 
 _START_SECONDS = 8.0  # a process imports torch and transformers and reads its data
 _ANALYSIS_PASSES = 250  # block runs per block and image that an analysis takes, in round numbers
@@ -80,15 +81,15 @@ def plan_text(
     """The tasks in words: a line per arm, merging and analysis. `subjects`: of every task."""
     runs = [task for task in tasks if isinstance(task, RunSpec)]
     lines = [
-        f"{study.name}: {len(runs)} runs, {len(tasks) - len(runs)} mergings and analyses, on "
-        f"{study.data} from {study.model}"
+        f"{study.name}: {counted(len(runs), 'run')}, {len(tasks) - len(runs)} mergings and "
+        f"analyses, on {study.data} from {study.model}"
     ]
     for arm in dict.fromkeys(run.arm for run in runs):
         of_arm = [run for run in runs if run.arm == arm]
         fitted, scored = of_arm[0].settings, of_arm[0].evaluate
         model = "" if fitted.model == study.model else f" from {fitted.model}"
         orders = orders_of(scored, fitted.kept or subjects[of_arm[0].name].depth)
-        length = f"{fitted.steps} steps"
+        length = f"{fitted.steps or 0:,} steps"
         if fitted.steps is None:
             length = f"{fitted.epochs or DEFAULT_EPOCHS:g} epochs"
         lines.append(
@@ -100,9 +101,9 @@ def plan_text(
     for task in tasks:
         if isinstance(task, MergingSpec):
             merges = task.options.options.merges
-            lines.append(f"  {task.name}: {merges} merges of {len(task.needs)} models")
+            lines.append(f"  {task.name}: {counted(merges, 'merge')} of {len(task.needs)} models")
         elif isinstance(task, AnalysisSpec):
-            lines.append(f"  {task.name}: {task.options.options.images} images")
+            lines.append(f"  {task.name}: {task.options.options.images:,} images")
     return "\n".join(lines)
 
 
@@ -329,7 +330,7 @@ def forecast_text(forecast: Forecast, out: Path) -> str:
         time = (
             f"Time: about {duration(forecast.seconds / forecast.workers)} with "
             f"{forecast.workers} side by side ({duration(forecast.seconds)} of work), from "
-            f"{forecast.measured} finished runs"
+            f"{counted(forecast.measured, 'finished run')}"
         )
     work = "Work: not known, because the number of images is not"
     if forecast.work is not None:

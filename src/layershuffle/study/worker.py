@@ -99,7 +99,7 @@ def _train_and_score(run: RunSpec, directory: Path) -> dict[str, Any]:
         "run": run.name,
         "arm": run.arm,
         "eval_seconds": seconds,
-        "eval_precision": settings.precision,
+        "eval_precision": evaluation.precision.precision,
         "eval_blocks": evaluation.blocks,
         "eval_seed": settings.seed,
     }
@@ -137,7 +137,7 @@ def _merge(task: MergingSpec, out: Path) -> dict[str, Any]:
         # As in the paper: merges run in the order that their donors were trained for.
         mode=method.selects_by,
         names=[run.name for run in donors],
-        progress=lambda done, total: _write_progress(
+        progress=lambda _, done, total: _write_progress(
             directory, {"phase": "merging", "done": done, "total": total}
         ),
         note=notes.append,

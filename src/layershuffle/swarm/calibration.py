@@ -20,7 +20,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from layershuffle.errors import ModelFileError, UsageError
 from layershuffle.files import write_text
+from layershuffle.machine import Device, device_of
 from layershuffle.modes import Mode
+from layershuffle.progress import Progress, unheard
 from layershuffle.stats import deviation, mean, t_interval, wilson_interval
 
 if TYPE_CHECKING:
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 CALIBRATION = "calibration.json"
 SPLIT = "test"
 """Neither trained on nor used to pick a checkpoint, whatever made the model."""
-NEVER = "the model was never calibrated (layershuffle swarm calibrate)"
+NEVER = "the model was never calibrated (layershuffle swarm calibrate MODEL --data SPEC)"
 _SCHEMA = 2
 _AGAIN = "run layershuffle swarm calibrate again"
 _TAIL = 0.05  # of the orders, beyond either end of the range over orders
@@ -129,11 +131,13 @@ def calibrate(
     images: int = 2000,
     seed: int = 0,
     batch_size: int = 250,
+    device: Device = "auto",
+    progress: Progress = unheard,
 ) -> Calibration:
     """Measure `model` on the test split of the data spec, with 1 to all blocks, in one pass.
 
-    On a GPU if there is one. Raises `StackError` for models that a swarm cannot serve, `DataError`
-    for data with other classes, `UsageError` for fewer than two orders.
+    `progress` hears of images. Raises `StackError` for models that a swarm cannot serve,
+    `DataError` for data with other classes, `UsageError` for fewer than two orders.
     """
     from layershuffle.data import DataOptions, match_classes, open_data
     from layershuffle.models import class_names_of, file_view, num_classes_of
@@ -152,7 +156,10 @@ def calibrate(
         place="the model",
     )
     weights = weights_digest(host)
-    scores = _scores(host, opened, orders=orders, seed=seed, batch_size=batch_size)
+    scores = _scores(
+        host.to(device_of(device)), opened, orders=orders, seed=seed, batch_size=batch_size,
+        progress=progress,
+    )  # fmt: skip
     return Calibration(
         schema=2,
         weights=weights,
@@ -167,27 +174,32 @@ def calibrate(
 
 
 def _scores(
-    host: nn.Module, data: ImageData, *, orders: int, seed: int, batch_size: int
+    host: nn.Module,
+    data: ImageData,
+    *,
+    orders: int,
+    seed: int,
+    batch_size: int,
+    progress: Progress,
 ) -> list[Score]:
-    import torch
-
     from layershuffle.data.batches import DeviceBatches
     from layershuffle.data.loading import loader_processes
     from layershuffle.evaluation import evaluate
     from layershuffle.stack import depth_of
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    host.to(device)
+    split = data.splits[SPLIT]
     batches = DeviceBatches(
-        data.splits[SPLIT],
+        split,
         data.finish,
         batch_size=batch_size,
-        device=device,
+        device=next(host.parameters()).device,
         processes=loader_processes(data.spec),
     )
     modes = [Mode(order="arbitrary", kept=kept) for kept in range(1, depth_of(host) + 1)]
-    groups = data.splits[SPLIT].groups
-    return evaluate(host, batches, modes=modes, num_orders=orders, seed=seed, groups=groups)
+    return evaluate(
+        host, batches, modes=modes, num_orders=orders, seed=seed, groups=split.groups,
+        on_images=lambda done: progress("images", done, split.size),
+    )  # fmt: skip
 
 
 def rows_of(scores: Iterable[Score]) -> tuple[Row, ...]:

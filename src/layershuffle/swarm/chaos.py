@@ -33,6 +33,7 @@ from layershuffle.swarm.messages import (
     pack,
     unpack,
 )
+from layershuffle.text import counted
 
 if TYPE_CHECKING:
     from layershuffle.swarm.coordinator import Coordinator
@@ -88,8 +89,13 @@ def check_faults(faults: Sequence[Fault], hosts: Sequence[str]) -> tuple[Fault, 
 def crashes(hosts: Sequence[str], *, share: float, requests: int, seed: int) -> tuple[Fault, ...]:
     """A share of the hosts (rounded down, at least one) dies, each at a request drawn at random.
 
-    No host dies before the first tenth of the requests or in the last one.
+    No host dies before the first tenth of the requests or in the last one. Raises `UsageError` for
+    a share that is not above 0 and at most 1.
     """
+    if not 0 < share <= 1:
+        raise UsageError(
+            f"{share:g} is no share of the hosts", hint="0.34 is about a third of them"
+        )
     stream = Stream(seed, 0)
     count = max(1, int(len(hosts) * share))
     chosen = [hosts[i] for i in stream.shuffled(range(len(hosts)))[:count]]
@@ -98,6 +104,12 @@ def crashes(hosts: Sequence[str], *, share: float, requests: int, seed: int) -> 
     return check_faults(
         [Fault(first + stream.below(max(1, last - first)), host, "crash") for host in chosen], hosts
     )
+
+
+def crashes_text(faults: Sequence[Fault], *, share: float, hosts: int) -> str:
+    """How many hosts that share is, which few would count as `crashes` does."""
+    die = "dies" if len(faults) == 1 else "die"
+    return f"{len(faults)} of {counted(hosts, 'host')} {die} (--kill {share:g}, rounded down)"
 
 
 def one_of_each_fault(

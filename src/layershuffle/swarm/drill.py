@@ -11,12 +11,15 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from shlex import quote
 from typing import Literal, Protocol
 
+from layershuffle.errors import UsageError
 from layershuffle.swarm.calibration import Calibration, expected_over
 from layershuffle.swarm.chaos import Fault
 from layershuffle.swarm.plan import SwarmPlan
 from layershuffle.swarm.policy import Routing
+from layershuffle.text import counted
 
 Ended = Literal["answered", "degraded", "failed", "late"]
 
@@ -183,10 +186,36 @@ def _reachable(plan: SwarmPlan, out: set[str], routing: Routing) -> set[int]:
     return {block for block, names in holders.items() if not out.issuperset(names)}
 
 
+def calibrated_data(calibration: Calibration | None, *, model: str) -> str:
+    """The data spec that the model was calibrated on. Raises `UsageError` if it never was."""
+    if calibration is None:
+        raise UsageError(
+            "The model was never calibrated, so it is not known which images it is for",
+            place=model,
+            hint="name some (--data SPEC), or calibrate it: layershuffle swarm calibrate "
+            f"{quote(model)} --data SPEC",
+        )
+    return calibration.data
+
+
+def why_not_judged(plan: SwarmPlan, calibration: Calibration | None, *, data: str) -> str:
+    """Why the accuracy on `data` cannot be compared with the calibration; "" if it can."""
+    if any(host.donors for host in plan.hosts.values()):
+        return "blocks of other models take part, and the calibration is that of one model"
+    if calibration is None:
+        return "the model was never calibrated"
+    if calibration.data != data:
+        return f"the calibration is one on {calibration.data}, and these images are {data}"
+    return ""
+
+
 def drill_report(
-    drill: Drill, seen: Foreseen, *, judgement: Judgement | None, routing: Routing
+    drill: Drill, seen: Foreseen, *, judgement: Judgement | str, routing: Routing
 ) -> str:
-    """The ends of the requests beside the expected ones, and the accuracy beside its interval."""
+    """The ends of the requests beside the expected ones, and the accuracy beside its interval.
+
+    `judgement`: a text says why the accuracy is not judged.
+    """
     rows = [
         ("answered in full", drill.share("answered"), 100 - seen.degraded - seen.failed),
         ("degraded", drill.share("degraded"), seen.degraded),
@@ -194,14 +223,14 @@ def drill_report(
         ("late", drill.share("late"), 0.0),
     ]
     lines = [
-        f"{routing}, {len(drill.replies)} requests",
+        f"{routing}, {counted(len(drill.replies), 'request')}",
         f"{'':<20}{'happened':>10}{'foreseen':>10}",
     ]
     lines += [f"{name:<20}{got:>8.1f} %{want:>8.1f} %" for name, got, want in rows]
     half, most = drill.quantile(0.5), drill.quantile(0.99)
     lines.append(f"milliseconds: half within {half:.0f}, 99 % within {most:.0f}")
-    if judgement is None:
-        lines.append("accuracy not judged: the model was never calibrated")
+    if isinstance(judgement, str):
+        lines.append(f"accuracy not judged: {judgement}")
     elif judgement.answers:
         verdict = "inside" if judgement.inside else "OUTSIDE"
         lines.append(

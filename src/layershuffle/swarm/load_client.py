@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from layershuffle.data import DataOptions, match_classes, open_data
 from layershuffle.data.transforms import uncropped_size
+from layershuffle.errors import DataError
 from layershuffle.models import class_names_of, file_view, num_classes_of
 from layershuffle.swarm.client import AsyncSwarmClient, SwarmError
 from layershuffle.swarm.drill import Ended, Reply
@@ -35,10 +36,11 @@ class Labelled:
 
 
 def labelled_images(model: nn.Module, data: str, *, count: int) -> tuple[Labelled, ...]:
-    """The first `count` test images of a data spec, as files that the server takes.
+    """The first test images of a data spec, at most `count`, as files that the server takes.
 
     They are brought to the size at which the model's own preparation starts, so that the server
-    prepares them exactly as a calibration does.
+    prepares them exactly as a calibration does. Raises `DataError` for data with other classes than
+    the model's, and for a stream.
     """
     view = file_view(model)
     width, height = uncropped_size(view)
@@ -57,7 +59,12 @@ def labelled_images(model: nn.Module, data: str, *, count: int) -> tuple[Labelle
         outputs=num_classes_of(model),
         place="the model",
     )
-    items = map(opened.splits["test"].dataset.__getitem__, range(count))
+    split = opened.splits["test"]
+    if split.size is None:
+        raise DataError(
+            "A stream has no images by number", place=data, hint="name a folder: or hf:"
+        )
+    items = map(split.dataset.__getitem__, range(min(count, split.size)))
     return tuple(
         Labelled(_png(opened.finish(pixels[None])[0]), int(label)) for pixels, label in items
     )

@@ -1,13 +1,14 @@
 """The run directory: whose run it holds, and the checkpoints that an unfinished run resumes from.
 
 A checkpoint `checkpoints/step-00000123/` holds `model.safetensors`, `state.pt` (step, optimiser,
-schedule, best score, seconds) and, for every process, the states of its random generators; a run
-that averages its weights adds `ema.safetensors`. Orders, batches and augmentation are pure
-functions of the seed and the step, so they are not saved.
+schedule, best score, seconds), `precision.json` and, for every process, the states of its random
+generators; a run that averages its weights adds `ema.safetensors`. Orders, batches and augmentation
+are pure functions of the seed and the step, so they are not saved.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import shutil
@@ -21,6 +22,7 @@ from safetensors.torch import load_model, save_model
 
 from layershuffle.errors import TrainingError, UsageError
 from layershuffle.files import remove_stale_stages, write_text
+from layershuffle.precision import ChosenPrecision
 from layershuffle.recipes import read_recipe
 from layershuffle.settings import FitSettings
 from layershuffle.training.job import Job
@@ -28,6 +30,7 @@ from layershuffle.training.sharding import all_finite, load_optimizer_state, opt
 from layershuffle.training.state import TrainState, new_state
 
 SETTINGS_FILE = "settings.yaml"
+_PRECISION = "precision.json"
 _MODEL, _EMA, _STATE, _RNG = "model.safetensors", "ema.safetensors", "state.pt", "rng-{}.pt"
 # These change where and how fast a run computes, not what: a resumed run may change them.
 _MAY_CHANGE = frozenset({"log_every", "workers"})
@@ -82,6 +85,25 @@ def latest_checkpoint(checkpoints: Path) -> Path | None:
     return paths[-1] if paths else None
 
 
+def recorded_precision(checkpoints: Path) -> ChosenPrecision | None:
+    """The precision in which the newest checkpoint was trained; `None` without a checkpoint.
+
+    A run goes on as it began: another processor, or a busy moment, might choose otherwise.
+    """
+    checkpoint = latest_checkpoint(checkpoints)
+    if checkpoint is None or not (checkpoint / _PRECISION).is_file():
+        return None
+    try:
+        stored = json.loads((checkpoint / _PRECISION).read_text(encoding="utf-8"))
+        return ChosenPrecision(**stored)
+    except (ValueError, TypeError) as error:
+        raise TrainingError(
+            f"The record of the precision cannot be read ({error})",
+            place=checkpoint / _PRECISION,
+            hint="start again in another --out",
+        ) from error
+
+
 def save_checkpoint(state: TrainState, *, loss: float) -> None:
     """Write the state as the newest checkpoint and delete those before it.
 
@@ -116,6 +138,8 @@ def save_checkpoint(state: TrainState, *, loss: float) -> None:
                 "scheduler": state.scheduler.state_dict(),
             }
             torch.save(content, stage / _STATE)
+            precision = {"precision": job.precision, "why": job.precision_why}
+            write_text(stage / _PRECISION, json.dumps(precision))
     if ranks.first:
         # Only now: a kill before this line leaves two checkpoints, never none.
         for path in sorted(job.checkpoints.glob("step-*")):

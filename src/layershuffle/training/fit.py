@@ -21,14 +21,19 @@ from torch import nn
 from layershuffle.errors import Interrupted, ModelFileError
 from layershuffle.extras import missing
 from layershuffle.files import locked, write_text
-from layershuffle.machine import hardware, versions
+from layershuffle.machine import device_of, hardware, versions
 from layershuffle.models import save
 from layershuffle.policies import OrderMode, policy_to_json
 from layershuffle.settings import FitSettings, digest
 from layershuffle.stack import depth_of
-from layershuffle.training.checkpoints import latest_checkpoint, load_state, prepare_directory
+from layershuffle.training.checkpoints import (
+    latest_checkpoint,
+    load_state,
+    prepare_directory,
+    recorded_precision,
+)
 from layershuffle.training.distributed import joined
-from layershuffle.training.job import Job, device_of, prepare
+from layershuffle.training.job import Job, prepare
 from layershuffle.training.loop import Event, Listener, OnPhase, ignore_phase, train
 from layershuffle.training.state import TrainState
 from layershuffle.training.warmup import too_large
@@ -75,7 +80,7 @@ def fit(
     after SIGTERM with a checkpoint saved, `TrainingError` for a loss that is not finite or a batch
     that does not fit the memory.
     """
-    with joined(device_of(settings)) as ranks, locked(out) if ranks.first else nullcontext():
+    with joined(device_of(settings.device)) as ranks, locked(out) if ranks.first else nullcontext():
         if ranks.first:
             prepare_directory(out, settings)
         ranks.check_same(digest(settings), what="The settings")
@@ -85,7 +90,9 @@ def fit(
         # The number of threads decides how sums are rounded, so it is a setting of the run.
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
-        return _run(prepare(settings, out, ranks=ranks), listeners, on_phase)
+        recorded = ranks.from_first(lambda: recorded_precision(out / "checkpoints"))
+        job = prepare(settings, out, ranks=ranks, recorded=recorded)
+        return _run(job, listeners, on_phase)
 
 
 def read_result(out: Path) -> FitResult | None:
@@ -118,7 +125,7 @@ def _run(job: Job, listeners: Sequence[Listener], on_phase: OnPhase) -> FitResul
     if job.ranks.count > 1 and job.settings.rank_orders == "same":
         job.ranks.check_same(job.orders.fingerprint(), what="The execution orders")
     state = load_state(job, job.ranks.from_first(lambda: latest_checkpoint(job.checkpoints)))
-    tell("data", text=_describe_data(job), notes=job.data.notes)
+    tell("data", text=_describe_data(job), notes=(*job.data.notes, *_precision_notes(job)))
     tell("start", steps=job.steps, at=state.step)
     # A run that was killed between its last checkpoint and its result has no step left.
     if state.step < job.steps:
@@ -194,6 +201,10 @@ def _describe_data(job: Job) -> str:
     )
 
 
+def _precision_notes(job: Job) -> list[str]:
+    return [f"precision {job.precision}: {job.precision_why}"] if job.precision_why else []
+
+
 def _record(job: Job, step: int, scores: dict[str, float]) -> dict[str, Any]:
     """What `layershuffle.json` beside a saved model says of its training."""
     modes: tuple[OrderMode, ...] = ("sequential", "arbitrary")
@@ -241,7 +252,7 @@ def _finish(state: TrainState) -> FitResult:
             "spec": job.data.spec,
             "classes": len(job.data.classes),
             "sizes": sizes,
-            "notes": list(job.data.notes),
+            "notes": [*job.data.notes, *_precision_notes(job)],
         },
         hardware=hardware(job.precision),
         versions=versions(),

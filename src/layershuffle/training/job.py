@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-import torch
 from torch import nn
 from torch.utils.data import Subset
 
@@ -18,7 +17,7 @@ from layershuffle.data.class_names import class_difference, in_order_of
 from layershuffle.data.loading import loader_processes
 from layershuffle.data.view import resized_as
 from layershuffle.errors import DataError, UsageError
-from layershuffle.machine import warn_of_slow_bf16
+from layershuffle.machine import device_of, warn_of_slow_bf16
 from layershuffle.methods import Method
 from layershuffle.models import (
     class_names_of,
@@ -35,8 +34,10 @@ from layershuffle.models.origin import LOG
 from layershuffle.models.tying import middle_blocks, tie
 from layershuffle.orders import ExecutionOrder
 from layershuffle.position import PositionedModel, add_position
+from layershuffle.precision import ChosenPrecision, choose_precision
 from layershuffle.settings import DEFAULT_EPOCHS, FitSettings
 from layershuffle.stack import depth_of, stack_of
+from layershuffle.text import counted
 from layershuffle.training.distributed import Ranks
 from layershuffle.training.order_schedule import OrderSchedule, always_runs_all
 from layershuffle.training.sharding import idle_parameters
@@ -53,7 +54,8 @@ class Job:
     pretrained blocks that a truncated model is made of. `images_per_forward` are those of one
     process, `steps` the optimiser steps, `eval_every` those between two evaluations. The held-out
     cross-entropy in the order mode `select_by` picks the checkpoint. `ranks` are the processes that
-    train together.
+    train together. `precision` is the dtype of forwards (fp32, bf16 by autocast, or bf16-pure), and
+    `precision_why` the reason where the settings left it open.
     """
 
     settings: FitSettings
@@ -67,6 +69,8 @@ class Job:
     steps: int
     eval_every: int
     select_by: str
+    precision: str
+    precision_why: str = ""
     base_sha256: str = ""
     origin: ExecutionOrder | None = None
 
@@ -79,15 +83,7 @@ class Job:
     @cached_property
     def device(self) -> str:
         """Where the run computes: cpu or cuda."""
-        return device_of(self.settings)
-
-    @cached_property
-    def precision(self) -> str:
-        """The dtype of forwards: fp32, bf16 (autocast) or bf16-pure."""
-        if self.settings.precision != "auto":
-            return self.settings.precision
-        has_bf16 = self.device == "cuda" and torch.cuda.is_bf16_supported()
-        return "bf16" if has_bf16 else "fp32"
+        return device_of(self.settings.device)
 
     @property
     def workers(self) -> int:
@@ -148,20 +144,21 @@ class Job:
         )
 
 
-def prepare(settings: FitSettings, out: Path, *, ranks: Ranks) -> Job:
+def prepare(
+    settings: FitSettings, out: Path, *, ranks: Ranks, recorded: ChosenPrecision | None = None
+) -> Job:
     """Load the model and open the data; other classes give the model a new head.
 
+    `recorded`: the precision of the run that is resumed, which it keeps on any processor.
     Raises `UsageError` for settings that cannot be met here and whatever model and data raise.
     """
-    forwards, device = settings.accumulate * ranks.count, device_of(settings)
+    forwards, device = settings.accumulate * ranks.count, device_of(settings.device)
     if settings.batch_size % forwards:
         raise UsageError(
             f"A step of {settings.batch_size} images cannot be shared by {ranks.count} processes "
             f"with {settings.accumulate} forwards each",
             hint=f"give a --batch-size that {forwards} divides",
         )
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("There is no GPU that torch can use here", hint="leave --device at auto")
     warn_of_slow_bf16(settings.precision, device)
     method = settings.find_method()
     host = load(settings.model, seed=settings.seed)
@@ -194,19 +191,28 @@ def prepare(settings: FitSettings, out: Path, *, ranks: Ranks) -> Job:
         eager = "compile is off"
     elif settings.compile is None and device == "cpu":
         eager = "off by default on a CPU, where it takes minutes and gains nothing"
+    model, images = _with_position(host, method, settings), settings.batch_size // forwards
+    chosen = ChosenPrecision(precision="fp32")
+    if settings.precision == "auto":
+        # The first process decides for all: the steps of others may have been slowed down.
+        chosen = recorded or ranks.from_first(
+            lambda: choose_precision(model, device=device, training=True, images=images)
+        )
     return Job(
         settings=settings,
         ranks=ranks,
         out=out,
         method=method,
         data=data,
-        model=_with_position(host, method, settings),
+        model=model,
         # Groups come in many sizes; one graph with symbolic sizes serves them all.
         compiler=BlockCompiler(reason=eager, dynamic=settings.orders_per_batch > 1),
-        images_per_forward=settings.batch_size // forwards,
+        images_per_forward=images,
         steps=steps,
         eval_every=eval_every,
         select_by=method.selects_by if settings.select_by == "method" else settings.select_by,
+        precision=chosen.precision if settings.precision == "auto" else settings.precision,
+        precision_why=chosen.why,
         base_sha256=base_sha256,
         origin=origin,
     )
@@ -236,8 +242,8 @@ def _with_warning(data: ImageData, settings: FitSettings) -> ImageData:
     if images is None or images >= _FEW_IMAGES:
         return data
     note = (
-        f"only {images} images ({split}) pick the checkpoint: which one is kept is a guess; "
-        f"{_FEW_IMAGES} or more tell them apart (--holdout is their share)"
+        f"only {counted(images, 'image')} ({split}) to pick the checkpoint: which one is kept is a "
+        f"guess; {_FEW_IMAGES} or more tell them apart (--holdout is their share)"
     )
     return replace(data, notes=(*data.notes, note))
 
@@ -276,10 +282,3 @@ def steps_of(settings: FitSettings, train: Split) -> tuple[int, int]:
     epochs = settings.epochs or DEFAULT_EPOCHS
     steps = settings.steps or math.ceil(epochs * per_epoch)
     return steps, per_epoch or steps
-
-
-def device_of(settings: FitSettings) -> str:
-    """The device that `settings.device` stands for here: cpu or cuda."""
-    if settings.device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return settings.device

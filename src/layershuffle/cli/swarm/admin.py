@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from layershuffle.cli.command import Command
+from layershuffle.cli.swarm.serving import state_flag
 from layershuffle.extras import require
 
 if TYPE_CHECKING:
@@ -45,7 +47,8 @@ class DrainCommand(_NamedHostCommand):
         end = "is empty" if empty else "still has work, which will end at its deadlines"
         print(
             f"Host {self.host} takes no new visits and {end}. "
-            f"Next: layershuffle swarm readmit {self.host}, or take its machine away"
+            f"Next: layershuffle swarm readmit {quote(self.host)}{state_flag(self.state)}, or take "
+            "its machine away"
         )
         return 0
 

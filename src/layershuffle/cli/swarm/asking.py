@@ -6,6 +6,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
@@ -59,6 +60,13 @@ def client_options(server: ServerOptions) -> dict[str, Any]:
             )
         key = keys[0]
     return {"api_key": key, "authority": server.authority}
+
+
+def server_flags(server: ServerOptions) -> str:
+    """These flags, with a space before each, for a printed command; the key itself never."""
+    files = {"--authority": server.authority, "--api-key-file": server.api_key_file}
+    named = "".join(f" {flag} {quote(str(file))}" for flag, file in files.items() if file)
+    return f" --address {quote(server.address)}{named}"
 
 
 @dataclass(frozen=True, kw_only=True)

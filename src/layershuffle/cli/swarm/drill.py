@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from layershuffle.cli.swarm import FAULT_KINDS, FaultKind, Routing, Scenario
-from layershuffle.cli.swarm.asking import ServerOptions, client_options
+from layershuffle.cli.swarm.asking import ServerOptions, client_options, server_flags
+from layershuffle.cli.swarm.serving import state_flag
 from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.extras import require
 
@@ -48,8 +49,9 @@ class DrillCommand(ServerOptions):
     """Instead of --kinds, kill this share of the hosts at random moments; none comes back."""
     routings: tuple[Routing, ...] = ("order-free",)
     """Routings to compare, under the same requests and failures."""
-    data: str = "digit-pairs"
-    """Labelled images: the test split of this data."""
+    data: str | None = None
+    """Labelled images: the test split of this data. Default: what the model was calibrated on; of
+    other images its accuracy is not known."""
     deadline_ms: float = 2000.0
     """Deadline of every request, in milliseconds."""
     concurrency: int = 4
@@ -78,22 +80,34 @@ class DrillCommand(ServerOptions):
     async def drill(self, plan: SwarmPlan, operator: Operator) -> int:
         """The drill of a swarm that runs `plan`; the exit code."""
         from layershuffle.models import load
+        from layershuffle.swarm.chaos import crashes_text
         from layershuffle.swarm.client import AsyncSwarmClient
-        from layershuffle.swarm.drill import drill_report, foreseen, judged, run_drill
+        from layershuffle.swarm.drill import (
+            calibrated_data,
+            drill_report,
+            foreseen,
+            judged,
+            run_drill,
+            why_not_judged,
+        )
         from layershuffle.swarm.load_client import labelled_images, load_client
         from layershuffle.swarm.remote_model import served_host
         from layershuffle.swarm.service import calibration_of
 
         model = served_host(load(plan.model))
-        calibration = calibration_of(plan.model, model)
-        if any(host.donors for host in plan.hosts.values()):
-            print("Blocks of other models take part: the accuracy is not judged.")
-            calibration = None  # it was measured with the blocks of one model
+        stored = calibration_of(plan.model, model)
+        data = self.data or calibrated_data(stored, model=plan.model)
+        why = why_not_judged(plan, stored, data=data)
+        calibration = None if why else stored
         # More requests than a thousand send the same images again.
-        images = labelled_images(model, self.data, count=min(self.requests, 1000))
+        images = labelled_images(model, data, count=min(self.requests, 1000))
         if self.scenarios:
+            if why:
+                print(f"Accuracy not judged: {why}")
             return await self._play(list(plan.hosts), operator, images, calibration)
         faults = self._faults(list(plan.hosts))
+        if self.kill is not None:
+            print(crashes_text(faults, share=self.kill, hosts=len(plan.hosts)))
         print(
             "\n".join(f"before request {fault.at}: {fault.kind} {fault.host}" for fault in faults)
         )
@@ -103,7 +117,7 @@ class DrillCommand(ServerOptions):
         routing_before = operator.routing(self.routings[0])
         async with AsyncSwarmClient(self.address, **client_options(self)) as client:
             ask = load_client(client, images, deadline_ms=self.deadline_ms)
-            engine = _Remote(operator, client)
+            engine = _Remote(operator, client, cure=self._cure())
             try:
                 for routing in self.routings:
                     operator.routing(routing)
@@ -117,10 +131,10 @@ class DrillCommand(ServerOptions):
                         )
                         expected = foreseen(plan, faults, requests=self.requests, routing=routing)
                         replies = list(drill.replies.values())
-                        verdict = judged(replies, calibration) if calibration else None
+                        verdict = judged(replies, calibration) if calibration else why
                         report = drill_report(drill, expected, judgement=verdict, routing=routing)
                         print(f"\n{report}", flush=True)
-                        if verdict and any(fault.kind == "wrong" for fault in faults):
+                        if calibration and any(fault.kind == "wrong" for fault in faults):
                             print(
                                 "One host gave wrong answers for a while; those given until it was "
                                 "found count."
@@ -133,6 +147,12 @@ class DrillCommand(ServerOptions):
             finally:
                 operator.routing(routing_before)
         return 1 if lost else 0
+
+    def _cure(self) -> str:
+        return (
+            f"layershuffle swarm status{server_flags(self)} says why, layershuffle swarm readmit "
+            f"HOST{state_flag(self.state)} starts a host again"
+        )
 
     async def _play(
         self,
@@ -153,7 +173,7 @@ class DrillCommand(ServerOptions):
         socket_path = state_directory(self.state) / SOCKET
         async with AsyncSwarmClient(self.address, **client_options(self)) as client:
             ask = load_client(client, images, deadline_ms=self.deadline_ms)
-            engine = _Remote(operator, client)
+            engine = _Remote(operator, client, cure=self._cure())
             swarm = RunningSwarm(operator, client, socket_path=socket_path, address=self.address)
             for scenario in self.scenarios:
                 print(f"{scenario} ...", flush=True)
@@ -186,10 +206,13 @@ class DrillCommand(ServerOptions):
 
 
 class _Remote:
-    """The hosts of a running swarm, through the operator's socket (`drill.Engine`)."""
+    """The hosts of a running swarm, through the operator's socket (`drill.Engine`).
 
-    def __init__(self, operator: Operator, client: AsyncSwarmClient) -> None:
-        self._operator, self._client = operator, client
+    `cure`: what to type where hosts stay away.
+    """
+
+    def __init__(self, operator: Operator, client: AsyncSwarmClient, *, cure: str) -> None:
+        self._operator, self._client, self._cure = operator, client, cure
         self._hit: set[str] = set()
         self._order: asyncio.Future[None] | None = None
 
@@ -211,7 +234,7 @@ class _Remote:
                     away = hosts - {h.name for h in swarm.hosts if h.condition == "healthy"}
                     await asyncio.sleep(_POLL_SECONDS)
         except TimeoutError as error:
-            raise _stayed_away(away) from error
+            raise self._stayed_away(away) from error
 
     async def mend(self) -> None:
         """Bring every host back that a fault hit. Raises `LayerShuffleError` for those that stay
@@ -228,7 +251,7 @@ class _Remote:
         if orders:
             await asyncio.wait(orders, timeout=_BACK_SECONDS)
         if late := {name for name, order in zip(hit, orders, strict=True) if not order.done()}:
-            raise _stayed_away(late)
+            raise self._stayed_away(late)
         if errors := [error for order in orders if (error := order.exception())]:
             raise errors[0]
         await self.healthy(set(hit))
@@ -237,9 +260,8 @@ class _Remote:
         # The operator's socket blocks, and the requests must go on meanwhile.
         await asyncio.to_thread(self._operator.fault, host, kind)
 
-
-def _stayed_away(hosts: set[str]) -> LayerShuffleError:
-    return LayerShuffleError(
-        f"{', '.join(sorted(hosts))} did not come back within {_BACK_SECONDS:g} s",
-        hint="layershuffle swarm status says why, layershuffle swarm readmit starts a host again",
-    )
+    def _stayed_away(self, hosts: set[str]) -> LayerShuffleError:
+        return LayerShuffleError(
+            f"{', '.join(sorted(hosts))} did not come back within {_BACK_SECONDS:g} s",
+            hint=self._cure,
+        )

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from shlex import quote
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from layershuffle.cli.command import Command
+from layershuffle.cli.command import Command, ComputingCommand
 from layershuffle.cli.swarm import DEFAULT_MODEL, ROUTINGS, Routing, Wire
 from layershuffle.errors import UsageError
 from layershuffle.extras import require
-from layershuffle.text import counted_as, table
+from layershuffle.text import counted, counted_as, table
+
+if TYPE_CHECKING:
+    from layershuffle.swarm.chaos import Fault
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +76,12 @@ class PlanCommand(Command):
         print(plan_report(best, prediction))
         if self.out is not None:
             write_text(self.out, plan_text(best))
-            print(f"In {self.out}. Next: layershuffle swarm simulate {self.out}, or swarm deploy")
+            out = quote(str(self.out))
+            print(
+                f"In {self.out}. Next: layershuffle swarm simulate {out} --profile "
+                f"{quote(str(self.hosts))}\nThen, of a head: layershuffle swarm deploy {out} "
+                "--address ADDRESS"
+            )
         return 0
 
 
@@ -112,7 +121,7 @@ class SimulateCommand(Command):
         """Simulate every routing, and print them side by side."""
         require("swarm")
 
-        from layershuffle.swarm.chaos import crashes
+        from layershuffle.swarm.chaos import crashes, crashes_text
         from layershuffle.swarm.plan import read_plan
         from layershuffle.swarm.planning import read_hosts
         from layershuffle.swarm.planning.hosts import hosts_of
@@ -136,15 +145,16 @@ class SimulateCommand(Command):
             plan = scaled(plan, self.hosts)
         if self.churn is not None and self.kill is not None:
             raise UsageError("--churn and --kill are two kinds of failures", hint="choose one")
-        kill, requests = self.kill, self.requests
         # The same failures for every routing: they are compared under one fate.
-        names = list(plan.hosts)
-        faults = crashes(names, share=kill, requests=requests, seed=self.seed) if kill else ()
+        names: list[str] = list(plan.hosts)
+        faults: tuple[Fault, ...] = ()
+        if self.kill is not None:
+            faults = crashes(names, share=self.kill, requests=self.requests, seed=self.seed)
         outcomes = {
             str(routing): simulate(
                 plan,
                 profile=profile,
-                requests=requests,
+                requests=self.requests,
                 seed=self.seed,
                 routing=routing,
                 arrivals=Arrivals(rate=self.rate, clients=self.clients),
@@ -155,12 +165,15 @@ class SimulateCommand(Command):
             )
             for routing in self.routings
         }
-        print(f"{len(plan.hosts)} hosts, seed {self.seed}\n{outcome_report(outcomes)}")
+        killed = counted(len(names), "host")
+        if self.kill is not None:
+            killed = crashes_text(faults, share=self.kill, hosts=len(names))
+        print(f"{killed}, seed {self.seed}\n{outcome_report(outcomes)}")
         return 0
 
 
 @dataclass(frozen=True, kw_only=True)
-class CalibrateCommand(Command):
+class CalibrateCommand(ComputingCommand):
     """Measure the accuracy of a model with 1 to all blocks in arbitrary order on held-out data.
 
     The result is stored beside the model; a swarm tells it with its answers.
@@ -176,6 +189,8 @@ class CalibrateCommand(Command):
     """Number of images, at most."""
     seed: int = 0
     """Seed of the orders."""
+    json: bool = False
+    """Print JSON: what is stored beside the model."""
 
     def run(self) -> int:
         """Measure, store, and print the table."""
@@ -184,23 +199,29 @@ class CalibrateCommand(Command):
 
         # First: a model without a directory of its own is refused before minutes of work.
         path = calibration_path(self.model)
-        calibration = calibrate(
-            load(self.model),
-            self.data,
-            orders=self.orders,
-            images=self.images,
-            seed=self.seed,
-        )
+        with self.computing("calibrate") as progress:
+            calibration = calibrate(
+                load(self.model),
+                self.data,
+                orders=self.orders,
+                images=self.images,
+                seed=self.seed,
+                device=self.device,
+                progress=progress,
+            )
         write_calibration(calibration, path)
+        if self.json:
+            print(calibration.model_dump_json(by_alias=True, indent=2))
+            return 0
         rows = [
             (str(row.kept), f"{row.top1:.1f}", f"{row.low:.1f} to {row.high:.1f}")
             # From all blocks downwards, as they are lost.
             for row in reversed(calibration.rows)
         ]
         print(table(("blocks", "top-1 %", "95 % interval"), rows))
-        counted = counted_as(row.effective for row in calibration.rows)
+        independent = counted_as(row.effective for row in calibration.rows)
         print(
-            f"{calibration.images} images of {calibration.data} ({calibration.split}), {counted}, "
-            f"{calibration.orders} orders each. In {path}"
+            f"{calibration.images:,} images of {calibration.data} ({calibration.split}), "
+            f"{independent}, {calibration.orders} orders each. In {path}"
         )
         return 0

@@ -18,6 +18,7 @@ from contextlib import (
 )
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
@@ -212,11 +213,16 @@ def describe_service(service: Service, url: str, *, state: str | None, keyed: bo
             f"{missing}It answers at {url} (API: {url}/docs). In another shell:",
             f"  layershuffle classify IMAGE{address}",
             f"  layershuffle swarm status{address}",
-            f"  layershuffle swarm drill{address} --requests 300"
-            + (f" --state {state}" if state else ""),
+            f"  layershuffle swarm drill{address} --requests 300" + state_flag(state),
             "Ctrl-C ends it, with all its hosts.",
         ]
     )
+
+
+def state_flag(state: str | None) -> str:
+    """The flag, with a space before it, that names the operator's directory in a printed command;
+    nothing for the default one."""
+    return f" --state {quote(state)}" if state else ""
 
 
 def steps() -> Callable[[str], None]:

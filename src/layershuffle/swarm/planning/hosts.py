@@ -111,7 +111,7 @@ class ModelFacts:
         if not self.accuracy:
             raise UsageError(
                 "Accuracy by number of blocks has not been measured for this model",
-                hint="measure it: layershuffle swarm calibrate",
+                hint="measure it: layershuffle swarm calibrate MODEL --data SPEC",
             )
         measured = sorted(self.accuracy)
         return float(np.interp(blocks, measured, [self.accuracy[k] for k in measured]))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from shlex import quote
 
 import numpy as np
 
@@ -202,5 +203,8 @@ def _notes(plan: SwarmPlan, planned: Planned, free: Figures) -> list[str]:
             "the requests that keep so many busy would take minutes."
         )
     if free.accuracy is None:
-        lines.append("Accuracy has not been measured: layershuffle swarm calibrate does it.")
+        lines.append(
+            "Accuracy has not been measured: layershuffle swarm calibrate "
+            f"{quote(plan.model)} --data SPEC does it."
+        )
     return lines

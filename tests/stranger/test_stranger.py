@@ -1,0 +1,242 @@
+"""What a new user does in an empty directory with nothing but the wheel, step by step.
+
+Four visits of somebody who reads README and help, has own pictures, makes mistakes, runs a study,
+and starts a swarm: more than 60 commands. Each asserts its outcome.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from stranger_shell import Stranger, a_stranger, make_environment
+
+import layershuffle as ls
+from built import built_package
+from once import once
+
+PICTURE = "bundled:digit-pair.png"
+MODEL = (
+    "timm:vit_tiny_patch16_224?pretrained=false&num_classes=2&img_size=32&patch_size=8"
+    "&embed_dim=32&depth=3&num_heads=2&mlp_ratio=2"
+)
+STUDY = """
+name: mine
+model: dir:base
+data: folder:photos
+arms: [{method: layershuffle}]
+fit: {steps: 2, batch_size: 4, holdout: 0.3}
+evaluate: {modes: "sequential,arbitrary", num_orders: 2}
+"""
+START_SECONDS = 300
+
+
+@pytest.fixture(scope="session")
+def environment(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The environment with the wheel, made once for all visits."""
+    (wheel,) = built_package(repository, tmp_path_factory).glob("*.whl")
+
+    def make(place: Path) -> None:
+        make_environment(place, wheel)
+
+    return once(tmp_path_factory, "environment", make, room="package")
+
+
+@pytest.fixture
+def stranger(environment: Path, tmp_path: Path) -> Iterator[Stranger]:
+    """Somebody in an empty directory."""
+    with a_stranger(environment, tmp_path / "folder") as somebody:
+        yield somebody
+
+
+def write_photos(folder: Path, *, classes: tuple[str, ...] = ("cat", "dog")) -> None:
+    """Pictures of noise, 16 to train on and 8 to test on, bright ones and dark ones."""
+    random = np.random.default_rng(0)
+    for split, count in (("train", 8), ("val", 4)):
+        for index, name in enumerate(classes):
+            place = folder / split / name
+            place.mkdir(parents=True)
+            for number in range(count):
+                pixels = random.integers(0, 128, (40, 36, 3), dtype=np.uint8) + 127 * index
+                Image.fromarray(pixels.astype(np.uint8)).save(place / f"{number}.png")
+
+
+# --- the way in -----------------------------------------------------------------------------------
+
+
+def test_arriving(stranger: Stranger, repository: Path) -> None:
+    types, refused = stranger.types, stranger.refused
+    assert types("--version").out == f"{ls.__version__}\n"
+    first = re.search(r"Start here: layershuffle (.+)", types("--help").out)
+    assert first is not None
+    refused("evla", "x", saying="did you mean 'eval'?")
+    doctor = types("doctor").out
+    assert f"Next: layershuffle {first[1]} " in doctor
+    assert "NO " not in doctor
+    assert "complete" in types("completion", "bash").out
+
+    # The first command that help and doctor name.
+    lines = types(*first[1].split()).out.splitlines()
+    assert re.match(rf"{PICTURE}: 42 [\d.]+ %, ", lines[0])
+    assert lines[1].endswith("12 of 12 blocks in the order 0,1,2,3,4,5,6,7,8,9,10,11")
+    flags = ("--json", "--device", "cpu", "--threads", "1")
+    same = types("predict", "bundled:digits-swarm", PICTURE, *flags).json()
+    assert same["images"][0]["top"][0]["index"] == 42
+    words = ("predict", "bundled:digits-swarm", PICTURE, "--mode", "kept:9:arbitrary")
+    drawn = types(*words, "--seed", "1").out
+    assert "9 of 12 blocks in the order" in drawn
+    assert drawn == types(*words, "--seed", "1").out
+
+    refused("predict", "bundled:digits-swarm", "cat.png", saying="Where: cat.png")
+    refused("predict", "bundled:digit-swarm", PICTURE, saying="digits-swarm")
+    refused("predict", "bundled:digits-swarm", PICTURE, "--mode", "arbitary", saying="'arbitrary'")
+    refused("predict", "bundled:digits-swarm", PICTURE, "--order", "0,12", saying="12")
+    types("predict", "bundled:digits-swarm", PICTURE, "--topp", "3", code=2)
+
+    # The example of the README as printed, with a small model in place of one to download.
+    text = (repository / "README.md").read_text()
+    example = re.search(r"```python\n(.*?)```", text, re.DOTALL)
+    assert example is not None
+    small = '"vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=32, depth=3, num_heads=2'
+    code = example[1].replace('"vit_base_patch16_224", pretrained=True', small)
+    types(python=code.replace("224, 224", "32, 32"))
+    assert (stranger.folder / "shuffled" / "model.safetensors").is_file()
+    stock = (
+        "import timm; print(timm.create_model('local-dir:shuffled', pretrained=True).num_classes)"
+    )
+    assert types(python=stock).out == "10\n"
+
+
+# --- own pictures ---------------------------------------------------------------------------------
+
+
+def test_own_pictures(stranger: Stranger) -> None:
+    types, refused, folder = stranger.types, stranger.refused, stranger.folder
+    write_photos(folder / "photos")
+    types(python=f"import layershuffle as ls; ls.save(ls.load({MODEL!r}), 'base')")
+    data, short = ("--data", "folder:photos"), ("--steps", "4", "--batch-size", "4")
+    fit = ("fit", "--method", "layershuffle", "--model", "dir:base", *data, *short)
+    refused("fit", "--method", "layershufle", *fit[3:], "--out", "a", saying="layershuffle")
+    refused(*fit, "--lr", "-1", "--out", "a", saying="lr")
+    refused(*fit[:5], "--data", "folder:fotos", *short, "--out", "a", saying="fotos")
+    trained = types(*fit, "--holdout", "0.3", "--out", "a").out
+    assert "only 4 images (holdout) to pick the checkpoint" in trained
+    assert "Next: layershuffle eval a --data folder:photos" in trained
+    assert "cat" in (folder / "a" / "model" / "README.md").read_text()
+    again = types(*fit, "--holdout", "0.3", "--out", "a").out
+    assert again.splitlines()[-1] == trained.splitlines()[-1]
+    refused(*fit, "--holdout", "0.4", "--out", "a", saying="a")
+    types(*fit, "--holdout", "0.3", "--seed", "1", "--out", "b")
+
+    table = types("eval", "a", *data, "--num-orders", "3").out
+    assert "8 images each." in table
+    report = types("eval", "a", *data, "--num-orders", "3", "--json").json()
+    (drawn,) = [mode for mode in report["modes"] if mode["mode"] == "arbitrary"]
+    score = drawn["scores"][0]
+    replayed = types("eval", "a", *data, "--order", score["order"], "--json").json()
+    assert replayed["modes"][0]["scores"][0]["cross_entropy"] == score["cross_entropy"]
+    refused("eval", "a", "--data", "digit-pairs", saying="100 classes")
+    refused("eval", "a", *data, "--modes", "sequentiel", saying="'sequential'")
+    refused("eval", "c", *data, saying="c")
+    guess = types("predict", "a", "photos/val/cat/0.png", "--json").json()
+    assert {one["label"] for one in guess["images"][0]["top"]} == {"cat", "dog"}
+
+    # Models of several trainings; nothing that was trained is lost to a name.
+    recipe = {"slices": [{"model": "a", "blocks": [0, 2]}, {"model": "b", "blocks": [1]}]}
+    (folder / "merge.yaml").write_text(json.dumps({**recipe, "stem": "average", "head": "a"}))
+    assert "blocks 0,2 from a" in types("merge", "merge.yaml", "--out", "merged").out
+    refused("merge", "merge.yaml", "--out", "merged", saying="--overwrite")
+    donor = (folder / "a" / "model" / "model.safetensors").read_bytes()
+    refused("merge", "merge.yaml", "--out", "a", "--overwrite", saying="a")
+    assert (folder / "a" / "model" / "model.safetensors").read_bytes() == donor
+    few = ("--num-orders", "2", *data)
+    refused("merge", "a", "b", "--random", "2", *few, saying="--replacement")
+    random = ("--random", "2", "--replacement", "--no-soups")
+    assert "8 images each" in types("merge", "a", "b", *random, *few).out
+    assert "Ensemble of 2 models" in types("ensemble", "a", "b", *few).out
+
+    answer = types("analyze", "norms", "a", *data, "--out", "norms", "--json").json()
+    assert (folder / "norms" / "norms.svg").is_file()
+    assert answer["files"] == ["norms.csv", "norms.svg"]
+    assert "20 images" not in types("cache", "folder:photos", "--size", "32", "--out", "small").out
+    assert types("eval", "a", "--data", "folder:small", "--json").json()["modes"][0]["images"] == 8
+    calibrated = types("swarm", "calibrate", "a", *data, "--orders", "2", "--json").json()
+    assert [row["kept"] for row in calibrated["rows"]] == [1, 2, 3]
+
+
+# --- a study --------------------------------------------------------------------------------------
+
+
+def test_a_study(stranger: Stranger) -> None:
+    types, refused, folder = stranger.types, stranger.refused, stranger.folder
+    paper = types("reproduce", "imagenet-paper", "--dry-run").out
+    assert re.search(r"Work: [\d,]+ training steps", paper)
+    assert re.search(r"Disk: .* of models at the end", paper)
+    refused("reproduce", "digit-quick", saying="did you mean 'digits-quick'")
+    write_photos(folder / "photos")
+    types(python=f"import layershuffle as ls; ls.save(ls.load({MODEL!r}), 'base')")
+    (folder / "mine.yaml").write_text(STUDY)
+    study = types("reproduce", "mine.yaml", "--workers", "1").out
+    assert "Report: runs/mine/report.html" in study
+    page = (folder / "runs" / "mine" / "report.html").read_text()
+    assert "http-equiv" not in page or 'src="http' not in page
+    (folder / "runs" / "mine" / "report.html").unlink()
+    types("report", "runs/mine")
+    assert (folder / "runs" / "mine" / "report.html").read_text() == page
+    (folder / "mine.yaml").write_text(STUDY.replace("steps: 2", "stepz: 2"))
+    refused("reproduce", "mine.yaml", "--out", "x", saying="did you mean 'steps'")
+
+
+# --- a swarm --------------------------------------------------------------------------------------
+
+
+def test_a_swarm(stranger: Stranger) -> None:
+    pytest.importorskip("ray", reason="needs the extra `swarm` (Ray)")
+    types, refused, folder = stranger.types, stranger.refused, stranger.folder
+    (folder / "hosts.yaml").write_text("hosts: {pi: {count: 2, memory_mb: 1, availability: 0.9}}\n")
+    planned = types("swarm", "plan", "hosts.yaml", "--out", "plan.yaml").out
+    (simulate,) = re.findall(r"Next: layershuffle (swarm simulate .+)", planned)
+    simulated = types(*simulate.split(), "--requests", "50", "--kill", "0.5").out
+    assert "1 of 2 hosts dies" in simulated
+    refused("swarm", "status", "--address", "http://127.0.0.1:9", saying="swarm up")
+    refused("swarm", "drain", "host-1", saying="swarm up")
+
+    with (folder / "up.log").open("w") as log:
+        up = stranger.starts("swarm", "up", "--hosts", "2", "--port", "0", "--state", "s", log=log)
+        try:
+            address = ("--address", wait_for_address(folder / "up.log", up))
+            assert types("swarm", "status", *address).out.count("healthy") == 2
+            answer = types("classify", PICTURE, *address).out
+            assert re.match(rf"{PICTURE}: 42 [\d.]+ %", answer)
+            assert "On images like digit-pairs" in answer
+            given = types("classify", PICTURE, *address, "--order", "3,0,2", "--json").json()
+            assert given["blocks"] == [3, 0, 2]
+            drained = types("swarm", "drain", "host-2", "--state", "s").out
+            assert "Next: layershuffle swarm readmit host-2 --state s" in drained
+            types("swarm", "readmit", "host-2", "--state", "s")
+            few = ("--requests", "40", "--state", "s")
+            drill = types("swarm", "drill", *address, *few, "--kill", "0.5").out
+            assert "1 of 2 hosts dies" in drill
+            assert "accuracy of the answers" in drill
+        finally:
+            up.send_signal(signal.SIGINT)
+            up.wait(START_SECONDS)
+    assert up.returncode == 0
+    assert "The swarm has ended" in (folder / "up.log").read_text()
+
+
+def wait_for_address(log: Path, up) -> str:
+    """The address that `swarm up` prints."""
+    end = time.monotonic() + START_SECONDS
+    while not (answers := re.search(r"answers at (\S+)", log.read_text())):
+        assert up.poll() is None, log.read_text()
+        assert time.monotonic() < end, log.read_text()
+        time.sleep(0.2)
+    return answers[1]
