@@ -41,6 +41,7 @@ from layershuffle.swarm.messages import (
 from layershuffle.swarm.placement import HostBackend
 from layershuffle.swarm.plan import HostPlan, SwarmPlan
 from layershuffle.swarm.remote_model import RemoteModel
+from layershuffle.swarm.rounds import QUEUE, Rounds, Way
 from layershuffle.swarm.router import Router
 from waiting import HANGS, until
 
@@ -196,6 +197,27 @@ async def answers_equal_the_model_bit_for_bit(rig: Rig) -> None:
             error = (got.logits - wanted).abs().max()
             assert torch.equal(got.logits, wanted), f"{got.route.order}: max error {error:.1e}"
     finally:
+        remote.close()
+
+
+async def blocks_side_by_side_equal_the_model_bit_for_bit(rig: Rig) -> None:
+    """Replayed in one process from the steps that the answer names; also with a host dead."""
+    batch, rig.router.rounds = images(2), Rounds(otherwise=Way(2, 2), max_age=4)
+    remote = RemoteModel(copy.deepcopy(rig.model), rig.router)
+    try:
+        for reached in (4, 2):
+            if reached == 2:
+                await rig.inject("crash")
+            got = await remote.classify(batch, deadline=rig.router.clock() + HANGS)
+            order = ls.ExecutionOrder(got.route.order, DEPTH, got.route.versions)
+            assert (got.route.kept, len(order)) == (reached, 4), got.route
+            with torch.no_grad(), ls.running(rig.model, order):
+                wanted = logits_of(rig.model(batch))
+            error = (got.logits - wanted).abs().max()
+            assert torch.equal(got.logits, wanted), f"{order}: max error {error:.1e}"
+        await rig.inject("rejoin")
+    finally:
+        rig.router.rounds = QUEUE
         remote.close()
 
 
@@ -417,6 +439,7 @@ CHECKS: dict[str, Callable[[Rig], Awaitable[None]]] = {
     check.__name__: check
     for check in (
         answers_equal_the_model_bit_for_bit,
+        blocks_side_by_side_equal_the_model_bit_for_bit,
         answers_are_the_callers_own,
         visits_meet_in_batches,
         visits_fail_each_in_its_own_way,

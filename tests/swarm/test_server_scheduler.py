@@ -31,7 +31,7 @@ def calibrated(**options):
         for kept in range(1, DEPTH + 1)
     )
     calibration = Calibration(
-        schema=2, weights="w", data="made-up", split="test", seed=0, orders=2, images=9,
+        schema=3, weights="w", data="made-up", split="test", seed=0, orders=2, images=9,
         classes=tuple("abcde"), rows=rows,
     )  # fmt: skip
     return {"calibration": calibration, **options}

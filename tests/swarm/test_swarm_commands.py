@@ -20,7 +20,7 @@ from layershuffle.cli.swarm.serving import operator_door
 from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.swarm import service as services
 from layershuffle.swarm.bundle import make_bundle
-from layershuffle.swarm.calibration import Expected
+from layershuffle.swarm.expectations import Expected
 from layershuffle.swarm.local import LocalHosts
 from layershuffle.swarm.plan import HostPlan, SwarmPlan
 from layershuffle.swarm.server.admin import SOCKET, Operator, scratch_directory, state_directory

@@ -84,7 +84,8 @@ class Visit:
     `budget` (default: `limit`) is how many seconds the whole request has left. The host gets this
     number, because a visit that was given up and repeated elsewhere may still answer first. `fair`:
     the limit was long enough for lateness to count against the host. `expected`: seconds that it
-    was expected to take.
+    was expected to take. `waited`: the request waits for it as long as its limit is not over; else
+    it counts if it comes before the request ends anyway.
     """
 
     host: str
@@ -93,6 +94,7 @@ class Visit:
     budget: float | None = field(default=None, compare=False)
     fair: bool = field(default=True, compare=False)
     expected: float = field(default=0.0, compare=False)
+    waited: bool = True
 
     @property
     def budget_ms(self) -> float:
@@ -176,10 +178,11 @@ WHOLE: tuple[Ending, ...] = ("complete", "enough")
 class Route:
     """How a request went through the swarm.
 
-    `order` holds the blocks that ran, in execution order; `skipped` the others, each with the
-    reason. `ending`: complete, enough (as many blocks as the plan wants), deadline (the time was
-    up), unreachable (no healthy host held what was missing) or lost (fixed-order routing could not
-    go on; such a request has failed).
+    `order` holds the blocks that ran, in execution order; `versions` which version of the state
+    each of them read, `None` where it was the newest (`layershuffle.orders`); `skipped` the others,
+    each with the reason. `ending`: complete, enough (as many blocks as the plan wants), deadline
+    (the time was up), unreachable (no healthy host held what was missing) or lost (fixed-order
+    routing could not go on; such a request has failed).
     """
 
     depth: int
@@ -188,6 +191,18 @@ class Route:
     hops: tuple[Visited, ...]
     ending: Ending
     ms: float
+    versions: tuple[int, ...] | None = None
+
+    @property
+    def steps(self) -> tuple[tuple[int, int], ...]:
+        """(block, version that it read) of every step."""
+        versions = range(len(self.order)) if self.versions is None else self.versions
+        return tuple(zip(self.order, versions, strict=True))
+
+    @property
+    def kept(self) -> int:
+        """How many different blocks ran."""
+        return len(set(self.order))
 
     @property
     def degraded(self) -> bool:

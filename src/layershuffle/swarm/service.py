@@ -25,6 +25,7 @@ from layershuffle.swarm.bundle import Bundle, check_sibling, make_bundle
 from layershuffle.swarm.calibration import Calibration, calibration_path, read_calibration
 from layershuffle.swarm.chaos import ChaosBackend, FaultInjector
 from layershuffle.swarm.coordinator import Coordinator
+from layershuffle.swarm.expectations import rounds_of
 from layershuffle.swarm.lineage import check_blocks, lineage_of, read_block, read_lineage
 from layershuffle.swarm.messages import Wire
 from layershuffle.swarm.placement import HostBackend, homes_of
@@ -131,7 +132,7 @@ def model_facts(model: str, *, wire: Wire) -> ModelFacts:
     """
     host = served_host(load(model))
     bundle, calibration = make_bundle(host), calibration_of(model, host)
-    rows = calibration.rows if calibration is not None else ()
+    rows = calibration.queue if calibration is not None else ()
     accuracy = {row.kept: row.top1 for row in rows}
     block_ms = stored_ms(bundle.program, lambda: _block_ms(bundle))
     return facts_of(bundle.tensors, bundle.shape, wire=wire, block_ms=block_ms, accuracy=accuracy)
@@ -200,6 +201,7 @@ async def running_service(
         routing=plan.routing,
         wire=plan.wire,
         most_blocks=plan.most_blocks,
+        rounds=rounds_of(cargo.calibration, parallel=plan.parallel),
     )
     coordinator = Coordinator(plan, router=router, backend=chaos, bundles=cargo.bundles)
     faults = FaultInjector(coordinator, backend=chaos)

@@ -102,7 +102,7 @@ def outcome_of(
         measured = sorted(accuracy)
         # Numbers of blocks that nobody calibrated lie between those that were.
         percent = np.interp(range(depth + 1), measured, [accuracy[k] for k in measured])
-        right = float(sum(percent[len(r.route.order)] for r in answers if not r.false))
+        right = float(sum(percent[r.route.kept] for r in answers if not r.false))
     # A swarm fills up at first and empties at the end; what it can do shows in the middle half.
     quarter = len(replies) // 4
     first, last = replies[quarter].ended_at, replies[-1 - quarter].ended_at
@@ -110,7 +110,7 @@ def outcome_of(
         routing=routing,
         requests=len(replies),
         ended={end: ended[end] for end in ENDED},
-        blocks=dict(sorted(Counter(len(reply.route.order) for reply in answers).items())),
+        blocks=dict(sorted(Counter(reply.route.kept for reply in answers).items())),
         ms=tuple(sorted(reply.route.ms for reply in replies)),
         accuracy=None if right is None or not answers else right / len(answers),
         right=None if right is None else right / len(replies),

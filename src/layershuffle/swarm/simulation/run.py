@@ -183,7 +183,7 @@ class _Simulation:
                 ended_at=self.loop.time(),
                 false=bool((after != _STATE).any()),
                 late=route.ms > deadline_ms,
-                enough=len(route.order) >= min_blocks,
+                enough=route.kept >= min_blocks,
             )
         )
 
