@@ -125,17 +125,20 @@ def calibration_of(model: str, host: nn.Module) -> Calibration | None:
     return read_calibration(calibration_path(model), weights=weights_digest(host))
 
 
-def model_facts(model: str, *, wire: Wire) -> ModelFacts:
+def model_facts(model: str, *, wire: Wire, parallel: int | None = None) -> ModelFacts:
     """What planning and simulation need to know of a model; a block is timed on this machine, once.
 
-    Raises what loading raises.
+    `parallel`: blocks side by side, instead of what the calibration allows. Raises what loading
+    raises.
     """
     host = served_host(load(model))
     bundle, calibration = make_bundle(host), calibration_of(model, host)
     rows = calibration.queue if calibration is not None else ()
     accuracy = {row.kept: row.top1 for row in rows}
     block_ms = stored_ms(bundle.program, lambda: _block_ms(bundle))
-    return facts_of(bundle.tensors, bundle.shape, wire=wire, block_ms=block_ms, accuracy=accuracy)
+    facts = facts_of(bundle.tensors, bundle.shape, wire=wire, block_ms=block_ms, accuracy=accuracy)
+    cells = {row.cell: row.top1 for row in calibration.rows} if calibration is not None else {}
+    return replace(facts, cells=cells, rounds=rounds_of(calibration, parallel=parallel))
 
 
 def _block_ms(bundle: Bundle) -> float:

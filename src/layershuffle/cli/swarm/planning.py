@@ -128,7 +128,7 @@ class SimulateCommand(Command):
         )
 
         plan = read_plan(self.plan)
-        facts = model_facts(plan.model, wire=plan.wire)
+        facts = model_facts(plan.model, wire=plan.wire, parallel=plan.parallel)
         profile = Profile()
         if self.profile is not None:
             profile = profile_of(hosts_of(read_hosts(self.profile), facts))
@@ -151,7 +151,8 @@ class SimulateCommand(Command):
                 churn=Churn(up_s=self.churn[0], down_s=self.churn[1]) if self.churn else None,
                 faults=faults,
                 min_blocks=self.min_blocks,
-                accuracy=facts.accuracy or None,
+                accuracy=facts.cells or None,
+                rounds=facts.rounds,
             )
             for routing in self.routings
         }

@@ -11,6 +11,7 @@ import numpy as np
 
 from layershuffle.swarm.drill import Ended
 from layershuffle.swarm.messages import WHOLE, Route
+from layershuffle.swarm.rounds import Cell, cell_of
 from layershuffle.text import table
 
 ENDED: tuple[Ended, ...] = ("answered", "degraded", "late", "failed")
@@ -88,7 +89,7 @@ def outcome_of(
     replies: Sequence[SimulatedReply],
     *,
     routing: str,
-    accuracy: Mapping[int, float] | None,
+    accuracy: Mapping[Cell, float] | None,
     depth: int,
     served: Mapping[str, int],
     visits: int,
@@ -99,10 +100,11 @@ def outcome_of(
     hops = [hop for reply in replies for hop in reply.route.hops]
     right = None
     if accuracy:
-        measured = sorted(accuracy)
+        queue = sorted((cell.kept, top1) for cell, top1 in accuracy.items() if _is_queue(cell))
         # Numbers of blocks that nobody calibrated lie between those that were.
-        percent = np.interp(range(depth + 1), measured, [accuracy[k] for k in measured])
-        right = float(sum(percent[r.route.kept] for r in answers if not r.false))
+        percent = np.interp(range(depth + 1), *zip(*queue, strict=True))
+        ran = [cell_of(r.route.steps) if r.route.order else Cell(0) for r in answers if not r.false]
+        right = float(sum(accuracy.get(cell, percent[cell.kept]) for cell in ran))
     # A swarm fills up at first and empties at the end; what it can do shows in the middle half.
     quarter = len(replies) // 4
     first, last = replies[quarter].ended_at, replies[-1 - quarter].ended_at
@@ -147,6 +149,10 @@ def outcome_report(outcomes: Mapping[str, SimulationOutcome]) -> str:
     shares = [(f"{k}", *(f"{100 * o.blocks.get(k, 0) / n:.2f}" for o, n in pairs)) for k in used]
     used_blocks = table(("blocks used, % of the answers", *outcomes), shares)
     return f"{table(('', *outcomes), rows)}\n\n{used_blocks}"
+
+
+def _is_queue(cell: Cell) -> bool:
+    return cell == Cell(cell.kept)
 
 
 def _cell(value: float | None, form: str) -> str:
