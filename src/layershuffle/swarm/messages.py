@@ -71,10 +71,31 @@ def pack(state: State, wire: Wire) -> Packet:
 
 
 def unpack(packet: Packet) -> State:
-    """The state of a packet, float32 `[images, tokens, width]`."""
+    """The values of a packet, float32 `[images, tokens, width]`."""
     if packet.scales is None:
         return packet.values.astype(np.float32, copy=False)
     return packet.values.astype(np.float32) * packet.scales
+
+
+def pack_answer(after: State, asked: Packet) -> Packet:
+    """What answers a visit that brought `asked`, when its blocks made `after` of it.
+
+    On a narrow wire what they added, not the state: it is smaller, and so are its errors. The
+    router adds it to the state that it has, which no wire has rounded.
+    """
+    return pack(after if asked.wire == "fp32" else after - unpack(asked), asked.wire)
+
+
+def unpack_answer(packet: Packet, *, before: State) -> State:
+    """The state after a visit with the state `before`, by its answer.
+
+    Raises `ValueError` for an answer of another shape.
+    """
+    values = unpack(packet)
+    # Numpy would stretch some other shapes, and add them up all the same.
+    if values.shape != before.shape:
+        raise ValueError(f"it has the shape {values.shape}, not {before.shape}")
+    return values if packet.wire == "fp32" else before + values
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +125,7 @@ class Visit:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A host's answer to a visit: the state after its blocks, and where the time went (ms).
+    """A host's answer to a visit (`pack_answer`), and where the time went (ms).
 
     `compute_ms` counts the whole time of the batches that the visit was part of, `queue_ms` the
     rest of its time at the host. `batch` is the number of images per batch, those of other visits

@@ -29,7 +29,7 @@ from layershuffle.swarm.messages import (
     VisitError,
     Wire,
     pack,
-    unpack,
+    unpack_answer,
 )
 from layershuffle.swarm.overlap_walk import OverlapWalk
 from layershuffle.swarm.policy import Finish, Progress, Routing, Wait
@@ -335,7 +335,7 @@ def unpacked(answer: Answer, *, like: State, ms: float) -> tuple[State, str]:
     visit took (`TOO_LONG`), by which a far host would look near.
     """
     try:
-        after = unpack(answer.packet)
+        after = unpack_answer(answer.packet, before=like)
         reported_ms = _reported_ms(answer)
         # One pass is enough, because `max` hands on NaN and infinity.
         largest = float(np.abs(after).max(initial=0.0))
@@ -343,8 +343,6 @@ def unpacked(answer: Answer, *, like: State, ms: float) -> tuple[State, str]:
         return like, f"its answer cannot be read ({one_line(error)})"
     if reported_ms > _SLACK * ms + _SLACK_MS:
         return after, TOO_LONG
-    if after.shape != like.shape:
-        return after, f"it answered with the shape {after.shape}, not {like.shape}"
     if not math.isfinite(largest):
         return after, NOT_FINITE
     # At least 1, because a state of zeros may grow by any factor.
