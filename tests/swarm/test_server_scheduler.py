@@ -69,6 +69,7 @@ def test_blocks_of_other_models_have_no_expected_accuracy():
     assert answers[0]["expected"] == {
         "top1": 80.0, "low": 1.0, "high": 90.0, "orders_low": 2.0, "orders_high": 88.0, "kept": 4,
         "orders": 2, "images": 9, "data": "made-up", "split": "test", "effective": None,
+        "passes": 1, "parallel": 1,
     }  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from layershuffle.swarm.plan import HostPlan, SwarmPlan, even_plan
 from layershuffle.swarm.planning import HostsFile, HostSpec, ModelFacts, plan
 from layershuffle.swarm.planning.hosts import hosts_of
 from layershuffle.swarm.policy import FREE, ROUTINGS
-from layershuffle.swarm.rounds import Cell, Rounds, Way
+from layershuffle.swarm.rounds import Cell
 from layershuffle.swarm.simulation import (
     Arrivals,
     Churn,
@@ -59,36 +59,6 @@ def test_one_client_without_failures(routing, hosts):
     np.testing.assert_allclose(outcome.ms, visits * 2.0 + DEPTH * 3.0, atol=1e-9)
     assert outcome.seconds == pytest.approx(100 * (visits * 2 + DEPTH * 3) / 1000)
     assert (outcome.ended["answered"], outcome.blocks) == (100, {12: 100})
-
-
-SIDE_BY_SIDE = [(2, 12, 30), (3, 12, 20), (3, 6, 20), (4, 1, 38)]
-
-
-@pytest.mark.parametrize(("parallel", "hosts", "ms"), SIDE_BY_SIDE)
-def test_blocks_side_by_side(parallel, hosts, ms):
-    """A round takes as long as one visit; one host runs all in one. Busy swarms lose nothing."""
-    rounds = Rounds(otherwise=Way(parallel), max_age=11)
-    outcome = run(spread(hosts), rounds=rounds, arrivals=Arrivals(clients=1))
-    np.testing.assert_allclose(outcome.ms[1:-1], ms, atol=1e-6)
-    assert outcome.blocks == {12: 100}
-    many = {"arrivals": Arrivals(clients=12)}
-    busy = run(spread(hosts), rounds=rounds, **many)
-    alone = run(spread(hosts), routing="order-free-serial", rounds=rounds, **many)
-    assert busy.seconds <= 1.03 * alone.seconds
-
-
-def test_survivors_run_again():
-    """Three of twelve hosts are left; what ran three times is looked up as such."""
-    dead = [Fault(0, f"host-{number}", "crash") for number in range(4, 13)]
-    rounds = Rounds({3: Way(3, 3)}, max_age=11)
-    accuracy = {Cell(1): 10.0, Cell(12): 90.0, Cell(3, 3, 3): 80.0}
-    options = {"faults": dead, "arrivals": Arrivals(clients=1), "accuracy": accuracy}
-    outcome = run(spread(), rounds=rounds, **options)
-    assert outcome.blocks == {3: 100}
-    assert outcome.served["host-1"] == 300
-    assert outcome.accuracy == pytest.approx(80, abs=1), "the first one did not know it yet"
-    once = run(spread(), routing="order-free-serial", rounds=rounds, **options)
-    assert once.accuracy == pytest.approx(10 + 80 * 2 / 11, abs=1)
 
 
 def test_one_server_is_a_queue_with_fixed_service():

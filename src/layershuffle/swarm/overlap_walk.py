@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from layershuffle.swarm.messages import Ending, Visit
 from layershuffle.swarm.overlap import counts, decide_overlap
 from layershuffle.swarm.policy import Finish, UnderWay, Wait
 from layershuffle.swarm.rounds import Rounds
-
-if TYPE_CHECKING:
-    from layershuffle.swarm.router import PendingVisit, Router, Walk
+from layershuffle.swarm.walk import Caller, PendingVisit, Walk
 
 _LATE = 8  # visits that go on beside a request which does not wait for them; each holds a state
 
@@ -19,7 +16,7 @@ _LATE = 8  # visits that go on beside a request which does not wait for them; ea
 class OverlapWalk:
     """The visits of one request. Its states and its progress are those of `walk`."""
 
-    def __init__(self, router: Router, walk: Walk, *, rounds: Rounds) -> None:
+    def __init__(self, router: Caller, walk: Walk, *, rounds: Rounds) -> None:
         self._router, self._walk, self._rounds = router, walk, rounds
         self._calls: list[PendingVisit] = []
 

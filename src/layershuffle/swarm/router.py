@@ -10,7 +10,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import count
 
 import numpy as np
@@ -35,6 +35,7 @@ from layershuffle.swarm.overlap_walk import OverlapWalk
 from layershuffle.swarm.policy import Finish, Progress, Routing, Wait
 from layershuffle.swarm.rounds import QUEUE, Rounds
 from layershuffle.swarm.state import HostView, Swarm
+from layershuffle.swarm.walk import PendingVisit, Walk
 from layershuffle.text import one_line
 
 NOT_FINITE = "it answered with numbers that are not finite"
@@ -45,42 +46,6 @@ _SLACK, _SLACK_MS = 1.1, 1.0
 """By how much the clocks of a host and of the router may differ over one visit."""
 _GROWTH = 1e4
 """A visit that makes the largest value grow so many times is false: blocks add to their state."""
-
-
-@dataclass
-class PendingVisit:
-    """A visit under way with the state `before`, of that version.
-
-    `reported`: its lateness has already counted against its host.
-    """
-
-    visit: Visit
-    task: asyncio.Task[Answer]
-    started: float
-    before: State
-    version: int
-    reported: bool = False
-
-    @property
-    def ends(self) -> float:
-        """When it is late, in seconds of the router's clock."""
-        return self.started + self.visit.limit
-
-    @property
-    def waited(self) -> bool:
-        """Whether its request waits for it."""
-        return self.visit.waited and not self.reported
-
-
-@dataclass
-class Walk:
-    """One request under way: its state, its progress, the visits so far, and a late visit."""
-
-    state: State
-    progress: Progress
-    started: float
-    hops: list[Visited] = field(default_factory=list)
-    late: PendingVisit | None = None
 
 
 class Router:

@@ -100,9 +100,10 @@ def outcome_of(
     hops = [hop for reply in replies for hop in reply.route.hops]
     right = None
     if accuracy:
-        queue = sorted((cell.kept, top1) for cell, top1 in accuracy.items() if _is_queue(cell))
+        queue = {cell.kept: top1 for cell, top1 in accuracy.items() if cell == Cell(cell.kept)}
         # Numbers of blocks that nobody calibrated lie between those that were.
-        percent = np.interp(range(depth + 1), *zip(*queue, strict=True))
+        measured = sorted(queue)
+        percent = np.interp(range(depth + 1), measured, [queue[kept] for kept in measured])
         ran = [cell_of(r.route.steps) if r.route.order else Cell(0) for r in answers if not r.false]
         right = float(sum(accuracy.get(cell, percent[cell.kept]) for cell in ran))
     # A swarm fills up at first and empties at the end; what it can do shows in the middle half.
@@ -149,10 +150,6 @@ def outcome_report(outcomes: Mapping[str, SimulationOutcome]) -> str:
     shares = [(f"{k}", *(f"{100 * o.blocks.get(k, 0) / n:.2f}" for o, n in pairs)) for k in used]
     used_blocks = table(("blocks used, % of the answers", *outcomes), shares)
     return f"{table(('', *outcomes), rows)}\n\n{used_blocks}"
-
-
-def _is_queue(cell: Cell) -> bool:
-    return cell == Cell(cell.kept)
 
 
 def _cell(value: float | None, form: str) -> str:
