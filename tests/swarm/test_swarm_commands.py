@@ -34,7 +34,7 @@ def test_the_expected_accuracy_is_that_of_images_like_the_calibrations():
     """Nobody measured what a photograph of something else would give."""
     answer = Classification(
         images=[ImageAnswer(top=[Guess(label="cat", index=0, probability=0.9)])],
-        depth=2, blocks=[1, 0], skipped=[], degraded=False, ending="complete", route=[],
+        depth=2, blocks=[1, 0], versions=[0, 1], skipped=[], degraded=False, ending="complete", route=[],
         expected=Expected(
             top1=95.04, low=94.1, high=95.96, orders_low=93.0, orders_high=97.0, kept=2, orders=20,
             images=2000, data="digit-pairs", split="test", effective=700.0,
