@@ -21,6 +21,7 @@ from layershuffle.swarm.load_client import client_inside, labelled_images, load_
 from layershuffle.swarm.plan import DEFAULT_MODEL, SwarmPlan, even_plan
 from layershuffle.swarm.policy import Routing
 from layershuffle.swarm.ray_session import local_ray
+from layershuffle.swarm.rounds import Rounds
 from layershuffle.swarm.service import Service, swarm_on
 from layershuffle.swarm.simulation import Arrivals, HostTimes, Profile, SimulationOutcome, simulate
 
@@ -51,8 +52,11 @@ def failures(plan: SwarmPlan, requests: int) -> tuple[Fault, ...]:
     return check_faults([*dead, *passing], hosts)
 
 
-async def real(session: Any, plan: SwarmPlan, requests: int) -> tuple[Drill, Profile, float]:
-    """The drill through the gateway; how fast the hosts were before, and a request beside them."""
+async def real(
+    session: Any, plan: SwarmPlan, requests: int
+) -> tuple[Drill, Profile, float, Rounds]:
+    """The drill through the gateway; how fast the hosts were before, a request beside them, and
+    what ran side by side."""
     async with swarm_on(session, plan) as service, client_inside(service) as client:
         images = labelled_images(load(DEFAULT_MODEL), DATA, count=min(requests, 100))
         ask = load_client(client, images, deadline_ms=plan.limits.deadline_ms)
@@ -65,7 +69,7 @@ async def real(session: Any, plan: SwarmPlan, requests: int) -> tuple[Drill, Pro
             ask, requests, faults=failures(plan, requests), engine=service.faults,
             concurrency=CLIENTS,
         )  # fmt: skip
-    return drill, seen, each
+    return drill, seen, each, service.router.rounds
 
 
 def profile(service: Service) -> Profile:
@@ -80,9 +84,12 @@ def profile(service: Service) -> Profile:
     )
 
 
-def simulated(plan: SwarmPlan, seen: Profile, *, each: float, requests: int) -> SimulationOutcome:
+def simulated(
+    plan: SwarmPlan, seen: Profile, *, each: float, requests: int, rounds: Rounds
+) -> SimulationOutcome:
     """The same in virtual time. A client's pause makes its pace that of the real ones: `each`."""
-    quiet = simulate(plan, profile=seen, requests=requests // 3, arrivals=Arrivals(clients=CLIENTS))
+    clients = Arrivals(clients=CLIENTS)
+    quiet = simulate(plan, profile=seen, requests=requests // 3, arrivals=clients, rounds=rounds)
     pause = max(0.0, 1000 * each - statistics.fmean(quiet.ms))
     return simulate(
         plan,
@@ -91,6 +98,7 @@ def simulated(plan: SwarmPlan, seen: Profile, *, each: float, requests: int) -> 
         seed=SEED,
         arrivals=Arrivals(clients=CLIENTS, think_ms=pause),
         faults=failures(plan, requests),
+        rounds=rounds,
     )
 
 
@@ -98,8 +106,8 @@ def case(session: Any, routing: Routing, replicas: int, *, requests: int) -> Row
     """How far the shares of the simulation are from those of the real swarm, in points."""
     plan = even_plan(DEPTH, HOSTS, replicas=replicas)
     plan = plan.model_copy(update={"routing": routing, "limits": LIMITS})
-    drill, seen, each = asyncio.run(real(session, plan, requests))
-    outcome = simulated(plan, seen, each=each, requests=requests)
+    drill, seen, each, rounds = asyncio.run(real(session, plan, requests))
+    outcome = simulated(plan, seen, each=each, requests=requests, rounds=rounds)
     shares = {
         end: {"real": round(drill.share(end), 2), "simulated": round(outcome.share(end), 2)}
         for end in ENDS

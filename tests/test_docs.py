@@ -254,12 +254,18 @@ def test_the_calibration_in_the_swarm_page_is_that_of_the_bundled_model(reposito
     assets = repository / "src" / "layershuffle" / "assets" / "digits-swarm"
     stored = json.loads((assets / "calibration.json").read_text())
     page = (repository / "docs" / "swarm.md").read_text()
-    rows = sorted(stored["rows"], key=lambda row: -row["kept"])
+    queue = [row for row in stored["rows"] if row["passes"] == row["parallel"] == 1]
+    rows = sorted(queue, key=lambda row: -row["kept"])
     assert f"| top-1, % | {' | '.join(format(row['top1'], '.1f') for row in rows)} |" in page
     for title, key in (("nine of ten orders, from", "orders_low"), ("to", "orders_high")):
         assert f"| {title}, % | {' | '.join(format(row[key], '.1f') for row in rows)} |" in page
     assert f"| blocks, any order | {' | '.join(str(row['kept']) for row in rows)} |" in page
     assert f"--orders {stored['orders']} --images {stored['images']}" in page
+    cells = {(row["kept"], row["passes"], row["parallel"]): row["top1"] for row in stored["rows"]}
+    for kept in (12, 9, 6, 3):
+        columns = [(kept, passes, under_way) for passes in (1, 2) for under_way in (1, 2, 3, 4)]
+        figures = [f"{cells[cell]:.1f}" if cell in cells else "" for cell in columns]
+        assert f"| {kept} | {' | '.join(figures)} |".replace("  ", " ") in page
 
 
 def test_the_load_figures_of_the_swarm_page_are_the_measured_ones(repository):

@@ -49,10 +49,10 @@ LAYERS = (
 SWARM_LAYERS = (
     ("limits", "ray_config", "program", "speed"),
     ("ray_local", "messages", "export", "lineage", "ray_session"),
-    ("state", "audits", "frames", "stream"),
-    ("policy",),
+    ("state", "audits", "frames", "stream", "rounds"),
+    ("policy", "overlap", "walk", "overlap_walk"),
     ("plan", "router", "host", "channel", "bundle"),
-    ("placement", "health", "remote_model", "calibration"),
+    ("placement", "health", "remote_model", "calibration", "expectations"),
     ("local", "ray_hosts"),
     ("coordinator", "chaos", "drill"),
     ("simulation", "planning", "scenarios"),

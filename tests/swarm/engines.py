@@ -37,10 +37,12 @@ from layershuffle.swarm.messages import (
     WorkExpired,
     pack,
     unpack,
+    unpack_answer,
 )
 from layershuffle.swarm.placement import HostBackend
 from layershuffle.swarm.plan import HostPlan, SwarmPlan
 from layershuffle.swarm.remote_model import RemoteModel
+from layershuffle.swarm.rounds import QUEUE, Rounds, Way
 from layershuffle.swarm.router import Router
 from waiting import HANGS, until
 
@@ -93,7 +95,7 @@ class Rig:
 
     async def heal(self) -> None:
         """All hosts up with their blocks, and nothing wrong with them."""
-        self.router.wire = "fp32"
+        self.router.wire, self.router.rounds = "fp32", QUEUE
         await asyncio.gather(*map(self._healed, BLOCKS))
 
     async def _healed(self, name: str) -> None:
@@ -192,11 +194,24 @@ async def answers_equal_the_model_bit_for_bit(rig: Rig) -> None:
             got = await remote.classify(batch, deadline=deadline, **asked)
             assert order is None or got.route.order == order
             with torch.no_grad(), ls.running(rig.model, got.route.order):
-                wanted = logits_of(rig.model(batch))
-            error = (got.logits - wanted).abs().max()
-            assert torch.equal(got.logits, wanted), f"{got.route.order}: max error {error:.1e}"
+                error = (got.logits - logits_of(rig.model(batch))).abs().max()
+            assert error == 0, got.route.order
     finally:
         remote.close()
+
+
+async def blocks_side_by_side_equal_the_model_bit_for_bit(rig: Rig) -> None:
+    """Replayed in one process from the steps that the answer names; also with a host dead."""
+    batch, remote = images(2), RemoteModel(copy.deepcopy(rig.model), rig.router)
+    rig.router.rounds = Rounds(otherwise=Way(2, 2), max_age=4)
+    for reached in (4, 2):
+        await rig.inject("crash" if reached == 2 else "rejoin")
+        got = await remote.classify(batch, deadline=rig.router.clock() + HANGS)
+        order = ls.ExecutionOrder(got.route.order, DEPTH, got.route.versions)
+        assert (got.route.kept, len(order)) == (reached, 4), got.route
+        with torch.no_grad(), ls.running(rig.model, order):
+            assert torch.equal(got.logits, logits_of(rig.model(batch))), order
+    remote.close()
 
 
 async def answers_are_the_callers_own(rig: Rig) -> None:
@@ -208,7 +223,8 @@ async def answers_are_the_callers_own(rig: Rig) -> None:
             assert array is None or array.flags.writeable
         wanted = run_blocks(rig.model, unpack(pack(rig.start, wire)), (0, 2))
         tolerance = {"fp32": 0.0, "fp16": 2**-10, "int8": 1 / 127}[wire]
-        assert agrees(unpack(answer.packet), wanted, tolerance=tolerance)
+        after = unpack_answer(answer.packet, before=unpack(pack(rig.start, wire)))
+        assert agrees(after, wanted, tolerance=tolerance)
         answer.packet.values[:] = 0
     again = await rig.visit("a", 0)
     assert (unpack(again.packet) == run_blocks(rig.model, rig.start, (0,))).all()
@@ -415,6 +431,7 @@ CHECKS: dict[str, Callable[[Rig], Awaitable[None]]] = {
     check.__name__: check
     for check in (
         answers_equal_the_model_bit_for_bit,
+        blocks_side_by_side_equal_the_model_bit_for_bit,
         answers_are_the_callers_own,
         visits_meet_in_batches,
         visits_fail_each_in_its_own_way,

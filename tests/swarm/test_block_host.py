@@ -34,6 +34,7 @@ from layershuffle.swarm.messages import (
     WorkExpired,
     pack,
     unpack,
+    unpack_answer,
 )
 from layershuffle.swarm.program import pack_tensors, read_program
 from waiting import HANGS, until
@@ -237,7 +238,8 @@ def test_narrow_wires_stay_within_their_tolerance(wire):
 
     for block, answer in enumerate(run(work, host_with(bundle))):
         assert answer.packet.wire == wire
-        error = error_of(unpack(answer.packet), bundle.compute(block, state))
+        after = unpack_answer(answer.packet, before=state)
+        error = error_of(after, bundle.compute(block, state))
         assert 0 < error <= TOLERANCE[wire], f"block {block}: {error:.1e}"
 
 

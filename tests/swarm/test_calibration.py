@@ -27,13 +27,13 @@ from layershuffle.swarm.calibration import (
     Row,
     calibrate,
     calibration_path,
-    expected_at,
-    expected_over,
+    cells_of,
     read_calibration,
     rows_of,
-    useful_blocks,
     write_calibration,
 )
+from layershuffle.swarm.expectations import expected_at, expected_over, rounds_of, useful_blocks
+from layershuffle.swarm.rounds import Cell, Way, late_last, overlapped
 from layershuffle.trie import block_executions, build_trie
 
 DATA = "digit-pairs?test=40"
@@ -58,56 +58,112 @@ def made_up(depth=DEPTH, *, weights="w", classes=tuple("abcde")):
         for k in range(1, depth + 1)
     )
     return Calibration(
-        schema=2, weights=weights, data="digit-pairs", split="test", seed=0, orders=7, images=90,
+        schema=3, weights=weights, data="digit-pairs", split="test", seed=0, orders=7, images=90,
         classes=classes, rows=rows,
     )  # fmt: skip
 
 
 def test_equal_to_a_slow_count():
-    """Every number of blocks, order by order, image by image."""
+    """Every cell and every late block, order by order, image by image."""
     model = digits_model()
     found = calibrate(model, DATA, orders=3, images=25, seed=5, batch_size=10)
     data = open_data(DATA, image_view(model), options=DataOptions(train=False, max_test=25))
     items = [data.splits["test"].dataset[index] for index in range(25)]
     items = [(data.finish(pixels[None]), label) for pixels, label in items]
-    for kept in (1, 2, 3):
-        shares = []
-        for index in range(3):
-            blocks = ls.Shuffled().draw(3, seed=5, step=index).blocks[:kept]
-            with torch.inference_mode(), running(model, blocks):
-                right = sum(int(model(x).argmax()) == label for x, label in items)
-            shares.append(100 * right / 25)
-        row = found.rows[kept - 1]
-        assert row.kept == kept
+    draws = [ls.Shuffled().draw(3, seed=5, step=index).blocks for index in range(3)]
+
+    def right(order):
+        with torch.inference_mode(), running(model, order):
+            return np.array([int(model(x).argmax()) == label for x, label in items])
+
+    cells = [row.cell for row in found.rows]
+    assert cells == [
+        Cell(kept, passes, parallel)
+        for parallel in (1, 2, 3, 4)
+        for passes, most in ((1, 3), (2, 2), (3, 1))
+        for kept in range(1, most + 1)
+    ]
+    for row in found.rows:
+        orders = [overlapped(blocks, row.cell, depth=3) for blocks in draws]
+        shares = [100 * right(order).mean() for order in orders]
         assert row.top1 == pytest.approx(np.mean(shares))
         assert row.sd_orders == pytest.approx(np.std(shares, ddof=1))
         assert 0 <= row.low <= row.top1 <= row.high <= 100
         assert (row.orders_low, row.orders_high) == (min(shares), max(shares))
+    for age, top1 in enumerate(found.late, start=1):
+        orders = [late_last(blocks, age, depth=3) for blocks in draws]
+        assert top1 == pytest.approx(np.mean([100 * right(order).mean() for order in orders]))
+    assert len(found.late) == 2
     assert (found.split, found.orders, found.images, found.seed) == ("test", 3, 25, 5)
     assert found.classes[:2] == ("00", "01")
     assert found.weights == weights_digest(model)
     clusters = ImageGroups(data.splits["test"].groups.numpy())
-    counts = []
-    for index in range(3):
-        blocks = ls.Shuffled().draw(3, seed=5, step=index).blocks[:2]
-        with torch.inference_mode(), running(model, blocks):
-            right = [int(model(x).argmax()) == label for x, label in items]
-        counts.append(round(clusters.effective(np.array(right)), 1))
-    assert found.rows[1].effective == pytest.approx(3 / sum(1 / count for count in counts))
+    counts = [round(clusters.effective(right(blocks[:2])), 1) for blocks in draws]
+    assert found.queue[1].effective == pytest.approx(3 / sum(1 / count for count in counts))
     assert found == calibrate(model, DATA, orders=3, images=25, seed=5, batch_size=25)
 
 
 def test_all_numbers_of_blocks_cost_little_more_than_one():
     """The orders with k blocks begin those with k + 1, so that evaluation runs no block twice."""
-    modes = [Mode(order="arbitrary", kept=kept) for kept in range(1, 13)]
-    orders = [mode.policy().draw(12, seed=0, step=step) for mode in modes for step in range(20)]
-    whole = [order for order in orders if len(order) == 12]
-    assert block_executions(build_trie(orders)) == block_executions(build_trie(whole)) <= 20 * 12
+    draws = [ls.Shuffled().draw(12, seed=0, step=step).blocks for step in range(20)]
+
+    def runs(cells):
+        orders = [overlapped(blocks, cell, depth=12) for cell in cells for blocks in draws]
+        return block_executions(build_trie(orders))
+
+    cells = cells_of(12, parallel=4)
+    once = [cell for cell in cells if cell.passes == cell.parallel == 1]
+    assert runs(once) == runs([Cell(12)]) <= 20 * 12
+    assert len(cells) == 4 * (12 + 9 + 6)
+    assert runs(cells) <= 20 * 4 * (12 + 45 + 42), "a pass more is what it costs"
 
 
-def scored(values, *, images, effective=None):
+def with_rows(tops, **changes):
+    """A calibration with these accuracies by cell."""
+    like = made_up().rows[0]
+    rows = [
+        like.model_copy(
+            update={"kept": c.kept, "passes": c.passes, "parallel": c.parallel, "top1": top}
+        )
+        for c, top in tops.items()
+    ]
+    return made_up().model_copy(update={"rows": tuple(rows), **changes})
+
+
+GRID = {
+    Cell(1): 20.0, Cell(2): 80.0, Cell(3): 90.0,
+    Cell(1, 1, 2): 20.0, Cell(2, 1, 2): 60.0, Cell(3, 1, 2): 89.5,
+    Cell(1, 1, 3): 20.0, Cell(2, 1, 3): 60.0, Cell(3, 1, 3): 89.4,
+    Cell(1, 2): 30.0, Cell(2, 2): 86.0, Cell(1, 2, 2): 30.0, Cell(2, 2, 2): 85.6,
+    Cell(1, 2, 3): 30.0, Cell(2, 2, 3): 82.0,
+    Cell(1, 3): 30.5, Cell(1, 3, 2): 30.5, Cell(1, 3, 3): 30.5,
+}  # fmt: skip
+
+
+def test_what_pays_is_run():
+    """Passes first, as few as are near the best; then as many side by side as cost nothing."""
+    rounds = rounds_of(with_rows(GRID, late=(90.0, 80.0, 79.9, 85.0)))
+    assert [rounds.way(kept) for kept in (3, 2, 1)] == [Way(2, 1), Way(2, 2), Way(3, 2)]
+    assert rounds.max_age == 2, "three versions late it was worse than no third block"
+    given = rounds_of(with_rows(GRID), parallel=3)
+    assert [given.way(kept) for kept in (3, 2, 1)] == [Way(3, 1), Way(3, 2), Way(3, 2)]
+    assert rounds_of(with_rows(GRID), parallel=9).way(2) == Way(9, 2)
+    assert rounds_of(None).as_a_queue
+    assert (rounds_of(None, parallel=2).way(7), rounds_of(None, parallel=2).max_age) == (Way(2), 4)
+    assert rounds_of(made_up()).as_a_queue, "nothing else was measured"
+
+
+def test_expected_of_what_ran():
+    calibration = with_rows(GRID)
+    found = expected_at(calibration, Cell(2, 2, 3))
+    assert (found.top1, found.kept, found.passes, found.parallel) == (82, 2, 2, 3)
+    assert expected_at(calibration, Cell(3, 2)).top1 == 90, "the most passes that were measured"
+    assert expected_at(calibration, Cell(3, 1, 4)) is None
+
+
+def of_one_block(values, *, images, effective=None):
     """Scores of one block in as many orders, with these accuracies."""
-    return [
+    scores = [
         Score(
             mode=Mode(order="arbitrary", kept=1), index=index, images=images,
             order=ExecutionOrder((0,), 1), top1=value, top5=0.0, cross_entropy=0.0, top1_n=count,
@@ -116,17 +172,18 @@ def scored(values, *, images, effective=None):
             zip(values, effective or [None] * len(values), strict=True)
         )
     ]  # fmt: skip
+    return {Cell(1): scores}
 
 
 def test_images_that_are_wrong_together_count_as_fewer():
     """Wilson's half-widths with the harmonic mean of the orders' effective numbers of images."""
     values = [60.0, 64.0, 62.0, 70.0]
-    (row,) = rows_of(scored(values, images=50, effective=[10.0, 20.0, 20.0, 40.0]))
+    (row,) = rows_of(of_one_block(values, images=50, effective=[10.0, 20.0, 20.0, 40.0]))
     assert row.effective == pytest.approx(4 / (1 / 10 + 2 / 20 + 1 / 40))
     (t_low, t_high), (w_low, w_high) = t_interval(values), wilson_interval(64.0, row.effective)
     assert row.low == pytest.approx(64 - math.hypot(64 - t_low, 64 - w_low))
     assert row.high == pytest.approx(64 + math.hypot(t_high - 64, w_high - 64))
-    (alone,) = rows_of(scored(values, images=50))
+    (alone,) = rows_of(of_one_block(values, images=50))
     assert alone.effective is None
     assert alone.low > row.low
 
@@ -134,14 +191,14 @@ def test_images_that_are_wrong_together_count_as_fewer():
 def test_intervals_hold_both_spreads():
     """Half-widths add by squares, each side for itself; never narrower than either alone."""
     values = [60.0, 64.0, 62.0, 70.0]
-    (row,) = rows_of(scored(values, images=50))
+    (row,) = rows_of(of_one_block(values, images=50))
     t_low, t_high = t_interval(values)
     w_low, w_high = wilson_interval(64.0, 50)
     assert row.top1 == 64
     assert row.low == pytest.approx(64 - math.hypot(64 - t_low, 64 - w_low))
     assert row.high == pytest.approx(64 + math.hypot(t_high - 64, w_high - 64))
     assert row.low < min(t_low, w_low)
-    (sure,) = rows_of(scored([100.0] * 4, images=50))
+    (sure,) = rows_of(of_one_block([100.0] * 4, images=50))
     assert (sure.top1, sure.high) == (100, 100)
     assert sure.low == pytest.approx(wilson_interval(100.0, 50)[0])
 
@@ -155,7 +212,7 @@ def test_the_interval_covers(images):
         ease = rng.normal(0.5, 1.0, images)  # of an image, shared by all orders
         orders = rng.normal(0.0, 0.3, 8)
         right = ease[None] + orders[:, None] + rng.normal(0, 0.5, (8, images)) > 0
-        (row,) = rows_of(scored(100 * right.mean(axis=1), images=images))
+        (row,) = rows_of(of_one_block(100 * right.mean(axis=1), images=images))
         spread = math.sqrt(1.0 + 0.3**2 + 0.5**2)
         truth = 50 * (1 + math.erf(0.5 / spread / math.sqrt(2)))
         held += row.low <= truth <= row.high
@@ -164,9 +221,9 @@ def test_the_interval_covers(images):
 
 def test_the_range_over_orders_holds_nine_of_ten():
     """Of 0, 1, ... 100 % the 5 % quantile is 5 and the 95 % quantile 95; few orders give all."""
-    (row,) = rows_of(scored([float(k) for k in reversed(range(101))], images=50))
+    (row,) = rows_of(of_one_block([float(k) for k in reversed(range(101))], images=50))
     assert (row.orders_low, row.orders_high) == (5, 95)
-    (few,) = rows_of(scored([60.0, 64.0, 62.0, 70.0], images=50))
+    (few,) = rows_of(of_one_block([60.0, 64.0, 62.0, 70.0], images=50))
     assert (few.orders_low, few.orders_high) == (60, 70)
 
 
@@ -185,29 +242,28 @@ def test_useful_blocks_have_half_of_the_accuracy(tops, useful):
 
 def test_expected_at():
     calibration = made_up()
-    row = expected_at(calibration, 3)
+    row = expected_at(calibration, Cell(3))
     assert (row.top1, row.low, row.high, row.kept) == (60, 55, 62, 3)
     assert (row.orders_low, row.orders_high) == (51, 66)
     assert (row.orders, row.images, row.data, row.split) == (7, 90, "digit-pairs", "test")
-    assert expected_at(calibration, 0) is None
-    assert expected_at(calibration, 9) is None
+    assert expected_at(calibration, Cell(9)) is None
 
 
 def test_expected_over():
     """Closed form: half the answers with four blocks, half with two."""
-    mean, low, high = expected_over(made_up(), [4, 2] * 50)
+    mean, low, high = expected_over(made_up(), [Cell(4), Cell(2)] * 50)
     chance = 1.96 * math.sqrt(60 * 40 / 100)
     assert mean == 60
     assert low == pytest.approx(60 - math.hypot(5, chance))
     assert high == pytest.approx(60 + math.hypot(2, chance))
-    assert expected_over(made_up(), [0, 4])[0] == 40
+    assert expected_over(made_up(), [None, Cell(4)])[0] == 40
     # 90 images that count as 30 have a design effect of 3; 45 answers would have one of 1.99.
     rows = [row.model_copy(update={"effective": 30.0}) for row in made_up().rows]
     grouped = made_up().model_copy(update={"rows": tuple(rows)})
     effect = 1 + 2 * 44 / 89
     chance = 1.96 * math.sqrt(80 * 20 / 45 * effect)
-    assert expected_over(grouped, [4] * 45)[1] == pytest.approx(80 - math.hypot(5, chance))
-    assert expected_over(grouped, [4])[1] == expected_over(made_up(), [4])[1]
+    assert expected_over(grouped, [Cell(4)] * 45)[1] == pytest.approx(80 - math.hypot(5, chance))
+    assert expected_over(grouped, [Cell(4)])[1] == expected_over(made_up(), [Cell(4)])[1]
     with pytest.raises(UsageError, match="No answers"):
         expected_over(made_up(), [])
 
@@ -221,7 +277,7 @@ def test_file(tmp_path):
         read_calibration(path, weights="v")
     good = json.loads(path.read_text())
     for wrong, words in [
-        (good | {"schema": 1}, "version 1, not 2: it was written by another version"),
+        (good | {"schema": 1}, "version 1, not 3: it was written by another version"),
         (good | {"extra": 1}, "extra"),
         (good | {"orders": 0}, "orders"),
         (good | {"rows": good["rows"][1:]}, "count the blocks"),
@@ -271,6 +327,7 @@ def test_the_gateway_tells_it():
     assert full["expected"] == {
         "top1": 80, "low": 75, "high": 82, "orders_low": 71, "orders_high": 86, "kept": 4,
         "orders": 7, "images": 90, "data": "digit-pairs", "split": "test", "effective": None,
+        "passes": 1, "parallel": 1,
     }  # fmt: skip
     assert full["expected_why"] == ""
     assert part["expected"]["top1"] == 40

@@ -96,7 +96,7 @@ def calibration(*tops):
         for kept, top in enumerate(tops, start=1)
     ]
     return Calibration(
-        schema=2, weights="0", data="d", split="test", seed=0, orders=2, images=100,
+        schema=3, weights="0", data="d", split="test", seed=0, orders=2, images=100,
         classes=("a", "b"), rows=tuple(Row(**row) for row in rows),
     )  # fmt: skip
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from layershuffle.errors import UsageError
-from layershuffle.swarm.messages import pack, unpack
+from layershuffle.swarm.messages import pack, pack_answer, unpack, unpack_answer
 
 STATE = np.random.default_rng(0).normal(size=(2, 197, 768)).astype(np.float32)
 
@@ -50,6 +50,27 @@ def test_what_is_not_finite_stays_visible(wire, value):
     back = unpack(pack(state, wire))
     assert not np.isfinite(back[0, 1]).all()
     assert np.isfinite(back[0, 0]).all()
+
+
+@pytest.mark.parametrize(("wire", "less"), [("fp16", 3), ("int8", 2)])
+def test_what_was_added_travels_on_narrow_wires(wire, less):
+    """Twelve hops of small changes: errors of what is added do not gather in the state."""
+    steps = np.random.default_rng(1).normal(0, 0.2, (12, *STATE.shape)).astype(np.float32)
+    exact, states, added = STATE, STATE, STATE
+    for step in steps:
+        exact = exact + step
+        states = unpack(pack(unpack(pack(states, wire)) + step, wire))
+        asked = pack(added, wire)
+        added = unpack_answer(pack_answer(unpack(asked) + step, asked), before=added)
+    assert less * np.abs(added - exact).max() < np.abs(states - exact).max()
+
+
+def test_an_answer_on_the_exact_wire_is_the_state():
+    asked = pack(STATE, "fp32")
+    after = STATE * np.float32(1.1)
+    assert (unpack_answer(pack_answer(after, asked), before=STATE) == after).all()
+    with pytest.raises(ValueError, match="it has the shape"):
+        unpack_answer(pack(STATE[:, :1], "int8"), before=STATE)
 
 
 def test_other_types_are_refused():

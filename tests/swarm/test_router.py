@@ -39,6 +39,7 @@ class Scripted:
     acts: dict[str, list] = field(default_factory=dict)
     calls: list = field(default_factory=list)
     cancelled: list = field(default_factory=list)
+    compute = staticmethod(after)
 
     async def visit(self, visit, packet):
         self.calls.append((visit.host, visit.blocks))
@@ -49,7 +50,9 @@ class Scripted:
                 raise step
             if isinstance(step, float):
                 await asyncio.sleep(step)
-                return Answer(pack(after(visit.blocks, unpack(packet)), packet.wire), 0.1, 0.0)
+                return Answer(
+                    pack(self.compute(visit.blocks, unpack(packet)), packet.wire), 0.1, 0.0
+                )
             return Answer(step, 0.1, 0.0)
         except asyncio.CancelledError:
             self.cancelled.append(visit.host)

@@ -34,7 +34,7 @@ def calibrated(**options):
         for kept in range(1, DEPTH + 1)
     )
     calibration = Calibration(
-        schema=2, weights="w", data="made-up", split="test", seed=0, orders=2, images=9,
+        schema=3, weights="w", data="made-up", split="test", seed=0, orders=2, images=9,
         classes=tuple("abcde"), rows=rows,
     )  # fmt: skip
     return {"calibration": calibration, **options}
@@ -72,6 +72,7 @@ def test_blocks_of_other_models_have_no_expected_accuracy():
     assert answers[0]["expected"] == {
         "top1": 80.0, "low": 1.0, "high": 90.0, "orders_low": 2.0, "orders_high": 88.0, "kept": 4,
         "orders": 2, "images": 9, "data": "made-up", "split": "test", "effective": None,
+        "passes": 1, "parallel": 1,
     }  # fmt: skip
 
 

@@ -16,7 +16,8 @@ from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.plan import HostPlan, SwarmPlan, even_plan
 from layershuffle.swarm.planning import HostsFile, HostSpec, ModelFacts, plan
 from layershuffle.swarm.planning.hosts import hosts_of
-from layershuffle.swarm.policy import ROUTINGS
+from layershuffle.swarm.policy import FREE, ROUTINGS
+from layershuffle.swarm.rounds import Cell
 from layershuffle.swarm.simulation import (
     Arrivals,
     Churn,
@@ -34,7 +35,7 @@ DEPTH = 12
 QUIET = Limits(canary_every_ms=1e12)
 TIMES = HostTimes(block_ms=3.0, link_ms=2.0)
 PROFILE = Profile(every=TIMES)
-ACCURACY = {1: 10.0, 6: 70.0, 12: 85.0}
+ACCURACY = {Cell(1): 10.0, Cell(6): 70.0, Cell(12): 85.0}
 
 
 def spread(hosts=DEPTH, limits=QUIET, **fields):
@@ -53,7 +54,7 @@ def run(plan_, requests=100, **options):
 def test_one_client_without_failures(routing, hosts):
     """Order-free: one visit per host. In order: one per stretch; even plans have no neighbours."""
     outcome = run(spread(hosts), routing=routing, arrivals=Arrivals(clients=1))
-    visits = hosts if routing == "order-free" or hosts == 1 else DEPTH
+    visits = hosts if routing in FREE or hosts == 1 else DEPTH
     assert outcome.hops == visits
     np.testing.assert_allclose(outcome.ms, visits * 2.0 + DEPTH * 3.0, atol=1e-9)
     assert outcome.seconds == pytest.approx(100 * (visits * 2 + DEPTH * 3) / 1000)

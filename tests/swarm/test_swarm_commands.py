@@ -21,7 +21,7 @@ from layershuffle.cli.swarm.serving import operator_door
 from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.swarm import service as services
 from layershuffle.swarm.bundle import make_bundle
-from layershuffle.swarm.calibration import Expected
+from layershuffle.swarm.expectations import Expected
 from layershuffle.swarm.local import LocalHosts
 from layershuffle.swarm.plan import HostPlan, SwarmPlan
 from layershuffle.swarm.server.admin import SOCKET, Operator, scratch_directory, state_directory
@@ -36,7 +36,8 @@ def test_the_expected_accuracy_is_that_of_images_like_the_calibrations():
     """Nobody measured what a photograph of something else would give."""
     answer = Classification(
         images=[ImageAnswer(top=[Guess(label="cat", index=0, probability=0.9)])],
-        depth=2, blocks=[1, 0], skipped=[], degraded=False, ending="complete", route=[],
+        depth=2, blocks=[1, 0], versions=[0, 1], skipped=[], degraded=False, ending="complete",
+        route=[],
         expected=Expected(
             top1=95.04, low=94.1, high=95.96, orders_low=93.0, orders_high=97.0, kept=2, orders=20,
             images=2000, data="digit-pairs", split="test", effective=700.0,

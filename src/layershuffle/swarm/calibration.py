@@ -1,16 +1,19 @@
-"""The accuracy to expect of an answer, by the number of blocks it used.
+"""The accuracy to expect of an answer, by how its blocks ran (`rounds.Cell`).
 
 Measured once on held-out images, stored as calibration.json beside the model and looked up at every
-answer. Every number of blocks gets as many orders. Those of one seed are prefixes of the same
-permutations (`policies.Kept`), so all numbers of blocks together cost hardly more than all blocks.
+answer. Every cell gets as many orders. Those of one seed are prefixes of the same permutations
+(`policies.Kept`), so all numbers of blocks together cost hardly more than all blocks. What follows
+from it, for answers and for the router, is in `expectations`.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from statistics import harmonic_mean
@@ -18,12 +21,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from layershuffle.errors import ModelFileError, UsageError
+from layershuffle.errors import ModelFileError, StackError, UsageError
 from layershuffle.files import write_text
 from layershuffle.machine import Device, device_of
-from layershuffle.modes import Mode
+from layershuffle.policies import Shuffled
 from layershuffle.progress import Progress, unheard
 from layershuffle.stats import deviation, mean, t_interval, wilson_interval
+from layershuffle.swarm.rounds import Cell, late_last, overlapped
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,12 +38,12 @@ if TYPE_CHECKING:
 CALIBRATION = "calibration.json"
 SPLIT = "test"
 """Neither trained on nor used to pick a checkpoint, whatever made the model."""
-NEVER = "the model was never calibrated (layershuffle swarm calibrate MODEL --data SPEC)"
-_SCHEMA = 2
+_SCHEMA = 3
 _AGAIN = "run layershuffle swarm calibrate again"
 _TAIL = 0.05  # of the orders, beyond either end of the range over orders
-_USEFUL = 0.5  # of the accuracy with all blocks
-_SURE = 1.96  # standard deviations on either side of a 95 % interval
+_PARALLEL = 4  # the shipped model loses 3 points with 4 side by side, and 7 with 6
+_PASSES = {2: 0.75, 3: 0.5}  # up to this share of the blocks; with more nothing was gained
+_log = logging.getLogger(__name__)
 
 Percent = Annotated[float, Field(ge=0, le=100)]
 Count = Annotated[int, Field(ge=1)]
@@ -55,37 +59,13 @@ class CalibrationFacts:
     images: int
 
 
-@dataclass(frozen=True)
-class Expected:
-    """The accuracy of answers with this many blocks in arbitrary order, from the calibration.
-
-    Percent of the first guesses that were right. `top1` is the mean over orders, and `low` and
-    `high` bound this mean at 95 %. An answer comes from a single order of the blocks that could be
-    reached, whose accuracy is another: nine of ten orders, and choices of blocks, lie within
-    `orders_low` and `orders_high`. `effective`: how many independent images the `images` count as;
-    null where the data named no groups of images that are wrong together.
-    """
-
-    top1: float
-    low: float
-    high: float
-    orders_low: float
-    orders_high: float
-    kept: int
-    orders: int
-    images: int
-    data: str
-    split: str
-    effective: float | None = None
-
-
 class _CalibrationModel(BaseModel):
     # Strict: a number that somebody wrote as a text is refused, not converted.
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
 class Row(_CalibrationModel):
-    """Top-1 in percent with `kept` blocks; `sd_orders`: its spread over orders.
+    """Top-1 in percent of a cell (`rounds.Cell`); `sd_orders`: its spread over orders.
 
     `orders_low`, `orders_high`: the 5 % and 95 % quantiles over orders, each of which keeps blocks
     of its own. `effective`: how many independent images it was measured on; `None` without groups
@@ -93,6 +73,8 @@ class Row(_CalibrationModel):
     """
 
     kept: Count
+    passes: Count = 1
+    parallel: Count = 1
     top1: Percent
     low: Percent
     high: Percent
@@ -101,11 +83,20 @@ class Row(_CalibrationModel):
     sd_orders: float | None
     effective: Annotated[float, Field(ge=1)] | None = None
 
+    @property
+    def cell(self) -> Cell:
+        """What it was measured of."""
+        return Cell(self.kept, self.passes, self.parallel)
+
 
 class Calibration(_CalibrationModel):
-    """The content of calibration.json. `weights`: digest of the model it was measured on."""
+    """The content of calibration.json. `weights`: digest of the model it was measured on.
 
-    schema_: Literal[2] = Field(2, alias="schema")
+    `late`: top-1 with all blocks one after the other, of which the last read a state that was 1, 2
+    ... versions old.
+    """
+
+    schema_: Literal[3] = Field(3, alias="schema")
     weights: str
     data: str
     split: str
@@ -114,6 +105,12 @@ class Calibration(_CalibrationModel):
     images: Count
     classes: tuple[str, ...]
     rows: tuple[Row, ...]
+    late: tuple[Percent, ...] = ()
+
+    @property
+    def queue(self) -> tuple[Row, ...]:
+        """The rows of one block after the other, each once, by the number of blocks."""
+        return tuple(row for row in self.rows if row.passes == row.parallel == 1)
 
     @property
     def facts(self) -> CalibrationFacts:
@@ -142,6 +139,7 @@ def calibrate(
     from layershuffle.data import DataOptions, match_classes, open_data
     from layershuffle.models import class_names_of, file_view, num_classes_of
     from layershuffle.models.files import weights_digest
+    from layershuffle.stack import depth_of
     from layershuffle.swarm.remote_model import served_host
 
     # One order has no spread, and so no interval.
@@ -156,32 +154,55 @@ def calibrate(
         place="the model",
     )
     weights = weights_digest(host)
-    scores = _scores(
-        host.to(device_of(device)), opened, orders=orders, seed=seed, batch_size=batch_size,
-        progress=progress,
+    permutations = [
+        Shuffled().draw(depth_of(host), seed=seed, step=k).blocks for k in range(orders)
+    ]
+    measure = partial(
+        _measure, host.to(device_of(device)), opened, permutations,
+        batch_size=batch_size, progress=progress,
     )  # fmt: skip
+    try:
+        scores, late = measure(parallel=_PARALLEL)
+    except StackError as error:
+        # It is served all the same, one block after the other.
+        _log.warning("Only one block after the other can be measured: %s", error)
+        scores, late = measure(parallel=1)
     return Calibration(
-        schema=2,
+        schema=3,
         weights=weights,
         data=data,
         split=SPLIT,
         seed=seed,
         orders=orders,
-        images=scores[0].images,
+        images=scores[Cell(1)][0].images,
         classes=opened.classes,
         rows=rows_of(scores),
+        late=late,
     )
 
 
-def _scores(
+def cells_of(depth: int, *, parallel: int) -> tuple[Cell, ...]:
+    """What is measured of a model: all numbers of blocks, and again as far as it may help."""
+    return tuple(
+        Cell(kept, passes, under_way)
+        for under_way in range(1, parallel + 1)
+        for passes, share in {1: 1.0, **_PASSES}.items()
+        for kept in range(1, math.floor(share * depth) + 1)
+    )
+
+
+def _measure(
     host: nn.Module,
     data: ImageData,
+    permutations: Sequence[tuple[int, ...]],
     *,
-    orders: int,
-    seed: int,
+    parallel: int,
     batch_size: int,
     progress: Progress,
-) -> list[Score]:
+) -> tuple[dict[Cell, list[Score]], tuple[float, ...]]:
+    """The scores of all cells, one per permutation, and the accuracies of a last block that is
+    1, 2 ... versions late (none where nothing may run side by side)."""
+
     from layershuffle.data.batches import DeviceBatches
     from layershuffle.data.loading import loader_processes
     from layershuffle.evaluation import evaluate
@@ -195,22 +216,26 @@ def _scores(
         device=next(host.parameters()).device,
         processes=loader_processes(data.spec),
     )
-    modes = [Mode(order="arbitrary", kept=kept) for kept in range(1, depth_of(host) + 1)]
-    return evaluate(
-        host, batches, modes=modes, num_orders=orders, seed=seed, groups=split.groups,
+    depth, groups = depth_of(host), split.groups
+    cells = cells_of(depth, parallel=parallel)
+    ages = range(1, depth if parallel > 1 else 1)
+    orders = [overlapped(blocks, cell, depth=depth) for cell in cells for blocks in permutations]
+    orders += [late_last(blocks, age, depth=depth) for age in ages for blocks in permutations]
+    scores = evaluate(
+        host, batches, orders=orders, groups=groups,
         on_images=lambda done: progress("images", done, split.size),
     )  # fmt: skip
+    each = [scores[i : i + len(permutations)] for i in range(0, len(scores), len(permutations))]
+    late = tuple(mean([score.top1 for score in group]) for group in each[len(cells) :])
+    return dict(zip(cells, each[: len(cells)], strict=True)), late
 
 
-def rows_of(scores: Iterable[Score]) -> tuple[Row, ...]:
-    """One row per number of blocks, ascending, of scores of single orders."""
-    by_kept: dict[int, list[Score]] = {}
-    for score in scores:
-        by_kept.setdefault(score.kept, []).append(score)
-    return tuple(_row(kept, group) for kept, group in sorted(by_kept.items()))
+def rows_of(scores: Mapping[Cell, Sequence[Score]]) -> tuple[Row, ...]:
+    """A row per cell, of the scores of single orders."""
+    return tuple(_row(cell, group) for cell, group in scores.items())
 
 
-def _row(kept: int, scores: Sequence[Score]) -> Row:
+def _row(cell: Cell, scores: Sequence[Score]) -> Row:
     """The mean with a 95 % interval over orders and over images.
 
     Both spreads matter: the orders of a request are new, and so are its images. Their half-widths
@@ -230,7 +255,9 @@ def _row(kept: int, scores: Sequence[Score]) -> Row:
     high = centre + math.hypot(high_orders - centre, high_images - centre)
     ordered, last = sorted(top1), len(top1) - 1
     return Row(
-        kept=kept,
+        kept=cell.kept,
+        passes=cell.passes,
+        parallel=cell.parallel,
         top1=centre,
         low=max(0.0, low),
         high=min(100.0, high),
@@ -239,64 +266,6 @@ def _row(kept: int, scores: Sequence[Score]) -> Row:
         orders_high=ordered[math.ceil((1 - _TAIL) * last)],
         sd_orders=deviation(top1),
         effective=effective,
-    )
-
-
-def expected_at(calibration: Calibration, kept: int) -> Expected | None:
-    """The accuracy to expect of an answer with `kept` blocks; `None` for none."""
-    for row in calibration.rows:
-        if row.kept == kept:
-            return Expected(
-                top1=row.top1,
-                low=row.low,
-                high=row.high,
-                orders_low=row.orders_low,
-                orders_high=row.orders_high,
-                kept=kept,
-                orders=calibration.orders,
-                images=calibration.images,
-                data=calibration.data,
-                split=calibration.split,
-                effective=row.effective,
-            )
-    return None
-
-
-def useful_blocks(calibration: Calibration | None) -> int:
-    """Fewest blocks with at least half of the accuracy that all have; 1 without a calibration."""
-    if calibration is None:
-        return 1
-    enough = _USEFUL * calibration.rows[-1].top1
-    return next(row.kept for row in calibration.rows if row.top1 >= enough)
-
-
-def expected_over(calibration: Calibration, kept: Sequence[int]) -> tuple[float, float, float]:
-    """(top-1, low, high) to expect of answers with these numbers of blocks, one image each.
-
-    Beside the calibration's own uncertainty the interval holds the chance of which images these
-    were, and of which groups of images: of few answers it is wide. An answer without blocks counts
-    as wrong. Raises `UsageError` for no answers.
-    """
-    if not kept:
-        raise UsageError("No answers, no accuracy to expect")
-    rows = [expected_at(calibration, one) for one in kept]
-    top1 = mean([0.0 if row is None else row.top1 for row in rows])
-    # The calibration's own error is the same for all answers: it does not shrink with their number.
-    below = mean([0.0 if row is None else row.top1 - row.low for row in rows])
-    above = mean([0.0 if row is None else row.high - row.top1 for row in rows])
-    # The share of pairs of images that err together is the same for fewer images of such groups,
-    # so the design effect beyond 1 falls with their number.
-    shared = [
-        (row.images / row.effective - 1) / (row.images - 1)
-        for row in rows
-        if row is not None and row.effective is not None and row.images > 1
-    ]
-    effect = 1 + sum(shared) / len(kept) * (len(kept) - 1)
-    chance = _SURE * math.sqrt(top1 * (100 - top1) / len(kept) * effect)
-    return (
-        top1,
-        max(0.0, top1 - math.hypot(below, chance)),
-        min(100.0, top1 + math.hypot(above, chance)),
     )
 
 
@@ -339,7 +308,8 @@ def read_calibration(path: Path, *, weights: str) -> Calibration | None:
     if not path.is_file():
         return None
     stored = read_json(path)  # checked for size and nesting
-    # The first version has no range over orders, and a mean alone says little about an answer.
+    # The first version has no range over orders, the second one knows no blocks side by side: what
+    # is missing cannot be made from what is there.
     if stored.get("schema") != _SCHEMA:
         raise ModelFileError(
             f"The calibration is of version {stored.get('schema')}, not {_SCHEMA}: it was written "
@@ -356,7 +326,8 @@ def read_calibration(path: Path, *, weights: str) -> Calibration | None:
         raise ModelFileError(
             f"The key {key!r} is wrong ({first['msg']})", place=path, hint=_AGAIN
         ) from error
-    if [row.kept for row in calibration.rows] != list(range(1, len(calibration.rows) + 1)):
+    kept = [row.kept for row in calibration.queue]
+    if not kept or kept != list(range(1, len(kept) + 1)):
         raise ModelFileError("The rows do not count the blocks up from 1", place=path, hint=_AGAIN)
     # A model that was refined further has other accuracies, and must not be told by the old file.
     if calibration.weights != weights:

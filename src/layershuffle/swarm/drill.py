@@ -15,10 +15,12 @@ from shlex import quote
 from typing import Literal, Protocol
 
 from layershuffle.errors import UsageError
-from layershuffle.swarm.calibration import Calibration, expected_over
+from layershuffle.swarm.calibration import Calibration
 from layershuffle.swarm.chaos import Fault
+from layershuffle.swarm.expectations import expected_at, expected_over
 from layershuffle.swarm.plan import SwarmPlan
-from layershuffle.swarm.policy import Routing
+from layershuffle.swarm.policy import FREE, Routing
+from layershuffle.swarm.rounds import Cell
 from layershuffle.text import counted
 
 Ended = Literal["answered", "degraded", "failed", "late"]
@@ -36,12 +38,14 @@ class Reply:
     """One request's end: `ended`, whether the class was right, blocks used, milliseconds.
 
     degraded: answered with blocks missing. late: answered after its deadline. failed: no answer.
+    `cell`: how the blocks ran (default: one after the other, each once).
     """
 
     ended: Ended
     right: bool
     blocks: int
     ms: float
+    cell: Cell | None = None
 
 
 @dataclass
@@ -126,14 +130,16 @@ class Judgement:
 def judged(replies: Sequence[Reply], calibration: Calibration) -> Judgement:
     """The accuracy of the answers, and the interval in which it should lie.
 
-    Each answer counts with the accuracy of its own number of blocks
-    (`calibration.expected_over`).
+    Each answer counts with the accuracy of the way in which its blocks ran
+    (`expectations.expected_over`); those that ran in a way that was not measured do not count.
     """
     # Late answers count: their classes are right or wrong all the same.
-    answers = [reply for reply in replies if reply.ended != "failed"]
+    ran = {reply: reply.cell or Cell(reply.blocks) for reply in replies if reply.ended != "failed"}
+    measured = {cell for cell in ran.values() if expected_at(calibration, cell) is not None}
+    answers = [reply for reply in replies if ran.get(reply) in measured]
     if not answers:
         return Judgement(0, math.nan, math.nan, math.nan, math.nan)
-    expected, low, high = expected_over(calibration, [reply.blocks for reply in answers])
+    expected, low, high = expected_over(calibration, [ran[reply] for reply in answers])
     right = sum(reply.right for reply in answers)
     return Judgement(len(answers), 100 * right / len(answers), expected, low, high)
 
@@ -164,10 +170,10 @@ def foreseen(
     for number in range(requests):
         while pending and pending[0].at <= number:
             fault = pending.pop(0)
-            if fault.kind != "slow" or routing == "order-free":
+            if fault.kind != "slow" or routing in FREE:
                 (out.discard if fault.kind == "rejoin" else out.add)(fault.host)
         reachable = _reachable(plan, out, routing)
-        if routing == "order-free":
+        if routing in FREE:
             failed += not reachable
             degraded += 0 < len(reachable) < wanted
         else:

@@ -377,9 +377,11 @@ class HealthMonitor:
         """Compute the state after the hop again, here, and compare."""
         wire = self.router.wire
         # What the hop's host saw, rounded by the wire.
-        wanted = unpack(pack(before, wire))
+        seen = wanted = unpack(pack(before, wire))
         for block in blocks:
             wanted = await block.compute(wanted)
+        if wire != "fp32":
+            wanted = before + (wanted - seen)  # the router adds to the state that it has
         self.audited += 1
         tolerance = self.router.limits.tolerance + _ROUNDING[wire]
         # A process that began anew meanwhile, or got other weights, did not give this answer.

@@ -29,7 +29,7 @@ from layershuffle.swarm.messages import (
     Packet,
     VisitError,
     WorkExpired,
-    pack,
+    pack_answer,
     unpack,
 )
 from layershuffle.swarm.program import Block, digest_of, read_program
@@ -216,7 +216,7 @@ class BlockHost:
     # --- visits -----------------------------------------------------------------------------------
 
     async def visit(self, blocks: Sequence[int], packet: Packet, *, budget_ms: float) -> Answer:
-        """The state of `packet` after `blocks`, in that order; its wire is the answer's.
+        """What `blocks` make of the state of `packet`, in that order (`messages.pack_answer`).
 
         A visit that runs alone gives what the model gives, bit for bit (fp32 wire). Being cancelled
         drops it. Raises `HostUnavailable` (queue full, draining, block not held), `WorkExpired`
@@ -299,7 +299,7 @@ class BlockHost:
         parts = torch.split(after, [job.images for job in jobs])
         last = [job.done + 1 == len(job.steps) for job in jobs]
         packets = [
-            pack(part.numpy(), job.packet.wire) if ends else job.packet
+            pack_answer(part.numpy(), job.packet) if ends else job.packet
             for job, part, ends in zip(jobs, parts, last, strict=True)
         ]
         # Nothing can fail from here on: a turn changes all of its visits, or none.

@@ -97,7 +97,8 @@ def load_client(
             ms = (time.perf_counter() - begun) * 1000
             right = answer.images[0].top[0].index == labelled.label
             ended: Ended = "degraded" if answer.degraded else "answered"
-            return Reply("late" if ms > deadline_ms else ended, right, len(answer.blocks), ms)
+            ended = "late" if ms > deadline_ms else ended
+            return Reply(ended, right, len(set(answer.blocks)), ms, answer.cell)
         return Reply("failed", False, 0, 0.0)
 
     return ask

@@ -71,10 +71,31 @@ def pack(state: State, wire: Wire) -> Packet:
 
 
 def unpack(packet: Packet) -> State:
-    """The state of a packet, float32 `[images, tokens, width]`."""
+    """The values of a packet, float32 `[images, tokens, width]`."""
     if packet.scales is None:
         return packet.values.astype(np.float32, copy=False)
     return packet.values.astype(np.float32) * packet.scales
+
+
+def pack_answer(after: State, asked: Packet) -> Packet:
+    """What answers a visit that brought `asked`, when its blocks made `after` of it.
+
+    On a narrow wire what they added, not the state: it is smaller, and so are its errors. The
+    router adds it to the state that it has, which no wire has rounded.
+    """
+    return pack(after if asked.wire == "fp32" else after - unpack(asked), asked.wire)
+
+
+def unpack_answer(packet: Packet, *, before: State) -> State:
+    """The state after a visit with the state `before`, by its answer.
+
+    Raises `ValueError` for an answer of another shape.
+    """
+    values = unpack(packet)
+    # Numpy would stretch some other shapes, and add them up all the same.
+    if values.shape != before.shape:
+        raise ValueError(f"it has the shape {values.shape}, not {before.shape}")
+    return values if packet.wire == "fp32" else before + values
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +105,8 @@ class Visit:
     `budget` (default: `limit`) is how many seconds the whole request has left. The host gets this
     number, because a visit that was given up and repeated elsewhere may still answer first. `fair`:
     the limit was long enough for lateness to count against the host. `expected`: seconds that it
-    was expected to take.
+    was expected to take. `waited`: the request waits for it as long as its limit is not over; else
+    it counts if it comes before the request ends anyway.
     """
 
     host: str
@@ -93,6 +115,7 @@ class Visit:
     budget: float | None = field(default=None, compare=False)
     fair: bool = field(default=True, compare=False)
     expected: float = field(default=0.0, compare=False)
+    waited: bool = True
 
     @property
     def budget_ms(self) -> float:
@@ -102,7 +125,7 @@ class Visit:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A host's answer to a visit: the state after its blocks, and where the time went (ms).
+    """A host's answer to a visit (`pack_answer`), and where the time went (ms).
 
     `compute_ms` counts the whole time of the batches that the visit was part of, `queue_ms` the
     rest of its time at the host. `batch` is the number of images per batch, those of other visits
@@ -176,10 +199,11 @@ WHOLE: tuple[Ending, ...] = ("complete", "enough")
 class Route:
     """How a request went through the swarm.
 
-    `order` holds the blocks that ran, in execution order; `skipped` the others, each with the
-    reason. `ending`: complete, enough (as many blocks as the plan wants), deadline (the time was
-    up), unreachable (no healthy host held what was missing) or lost (fixed-order routing could not
-    go on; such a request has failed).
+    `order` holds the blocks that ran, in execution order; `versions` which version of the state
+    each of them read, `None` where it was the newest (`layershuffle.orders`); `skipped` the others,
+    each with the reason. `ending`: complete, enough (as many blocks as the plan wants), deadline
+    (the time was up), unreachable (no healthy host held what was missing) or lost (fixed-order
+    routing could not go on; such a request has failed).
     """
 
     depth: int
@@ -188,6 +212,18 @@ class Route:
     hops: tuple[Visited, ...]
     ending: Ending
     ms: float
+    versions: tuple[int, ...] | None = None
+
+    @property
+    def steps(self) -> tuple[tuple[int, int], ...]:
+        """(block, version that it read) of every step."""
+        versions = range(len(self.order)) if self.versions is None else self.versions
+        return tuple(zip(self.order, versions, strict=True))
+
+    @property
+    def kept(self) -> int:
+        """How many different blocks ran."""
+        return len(set(self.order))
 
     @property
     def degraded(self) -> bool:

@@ -59,7 +59,10 @@ class SwarmPlan(Settings):
     hosts: Annotated[dict[Name, HostPlan], Field(min_length=1)]
     """Blocks of every host, by its name."""
     routing: Routing = "order-free"
-    """order-free, sequential or replicated-sequential."""
+    """order-free, order-free-serial, sequential or replicated-sequential."""
+    parallel: Positive | None = None
+    """order-free: visits of a request under way at once; default: the most that cost no accuracy by
+    the model's calibration, and one without a calibration."""
     most_blocks: Positive | None = None
     """Blocks that are enough for a request in free order; default: all."""
     wire: Wire = "fp32"

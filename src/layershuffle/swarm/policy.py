@@ -1,9 +1,11 @@
 """The routing policy: what a request does next. Pure: state in, action out, time as an argument.
 
-Three routings, so that they can be compared under the same failures:
+Four routings, so that they can be compared under the same failures:
 
     order-free             of the usable hosts that hold a block not yet run, the one that is
-                           expected to answer first goes next
+                           expected to answer first goes next; several at once and again as far as
+                           the calibration allows (`overlap`)
+    order-free-serial      the same, one visit after the other, no block twice
     sequential             a classical pipeline: block i after block i - 1, each on its one host
     replicated-sequential  the same, on whichever usable replica is expected to answer first
 
@@ -20,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from layershuffle.draws import Stream
 from layershuffle.swarm.limits import Limits
@@ -36,9 +38,10 @@ from layershuffle.swarm.state import (
     slow_above,
 )
 
-Routing = Literal["order-free", "sequential", "replicated-sequential"]
-ROUTINGS: tuple[Routing, ...] = ("order-free", "sequential", "replicated-sequential")
-
+Routing = Literal["order-free", "order-free-serial", "sequential", "replicated-sequential"]
+ROUTINGS: tuple[Routing, ...] = get_args(Routing)
+FREE: tuple[Routing, ...] = ("order-free", "order-free-serial")
+"""Routings that answer with blocks missing."""
 
 _FEWEST = 2
 """Holders of every block that are compared at least."""
@@ -47,16 +50,31 @@ _FAIR = 2.0
 
 
 @dataclass(frozen=True, slots=True)
+class UnderWay:
+    """A visit under way, and the version of the state that it carries.
+
+    `waited`: the request waits for it; else it is late, or with a slow host, and counts if it comes
+    before the end.
+    """
+
+    host: str
+    blocks: tuple[int, ...]
+    version: int
+    waited: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class Progress:
     """Where a request stands.
 
-    `done`: blocks that ran, in order. `deadline`: when the answer must be out, in seconds of the
+    `done`: blocks that ran, in order, and `versions`: which version of the state each of them read.
+    `deadline`: when the answer must be out, in seconds of the
     clock that `decide` is given. `order`: the blocks to run, in this order, if the client asked for
     one; blocks that nobody holds are then skipped. `min_blocks`: with fewer the request waits for
     hosts that may come back as long as it has time. `seed`: of the draws among many holders; of no
     effect where there are `Limits.compared` or fewer. `images`: in its state. `most`: blocks that
     are enough in free order, if not all are wanted. `pending`: a visit that was given up still
-    runs, and its answer could be taken.
+    runs, and its answer could be taken. `under_way`: all visits under way, where several may be.
     """
 
     depth: int
@@ -68,6 +86,8 @@ class Progress:
     images: int = 1
     most: int | None = None
     pending: bool = False
+    versions: tuple[int, ...] = ()
+    under_way: tuple[UnderWay, ...] = ()
 
     @property
     def room(self) -> int:
@@ -87,9 +107,11 @@ class Progress:
         reached = self.order.index(self.done[-1]) + 1 if self.done else 0
         return self.order[reached:]
 
-    def after(self, blocks: Sequence[int]) -> Progress:
-        """This request after `blocks` ran."""
-        return replace(self, done=(*self.done, *blocks))
+    def after(self, blocks: Sequence[int], *, version: int | None = None) -> Progress:
+        """This request after `blocks` ran one after the other, from `version` (default: newest)."""
+        first = len(self.done) if version is None else version
+        versions = (*self.versions, *range(first, first + len(blocks)))
+        return replace(self, done=(*self.done, *blocks), versions=versions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +123,13 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Too few blocks ran, but more may become available before `until`.
+    """There is nothing to start now, but there may be before `until`.
 
-    Ask again when the swarm has changed, or a visit that was given up has ended.
+    Ask again when a visit under way has ended and, if `for_hosts`, when the swarm has changed.
     """
 
     until: float
+    for_hosts: bool = True
 
 
 Action = Visit | Finish | Wait
@@ -130,7 +153,7 @@ def decide(
         # blocks are missing.
         whole = progress.order is None or len(progress.done) == len(progress.order)
         return Finish("complete" if whole else "unreachable")
-    free = routing == "order-free"
+    free = routing in FREE
     if free and progress.room <= 0:
         return Finish("enough")
     # Head and answer still have to fit in behind the last visit.
@@ -144,12 +167,23 @@ def decide(
     else:
         visit = _pipeline_visit(progress, swarm, limits=limits, routing=routing)
     if visit is None:
-        return _nowhere(progress, swarm, now=now, left=left, routing=routing)
-    host, blocks = visit
-    wanted_time = expected(host, len(blocks), pace=pace, images=progress.images)
+        return nowhere(progress, swarm, now=now, left=left, routing=routing)
+    chosen = visit_to(*visit, progress=progress, pace=pace, left=left, limits=limits)
     # A visit that cannot be back in time would only keep its host busy.
-    if free and wanted_time > left:
-        return Finish("deadline")
+    return Finish("deadline") if free and chosen.expected > left else chosen
+
+
+def visit_to(
+    host: HostView,
+    blocks: tuple[int, ...],
+    *,
+    progress: Progress,
+    pace: Pace,
+    left: float,
+    limits: Limits,
+) -> Visit:
+    """The visit to `host` of a request that has `left` seconds, with its limit."""
+    wanted_time = expected(host, len(blocks), pace=pace, images=progress.images)
     limit = hop_limit(wanted_time, lag=lag_of(host, pace), left=left, limits=limits)
     # A limit that the deadline cut short says nothing about the host (decision 010).
     fair = limit < left or limit >= _FAIR * wanted_time
@@ -216,12 +250,12 @@ def _free_visit(
         host, work = offer[0], len(offer[1])
         time = expected(host, work, pace=pace, images=progress.images)
         # The name comes last, so that equal hosts rank alike in every run.
-        return _turn(host, work * progress.images), time, host.name
+        return turn(host, work * progress.images), time, host.name
 
     return min(quick or offers, key=rank, default=None)
 
 
-def _turn(host: HostView, work: int) -> float:
+def turn(host: HostView, work: int) -> float:
     """When it is a host's turn: requests' worth of its share, this work included.
 
     The least goes first (weighted fair queueing); hosts without a share come before all.
@@ -280,7 +314,7 @@ def _pipeline_visit(
     return host, _run_of(wanted, host)
 
 
-def _nowhere(
+def nowhere(
     progress: Progress, swarm: Swarm, *, now: float, left: float, routing: Routing
 ) -> Finish | Wait:
     """What a request does when no usable host holds what is missing.
@@ -288,8 +322,8 @@ def _nowhere(
     A request with too few blocks waits if a host that holds some may come back, or a visit that was
     given up may still be answered; else it ends.
     """
-    free = routing == "order-free"
-    if free and len(progress.done) >= progress.min_blocks:
+    free = routing in FREE
+    if free and len(set(progress.done)) >= progress.min_blocks:
         return Finish("unreachable")
     holders = (swarm[name] for block in progress.wanted for name in swarm.held(block))
     if progress.pending or any(

@@ -168,10 +168,10 @@ def check_enough(route: Route, *, min_blocks: int) -> None:
             route=route,
             hint="order-free routing would go on without it",
         )
-    if len(route.order) < min_blocks:
+    if route.kept < min_blocks:
         why = sorted(set(route.skipped.values()))
         raise NotAnswered(
-            f"{len(route.order)} of {route.depth} blocks could be run, {min_blocks} are needed "
+            f"{route.kept} of {route.depth} blocks could be run, {min_blocks} are needed "
             f"({'; '.join(why[:3]) or 'no reason known'})",
             route=route,
             hint="try again later, allow a later deadline, or ask for fewer blocks (min_blocks)",

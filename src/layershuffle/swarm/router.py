@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import count
 
 import numpy as np
@@ -29,10 +29,13 @@ from layershuffle.swarm.messages import (
     VisitError,
     Wire,
     pack,
-    unpack,
+    unpack_answer,
 )
+from layershuffle.swarm.overlap_walk import OverlapWalk
 from layershuffle.swarm.policy import Finish, Progress, Routing, Wait
+from layershuffle.swarm.rounds import QUEUE, Rounds
 from layershuffle.swarm.state import HostView, Swarm
+from layershuffle.swarm.walk import PendingVisit, Walk
 from layershuffle.text import one_line
 
 NOT_FINITE = "it answered with numbers that are not finite"
@@ -45,33 +48,13 @@ _GROWTH = 1e4
 """A visit that makes the largest value grow so many times is false: blocks add to their state."""
 
 
-@dataclass
-class PendingVisit:
-    """A visit under way. `reported`: its lateness has already counted against its host."""
-
-    visit: Visit
-    task: asyncio.Task[Answer]
-    started: float
-    reported: bool = False
-
-
-@dataclass
-class Walk:
-    """One request under way: its state, its progress, the visits so far, and a late visit."""
-
-    state: State
-    progress: Progress
-    started: float
-    hops: list[Visited] = field(default_factory=list)
-    late: PendingVisit | None = None
-
-
 class Router:
     """Sends states through the swarm. `swarm` is what it knows of the hosts, as a value.
 
-    `routing`, `wire` and `most_blocks` (blocks that are enough in free order; default: all) may be
-    changed at any time; a request keeps the routing that it began with. Each of `observers` is
-    called with every hop and the states around it (metrics and audits do so).
+    `routing`, `rounds` (what requests in free order run side by side and again), `wire` and
+    `most_blocks` (blocks that are enough in free order; default: all) may be changed at any time; a
+    request keeps the routing and rounds that it began with. Each of `observers` is called with
+    every hop and the states around it (metrics and audits do so). `walks`: requests under way.
     """
 
     def __init__(
@@ -83,11 +66,12 @@ class Router:
         routing: Routing = "order-free",
         wire: Wire = "fp32",
         most_blocks: int | None = None,
+        rounds: Rounds = QUEUE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.transport, self.depth, self.limits = transport, depth, limits
         self.routing, self.wire, self.clock = routing, wire, clock
-        self.most_blocks = most_blocks
+        self.most_blocks, self.rounds, self.walks = most_blocks, rounds, 0
         self.observers: list[Callable[[Visited, State, State | None], None]] = []
         self._swarm = Swarm()
         self._changed = asyncio.Event()
@@ -133,30 +117,41 @@ class Router:
             most=self.most_blocks,
         )
         walk = Walk(start, progress, begun)
-        # The operator may change it while this request runs.
-        routing = self.routing
+        self.walks += 1
         try:
-            while True:
-                action = policy.decide(
-                    replace(walk.progress, pending=walk.late is not None),
-                    self._swarm,
-                    now=self.clock(),
-                    limits=self.limits,
-                    routing=routing,
-                )
-                if isinstance(action, Finish):
-                    return walk.state, self._route(walk, action.ending)
-                if isinstance(action, Wait):
-                    await self._wait(walk, action.until)
-                else:
-                    await self._step(walk, action)
+            # An order asked for is that of a queue.
+            if self.routing == "order-free" and order is None and not self.rounds.as_a_queue:
+                ending = await OverlapWalk(self, walk, rounds=self.rounds).run()
+            else:
+                ending = await self._run(walk, self.routing)
         finally:
+            self.walks -= 1
             _drop(walk.late)
+        return walk.state, self._route(walk, ending)
+
+    async def _run(self, walk: Walk, routing: Routing) -> Ending:
+        """Make one visit after the other until the request is over."""
+        while True:
+            action = policy.decide(
+                replace(walk.progress, pending=walk.late is not None),
+                self._swarm,
+                now=self.clock(),
+                limits=self.limits,
+                routing=routing,
+            )
+            if isinstance(action, Finish):
+                return action.ending
+            if isinstance(action, Wait):
+                await self._wait(walk, action.until)
+            else:
+                await self._step(walk, action)
 
     def _route(self, walk: Walk, ending: Ending) -> Route:
+        done, versions = walk.progress.done, walk.progress.versions
         return Route(
             depth=self.depth,
-            order=walk.progress.done,
+            order=done,
+            versions=None if versions == tuple(range(len(done))) else versions,
             skipped=policy.skipped(walk.progress, self._swarm, ending=ending, limits=self.limits),
             hops=tuple(walk.hops),
             ending=ending,
@@ -165,18 +160,31 @@ class Router:
 
     async def _wait(self, walk: Walk, until: float) -> None:
         """Wait until the swarm changes, the late visit ends (then take it), or that time comes."""
-        # Nothing was awaited since the decision, so that it has seen every change up to here.
-        self._changed.clear()
-        changed = asyncio.ensure_future(self._changed.wait())
-        late, patience = walk.late, max(0.0, until - self.clock())
-        tasks = {changed} if late is None else {changed, late.task}
-        try:
-            await asyncio.wait(tasks, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            changed.cancel()
+        late = walk.late
+        await self.wait(() if late is None else (late.task,), until=until, changes=True)
         if late is not None and late.task.done():
             walk.late = None
             self._take(walk, late)
+
+    async def wait(
+        self, tasks: Iterable[asyncio.Task[Answer]], *, until: float, changes: bool
+    ) -> None:
+        """Wait until one of `tasks` ends, that time comes or, with `changes`, the swarm changes.
+
+        Call it before anything is awaited after a decision, which then has seen every change.
+        """
+        patience = max(0.0, until - self.clock())
+        if not changes:
+            await asyncio.wait(tasks, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+            return
+        self._changed.clear()
+        changed = asyncio.ensure_future(self._changed.wait())
+        try:
+            await asyncio.wait(
+                {changed, *tasks}, timeout=patience, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            changed.cancel()
 
     async def _step(self, walk: Walk, visit: Visit) -> None:
         """Make one visit. A late visit that it repeats runs on beside it: the first answer wins."""
@@ -184,10 +192,10 @@ class Router:
         if walk.late is not None and not policy.hedges(walk.late.visit, visit):
             _drop(walk.late)
             walk.late = None
-        call = self._call(walk.state, visit)
+        call = self.call(walk.state, visit, version=len(walk.progress.done))
         racing = [call] if walk.late is None else [walk.late, call]
         while call in racing:
-            left = call.started + visit.limit - self.clock()
+            left = call.ends - self.clock()
             tasks = {racer.task for racer in racing}
             try:
                 done, _ = await asyncio.wait(
@@ -197,7 +205,7 @@ class Router:
                 _drop(call)  # the walk drops the late one
                 raise
             if not done:
-                self._fail(walk, call, outcome="late", why="no answer in time")
+                self.fail(walk, call, outcome="late", why="no answer in time")
                 # At most two visits race: an older late one makes room.
                 _drop(walk.late)
                 walk.late = call
@@ -211,7 +219,8 @@ class Router:
                     return
         walk.late = racing[0] if racing else None
 
-    def _call(self, before: State, visit: Visit) -> PendingVisit:
+    def call(self, before: State, visit: Visit, *, version: int) -> PendingVisit:
+        """Send the state `before`, of that version, to a host."""
         work = len(visit.blocks) * len(before)
         self.update(visit.host, lambda host: state.sent(host, work))
         task = asyncio.ensure_future(self.transport.visit(visit, pack(before, self.wire)))
@@ -223,43 +232,50 @@ class Router:
             self.update(visit.host, lambda host: state.settled(host, work))
 
         task.add_done_callback(over)
-        return PendingVisit(visit, task, self.clock())
+        return PendingVisit(visit, task, self.clock(), before, version)
 
     def _take(self, walk: Walk, call: PendingVisit) -> bool:
         """Whether the ended call brought a good answer, which is then the walk's state."""
+        after = self.answer_to(walk, call)
+        if after is None:
+            return False
+        walk.state, walk.progress = after, walk.progress.after(call.visit.blocks)
+        return True
+
+    def answer_to(self, walk: Walk, call: PendingVisit) -> State | None:
+        """The state that the ended call brought; `None`, and its host is blamed, without one."""
         try:
             answer = call.task.result()
         except VisitError as error:
-            self._fail(walk, call, outcome=error.outcome, why=error.cause)
-            return False
+            self.fail(walk, call, outcome=error.outcome, why=error.cause)
+            return None
         elapsed_ms = (self.clock() - call.started) * _MILLI
-        after, fault = unpacked(answer, like=walk.state, ms=elapsed_ms)
+        after, fault = unpacked(answer, like=call.before, ms=elapsed_ms)
         if fault:
             # An earlier host may have spoilt the state: a probe will tell which one is wrong. And
             # the router's clock may have stood still, on a machine that was paused.
-            doubtful = fault == TOO_LONG or (fault == NOT_FINITE and walk.progress.done)
+            doubtful = fault == TOO_LONG or (fault == NOT_FINITE and call.version > 0)
             outcome: Outcome = "failed" if doubtful else "wrong"
-            self._fail(walk, call, outcome=outcome, why=fault)
-            return False
+            self.fail(walk, call, outcome=outcome, why=fault)
+            return None
         hop = Visited(
             call.visit.host, call.visit.blocks, "answered", elapsed_ms,
             answer.compute_ms, answer.queue_ms, images=len(after), batch=answer.batch,
             lag_ms=elapsed_ms - call.visit.expected * _MILLI,
         )  # fmt: skip
-        self._note(walk, hop, after)
+        self._note(walk, hop, before=call.before, after=after)
         self.update(hop.host, lambda host: state.answered(host, hop, limits=self.limits))
-        walk.state, walk.progress = after, walk.progress.after(hop.blocks)
-        return True
+        return after
 
-    def _fail(self, walk: Walk, call: PendingVisit, *, outcome: Outcome, why: str) -> None:
+    def fail(self, walk: Walk, call: PendingVisit, *, outcome: Outcome, why: str) -> None:
         """Note a failed visit: one hop and at most one strike, however often it fails."""
         elapsed = self.clock() - call.started
         hop = Visited(
             call.visit.host, call.visit.blocks, outcome, elapsed * _MILLI, why=why,
-            images=len(walk.state), lag_ms=(elapsed - call.visit.expected) * _MILLI,
+            images=len(call.before), lag_ms=(elapsed - call.visit.expected) * _MILLI,
         )  # fmt: skip
         if not call.reported:
-            self._note(walk, hop, None)
+            self._note(walk, hop, before=call.before, after=None)
         if policy.strikes(call.visit, outcome, elapsed=elapsed, again=call.reported):
             self.report(hop)
         call.reported = True
@@ -269,10 +285,10 @@ class Router:
         now = self.clock()
         self.update(hop.host, lambda host: state.failed(host, hop, now=now, limits=self.limits))
 
-    def _note(self, walk: Walk, hop: Visited, after: State | None) -> None:
+    def _note(self, walk: Walk, hop: Visited, *, before: State, after: State | None) -> None:
         walk.hops.append(hop)
         for observe in self.observers:
-            observe(hop, walk.state, after)
+            observe(hop, before, after)
 
 
 def unpacked(answer: Answer, *, like: State, ms: float) -> tuple[State, str]:
@@ -284,7 +300,7 @@ def unpacked(answer: Answer, *, like: State, ms: float) -> tuple[State, str]:
     visit took (`TOO_LONG`), by which a far host would look near.
     """
     try:
-        after = unpack(answer.packet)
+        after = unpack_answer(answer.packet, before=like)
         reported_ms = _reported_ms(answer)
         # One pass is enough, because `max` hands on NaN and infinity.
         largest = float(np.abs(after).max(initial=0.0))
@@ -292,8 +308,6 @@ def unpacked(answer: Answer, *, like: State, ms: float) -> tuple[State, str]:
         return like, f"its answer cannot be read ({one_line(error)})"
     if reported_ms > _SLACK * ms + _SLACK_MS:
         return after, TOO_LONG
-    if after.shape != like.shape:
-        return after, f"it answered with the shape {after.shape}, not {like.shape}"
     if not math.isfinite(largest):
         return after, NOT_FINITE
     # At least 1, because a state of zeros may grow by any factor.

@@ -25,6 +25,7 @@ from layershuffle.swarm.bundle import Bundle, check_sibling, make_bundle
 from layershuffle.swarm.calibration import Calibration, calibration_path, read_calibration
 from layershuffle.swarm.chaos import ChaosBackend, FaultInjector
 from layershuffle.swarm.coordinator import Coordinator
+from layershuffle.swarm.expectations import rounds_of
 from layershuffle.swarm.lineage import check_blocks, lineage_of, read_block, read_lineage
 from layershuffle.swarm.messages import Wire
 from layershuffle.swarm.placement import HostBackend, homes_of
@@ -124,17 +125,20 @@ def calibration_of(model: str, host: nn.Module) -> Calibration | None:
     return read_calibration(calibration_path(model), weights=weights_digest(host))
 
 
-def model_facts(model: str, *, wire: Wire) -> ModelFacts:
+def model_facts(model: str, *, wire: Wire, parallel: int | None = None) -> ModelFacts:
     """What planning and simulation need to know of a model; a block is timed on this machine, once.
 
-    Raises what loading raises.
+    `parallel`: blocks side by side, instead of what the calibration allows. Raises what loading
+    raises.
     """
     host = served_host(load(model))
     bundle, calibration = make_bundle(host), calibration_of(model, host)
-    rows = calibration.rows if calibration is not None else ()
+    rows = calibration.queue if calibration is not None else ()
     accuracy = {row.kept: row.top1 for row in rows}
     block_ms = stored_ms(bundle.program, lambda: _block_ms(bundle))
-    return facts_of(bundle.tensors, bundle.shape, wire=wire, block_ms=block_ms, accuracy=accuracy)
+    facts = facts_of(bundle.tensors, bundle.shape, wire=wire, block_ms=block_ms, accuracy=accuracy)
+    cells = {row.cell: row.top1 for row in calibration.rows} if calibration is not None else {}
+    return replace(facts, cells=cells, rounds=rounds_of(calibration, parallel=parallel))
 
 
 def _block_ms(bundle: Bundle) -> float:
@@ -200,6 +204,7 @@ async def running_service(
         routing=plan.routing,
         wire=plan.wire,
         most_blocks=plan.most_blocks,
+        rounds=rounds_of(cargo.calibration, parallel=plan.parallel),
     )
     coordinator = Coordinator(plan, router=router, backend=chaos, bundles=cargo.bundles)
     faults = FaultInjector(coordinator, backend=chaos)

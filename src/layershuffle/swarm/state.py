@@ -88,6 +88,7 @@ class Swarm(Mapping[str, HostView]):
         self._held = _by_block((view.name, view.blocks) for view in views)
         self._usable = _by_block((view.name, view.blocks) for view in views if view.usable)
         self._suspects = tuple(view.name for view in views if view.condition == "suspect")
+        self._usable_hosts = sum(view.usable for view in views)
         # Sorted, so that a decision reads the medians off and computes none.
         self._compute = _sorted_times(_times(view)[0] for view in views)
         self._link = _sorted_times(_times(view)[1] for view in views)
@@ -138,6 +139,11 @@ class Swarm(Mapping[str, HostView]):
         """Names of the suspect hosts, sorted."""
         return self._suspects
 
+    @property
+    def usable_hosts(self) -> int:
+        """How many hosts are usable."""
+        return self._usable_hosts
+
     def pace(self, limits: Limits) -> Pace:
         """Medians over the usable hosts that were measured; the priors where there are none."""
         return Pace(
@@ -156,6 +162,7 @@ class Swarm(Mapping[str, HostView]):
         self._usable = _moved(self._usable, name, was=was, now=now)
         if (before.condition == "suspect") != (after.condition == "suspect"):
             self._suspects = _toggled(self._suspects, name)
+        self._usable_hosts += after.usable - before.usable
         old, new = (_times(view) for view in (before, after))
         self._compute = _retimed(self._compute, old[0], after=new[0])
         self._link = _retimed(self._link, old[1], after=new[1])

@@ -19,7 +19,7 @@ from layershuffle.extras import require
 from layershuffle.text import counted_as, ranked, table
 
 if TYPE_CHECKING:
-    from layershuffle.swarm.calibration import Expected
+    from layershuffle.swarm.expectations import Expected
     from layershuffle.swarm.server.schemas import Classification, SwarmAnswer
 
 KEY_VARIABLE = "LAYERSHUFFLE_API_KEY"
@@ -138,9 +138,14 @@ def _describe_expected(expected: Expected | None, why: str) -> str:
     if expected is None:
         # Said, not left out: without a number users would take the answer for a certain one.
         return f"Accuracy to expect is not known: {why}"
+    ran = f"{expected.kept} blocks in any order"
+    if expected.parallel > 1:
+        ran += f", {expected.parallel} side by side"
+    if expected.passes > 1:
+        ran += f", {expected.passes} times over"
     return (
-        f"On images like {expected.data}, {expected.top1:.1f} % of answers with {expected.kept} "
-        f"blocks in any order are right ({expected.low:.1f} to {expected.high:.1f} over "
+        f"On images like {expected.data}, {expected.top1:.1f} % of answers with {ran} "
+        f"are right ({expected.low:.1f} to {expected.high:.1f} over "
         f"{expected.images:,} images, {counted_as([expected.effective])}); nine of ten orders lie "
         f"between {expected.orders_low:.1f} and {expected.orders_high:.1f} %. Of other images "
         "nothing is known."

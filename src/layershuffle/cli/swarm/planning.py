@@ -137,7 +137,7 @@ class SimulateCommand(Command):
         )
 
         plan = read_plan(self.plan)
-        facts = model_facts(plan.model, wire=plan.wire)
+        facts = model_facts(plan.model, wire=plan.wire, parallel=plan.parallel)
         profile = Profile()
         if self.profile is not None:
             profile = profile_of(hosts_of(read_hosts(self.profile), facts))
@@ -161,7 +161,8 @@ class SimulateCommand(Command):
                 churn=Churn(up_s=self.churn[0], down_s=self.churn[1]) if self.churn else None,
                 faults=faults,
                 min_blocks=self.min_blocks,
-                accuracy=facts.accuracy or None,
+                accuracy=facts.cells or None,
+                rounds=facts.rounds,
             )
             for routing in self.routings
         }
@@ -174,9 +175,11 @@ class SimulateCommand(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateCommand(ComputingCommand):
-    """Measure the accuracy of a model with 1 to all blocks in arbitrary order on held-out data.
+    """Measure the accuracy of a model with 1 to all blocks in arbitrary order on held-out data,
+    one after the other and side by side, once and again.
 
-    The result is stored beside the model; a swarm tells it with its answers.
+    The result is stored beside the model. A swarm tells it with its answers, and by it runs blocks
+    side by side and again as far as that pays.
     """
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")] = DEFAULT_MODEL
@@ -196,6 +199,8 @@ class CalibrateCommand(ComputingCommand):
         """Measure, store, and print the table."""
         from layershuffle.models import load
         from layershuffle.swarm.calibration import calibrate, calibration_path, write_calibration
+        from layershuffle.swarm.expectations import expected_at, rounds_of
+        from layershuffle.swarm.rounds import Cell
 
         # First: a model without a directory of its own is refused before minutes of work.
         path = calibration_path(self.model)
@@ -213,12 +218,24 @@ class CalibrateCommand(ComputingCommand):
         if self.json:
             print(calibration.model_dump_json(by_alias=True, indent=2))
             return 0
-        rows = [
-            (str(row.kept), f"{row.top1:.1f}", f"{row.low:.1f} to {row.high:.1f}")
-            # From all blocks downwards, as they are lost.
-            for row in reversed(calibration.rows)
-        ]
-        print(table(("blocks", "top-1 %", "95 % interval"), rows))
+        rounds = rounds_of(calibration)
+        rows = []
+        # From all blocks downwards, as they are lost.
+        for row in reversed(calibration.queue):
+            way = rounds.way(row.kept)
+            chosen = expected_at(calibration, Cell(row.kept, way.passes, way.parallel))
+            rows.append(
+                (
+                    str(row.kept),
+                    f"{row.top1:.1f}",
+                    f"{row.low:.1f} to {row.high:.1f}",
+                    str(way.parallel),
+                    str(way.passes),
+                    "-" if chosen is None else f"{chosen.top1:.1f}",
+                )
+            )
+        columns = ("blocks", "top-1 %", "95 % interval", "side by side", "passes", "then, %")
+        print(table(columns, rows))
         independent = counted_as(row.effective for row in calibration.rows)
         print(
             f"{calibration.images:,} images of {calibration.data} ({calibration.split}), "

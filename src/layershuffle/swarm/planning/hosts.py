@@ -26,6 +26,7 @@ from layershuffle.errors import SettingsError, UsageError
 from layershuffle.recipes import read_recipe
 from layershuffle.settings import Name, Positive, Settings
 from layershuffle.swarm.messages import Wire, pack
+from layershuffle.swarm.rounds import QUEUE, Cell, Rounds
 
 Objective = Literal["throughput", "latency", "lifetime"]
 OBJECTIVES: tuple[Objective, ...] = ("throughput", "latency", "lifetime")
@@ -90,13 +91,16 @@ class ModelFacts:
 
     `block_bytes`: weights of every block. `state_bytes`: one image's state on the wire, one way.
     `block_ms`: a block of one image on a host of speed 1. `accuracy`: percent by the number of
-    blocks that ran, in arbitrary order (the calibration); empty if there is none.
+    blocks that ran, in arbitrary order (the calibration); empty if there is none. `cells`: the same
+    by how they ran, side by side and again too. `rounds`: what a router runs like that.
     """
 
     block_bytes: tuple[int, ...]
     state_bytes: int
     block_ms: float | None = None
     accuracy: Mapping[int, float] = field(default_factory=dict)
+    cells: Mapping[Cell, float] = field(default_factory=dict)
+    rounds: Rounds = QUEUE
 
     @property
     def depth(self) -> int:

@@ -69,6 +69,7 @@ def figures_of(plan: SwarmPlan, planned: Planned, *, routing: Routing) -> Figure
             requests=requests,
             routing=routing,
             arrivals=Arrivals(clients=clients),
+            rounds=problem.facts.rounds,
         )
 
     alone, busy = play(_ALONE, 1), None

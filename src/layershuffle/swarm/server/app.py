@@ -318,9 +318,9 @@ def _labels(
     remote_model: RemoteModel, *, labels: Sequence[str] | None, calibration: Calibration | None
 ) -> tuple[str, ...]:
     classes = num_classes_of(remote_model.model)
-    if calibration is not None and len(calibration.rows) != remote_model.depth:
+    if calibration is not None and len(calibration.queue) != remote_model.depth:
         raise UsageError(
-            f"The calibration is of {len(calibration.rows)} blocks, the model has "
+            f"The calibration is of {len(calibration.queue)} blocks, the model has "
             f"{remote_model.depth}"
         )
     if labels is None:

@@ -20,9 +20,11 @@ from starlette.requests import ClientDisconnect, Request
 from torch import Tensor
 
 from layershuffle.models import file_view
-from layershuffle.swarm.calibration import NEVER, Calibration, Expected, expected_at, useful_blocks
+from layershuffle.swarm.calibration import Calibration
+from layershuffle.swarm.expectations import NEVER, Expected, expected_at, useful_blocks
 from layershuffle.swarm.messages import Route
 from layershuffle.swarm.remote_model import Classified, NotAnswered, RemoteModel
+from layershuffle.swarm.rounds import Cell, Way, cell_of
 from layershuffle.swarm.server.errors import busy
 from layershuffle.swarm.server.limits import GatewayLimits
 from layershuffle.swarm.server.requests import Bounds, Decoder, Query, read_query
@@ -151,11 +153,6 @@ class RequestScheduler:
     ) -> None:
         self.remote_model, self.limits, self.labels = remote_model, limits, labels
         self.calibration, self.clients = calibration, Clients(limits)
-        # Once, because every answer of as many blocks has the same accuracy to expect.
-        self._expected_of: dict[int, Expected | None] = {}
-        if calibration is not None:
-            kept = [row.kept for row in calibration.rows]
-            self._expected_of = {count: expected_at(calibration, count) for count in kept}
         self._foreign_blocks = foreign_blocks
         self._clock = remote_model.router.clock
         self._bounds = Bounds(
@@ -261,21 +258,29 @@ class RequestScheduler:
         reachable = {block for host in usable for block in host.blocks}
         places = {(host.name, block) for host in usable for block in host.blocks}
         most = min(len(reachable), router.most_blocks or router.depth)
-        return self._expected_with(most, foreign & places)
+        way = router.rounds.way(most) if router.routing == "order-free" else Way()
+        cell = Cell(most, way.passes, min(way.parallel, most)) if most else None
+        return self._expected_with(cell, foreign & places)
 
     def _expected(self, route: Route, foreign: ForeignBlocks) -> tuple[Expected | None, str]:
         """The accuracy to expect of the answer of `route`, or why it is not known."""
         answered = [hop for hop in route.hops if hop.outcome == "answered"] if foreign else []
         places = {(hop.host, block) for hop in answered for block in hop.blocks}
-        return self._expected_with(len(route.order), foreign & places)
+        return self._expected_with(cell_of(route.steps) if route.order else None, foreign & places)
 
-    def _expected_with(self, kept: int, foreign: ForeignBlocks) -> tuple[Expected | None, str]:
-        """The accuracy to expect with `kept` blocks; none if those of another model take part."""
+    def _expected_with(
+        self, cell: Cell | None, foreign: ForeignBlocks
+    ) -> tuple[Expected | None, str]:
+        """The accuracy to expect of answers that ran so; none if blocks of another model did."""
         if self.calibration is None:
             return None, NEVER
+        if cell is None:
+            return None, "no block can be run"
         # The accuracy was measured with the model's own blocks, and holds for no others.
         if not foreign:
-            return self._expected_of.get(kept), "" if kept else "no block can be run"
+            expected = expected_at(self.calibration, cell)
+            why = f"{cell.kept} blocks were not measured with answers as late as these"
+            return expected, "" if expected else why
         used: dict[str, set[int]] = {}
         for host, block in foreign:
             used.setdefault(host, set()).add(block)

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from layershuffle.swarm.calibration import CalibrationFacts, Expected
+from layershuffle.swarm.calibration import CalibrationFacts
+from layershuffle.swarm.expectations import Expected
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Ending, Outcome, Route, Wire
 from layershuffle.swarm.placement import Carrier
 from layershuffle.swarm.policy import Routing
+from layershuffle.swarm.rounds import Cell, cell_of
 from layershuffle.swarm.state import Condition, Swarm
 
 if TYPE_CHECKING:
@@ -84,6 +86,10 @@ class Classification(BaseModel):
     images: list[ImageAnswer]
     depth: int = Field(description="Number of blocks of the model.")
     blocks: list[int] = Field(description="Blocks that ran, in execution order.")
+    versions: list[int] = Field(
+        description="Which version of the state each of them read; version k is the state after k "
+        "steps. What a block made of an older version was added to the newest one."
+    )
     skipped: list[Skipped]
     degraded: bool = Field(description="Whether blocks are missing that were to run.")
     ending: Ending
@@ -91,6 +97,12 @@ class Classification(BaseModel):
     expected: Expected | None
     expected_why: str = Field("", description="Why there is no expected accuracy.")
     ms: Times
+
+    @property
+    def cell(self) -> Cell | None:
+        """How the blocks ran; `None` if there were none."""
+        steps = tuple(zip(self.blocks, self.versions, strict=True))
+        return cell_of(steps) if steps else None
 
 
 class Host(BaseModel):
@@ -192,6 +204,7 @@ def classification(
         images=images,
         depth=route.depth,
         blocks=list(route.order),
+        versions=[version for _, version in route.steps],
         # Sorted, so that two answers of one route are equal as text.
         skipped=[Skipped(block=block, why=why) for block, why in sorted(route.skipped.items())],
         degraded=is_degraded(route, order=order),

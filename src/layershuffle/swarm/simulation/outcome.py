@@ -11,6 +11,7 @@ import numpy as np
 
 from layershuffle.swarm.drill import Ended
 from layershuffle.swarm.messages import WHOLE, Route
+from layershuffle.swarm.rounds import Cell, cell_of
 from layershuffle.text import table
 
 ENDED: tuple[Ended, ...] = ("answered", "degraded", "late", "failed")
@@ -88,7 +89,7 @@ def outcome_of(
     replies: Sequence[SimulatedReply],
     *,
     routing: str,
-    accuracy: Mapping[int, float] | None,
+    accuracy: Mapping[Cell, float] | None,
     depth: int,
     served: Mapping[str, int],
     visits: int,
@@ -99,10 +100,12 @@ def outcome_of(
     hops = [hop for reply in replies for hop in reply.route.hops]
     right = None
     if accuracy:
-        measured = sorted(accuracy)
+        queue = {cell.kept: top1 for cell, top1 in accuracy.items() if cell == Cell(cell.kept)}
         # Numbers of blocks that nobody calibrated lie between those that were.
-        percent = np.interp(range(depth + 1), measured, [accuracy[k] for k in measured])
-        right = float(sum(percent[len(r.route.order)] for r in answers if not r.false))
+        measured = sorted(queue)
+        percent = np.interp(range(depth + 1), measured, [queue[kept] for kept in measured])
+        ran = [cell_of(r.route.steps) if r.route.order else Cell(0) for r in answers if not r.false]
+        right = float(sum(accuracy.get(cell, percent[cell.kept]) for cell in ran))
     # A swarm fills up at first and empties at the end; what it can do shows in the middle half.
     quarter = len(replies) // 4
     first, last = replies[quarter].ended_at, replies[-1 - quarter].ended_at
@@ -110,7 +113,7 @@ def outcome_of(
         routing=routing,
         requests=len(replies),
         ended={end: ended[end] for end in ENDED},
-        blocks=dict(sorted(Counter(len(reply.route.order) for reply in answers).items())),
+        blocks=dict(sorted(Counter(reply.route.kept for reply in answers).items())),
         ms=tuple(sorted(reply.route.ms for reply in replies)),
         accuracy=None if right is None or not answers else right / len(answers),
         right=None if right is None else right / len(replies),

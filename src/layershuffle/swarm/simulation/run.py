@@ -20,6 +20,7 @@ from layershuffle.swarm.health import HealthMonitor, Reference
 from layershuffle.swarm.messages import State
 from layershuffle.swarm.plan import SwarmPlan
 from layershuffle.swarm.policy import Routing
+from layershuffle.swarm.rounds import QUEUE, Cell, Rounds
 from layershuffle.swarm.router import Router
 from layershuffle.swarm.simulation.clock import VirtualTimeLoop
 from layershuffle.swarm.simulation.hosts import SimulatedHosts
@@ -48,14 +49,17 @@ def simulate(
     churn: Churn | None = None,
     faults: Sequence[Fault] = (),
     min_blocks: int = 1,
-    accuracy: Mapping[int, float] | None = None,
+    accuracy: Mapping[Cell, float] | None = None,
+    rounds: Rounds = QUEUE,
 ) -> SimulationOutcome:
     """The end of all requests; the same for the same arguments.
 
     `routing`: instead of the plan's. `faults` happen before requests by number, as in a drill;
     `churn` goes on by itself; both depend on the seed and not on the routing. `accuracy`: percent
-    by the number of blocks. Times are those of the swarm alone, without stem and head. Raises
-    `UsageError` for plans that miss blocks, faults of hosts that are not there, or no requests.
+    by how the blocks ran; as one after the other for what is not named there. `rounds`: what the
+    router is to run side by side and again. Times are those of the swarm alone, without stem and
+    head. Raises `UsageError` for plans that miss blocks, faults of hosts that are not there, or no
+    requests.
     """
     if requests < 1:
         raise UsageError(f"{requests} requests are none", hint="take 1 or more")
@@ -65,6 +69,7 @@ def simulate(
     async def play() -> SimulationOutcome:
         # Within the loop, because router and hosts take their clock from it.
         simulation = _Simulation(plan, profile=profile, routing=routing, faults=pending, seed=seed)
+        simulation.router.rounds = rounds
         await simulation.run(requests, arrivals=arrivals, churn=churn, min_blocks=min_blocks)
         return outcome_of(
             simulation.replies,
@@ -183,7 +188,7 @@ class _Simulation:
                 ended_at=self.loop.time(),
                 false=bool((after != _STATE).any()),
                 late=route.ms > deadline_ms,
-                enough=len(route.order) >= min_blocks,
+                enough=route.kept >= min_blocks,
             )
         )
 

@@ -1,0 +1,156 @@
+"""What a calibration says: the accuracy to expect of an answer, and which ways of running pay."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from layershuffle.errors import UsageError
+from layershuffle.stats import mean
+from layershuffle.swarm.calibration import Calibration
+from layershuffle.swarm.rounds import Cell, Rounds, Way
+
+NEVER = "the model was never calibrated (layershuffle swarm calibrate MODEL --data SPEC)"
+_USEFUL = 0.5  # of the accuracy with all blocks
+_POINTS = 0.5  # of top-1: what side by side may cost, and what another pass has to bring
+_SURE = 1.96  # standard deviations on either side of a 95 % interval
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The accuracy of answers whose blocks ran like this, in any order, from the calibration.
+
+    Percent of the first guesses that were right. `top1` is the mean over orders, and `low` and
+    `high` bound this mean at 95 %. An answer comes from a single order of the blocks that could be
+    reached, whose accuracy is another: nine of ten orders, and choices of blocks, lie within
+    `orders_low` and `orders_high`. `kept` blocks ran, each `passes` times, `parallel` of them under
+    way at once. `effective`: how many independent images the `images` count as; null where the data
+    named no groups of images that are wrong together.
+    """
+
+    top1: float
+    low: float
+    high: float
+    orders_low: float
+    orders_high: float
+    kept: int
+    orders: int
+    images: int
+    data: str
+    split: str
+    effective: float | None = None
+    passes: int = 1
+    parallel: int = 1
+
+
+def expected_at(calibration: Calibration, cell: Cell) -> Expected | None:
+    """The accuracy to expect of an answer that ran as `cell` says; `None` if none was measured.
+
+    Of more passes than were measured it is that of the most that were, because passes beyond them
+    are only run with fewer blocks, where they help.
+    """
+    rows = [
+        row
+        for row in calibration.rows
+        if (row.kept, row.parallel) == (cell.kept, cell.parallel) and row.passes <= cell.passes
+    ]
+    if not rows:
+        return None
+    row = max(rows, key=lambda row: row.passes)
+    return Expected(
+        top1=row.top1,
+        low=row.low,
+        high=row.high,
+        orders_low=row.orders_low,
+        orders_high=row.orders_high,
+        kept=row.kept,
+        orders=calibration.orders,
+        images=calibration.images,
+        data=calibration.data,
+        split=calibration.split,
+        effective=row.effective,
+        passes=row.passes,
+        parallel=row.parallel,
+    )
+
+
+def useful_blocks(calibration: Calibration | None) -> int:
+    """Fewest blocks with at least half of the accuracy that all have; 1 without a calibration.
+
+    Each runs once: another pass needs time, which a request may not have.
+    """
+    if calibration is None:
+        return 1
+    enough = _USEFUL * calibration.queue[-1].top1
+    return next(row.kept for row in calibration.queue if row.top1 >= enough)
+
+
+def rounds_of(calibration: Calibration | None, *, parallel: int | None = None) -> Rounds:
+    """How requests in free order may run, by what was measured.
+
+    For each number of blocks: the fewest passes within half a point of the best number of them, and
+    with so many the most blocks under way that cost no more than half a point. `parallel` sets the
+    number under way instead. A late answer counts as far as it was no worse than none. Without a
+    calibration nothing runs again, and answers may be twice as old as those of so many under way.
+    """
+    if calibration is None:
+        return Rounds(otherwise=Way(parallel or 1), max_age=2 * (parallel or 1))
+    top1 = {row.cell: row.top1 for row in calibration.rows}
+    depth = len(calibration.queue)
+    ways = {kept: _way(top1, kept, parallel=parallel) for kept in range(1, depth + 1)}
+    without = top1[Cell(depth - 1)] if depth > 1 else 0.0
+    worse = [age for age, late in enumerate(calibration.late) if late < without]
+    return Rounds(ways, max_age=worse[0] if worse else len(calibration.late))
+
+
+def _way(top1: Mapping[Cell, float], kept: int, *, parallel: int | None) -> Way:
+    """How `kept` blocks run, by the accuracy of every cell."""
+    measured = sorted((cell.passes, cell.parallel) for cell in top1 if cell.kept == kept)
+    widest = measured[-1][1]
+    given = None if parallel is None else min(parallel, widest)
+
+    def of(passes: int, under_way: int) -> float:
+        return top1[Cell(kept, passes, under_way)]
+
+    number = [passes for passes, under_way in measured if under_way == (given or 1)]
+    best = max(of(passes, given or 1) for passes in number)
+    passes = next(passes for passes in number if of(passes, given or 1) >= best - _POINTS)
+    if parallel is not None:
+        return Way(parallel, passes)
+    near = [n for p, n in measured if p == passes and of(passes, n) >= of(passes, 1) - _POINTS]
+    return Way(max(near), passes)
+
+
+def expected_over(
+    calibration: Calibration, cells: Sequence[Cell | None]
+) -> tuple[float, float, float]:
+    """(top-1, low, high) to expect of answers that ran like this, one image each.
+
+    Beside the calibration's own uncertainty the interval holds the chance of which images these
+    were, and of which groups of images: of few answers it is wide. An answer without blocks
+    (`None`) counts as wrong. Raises `UsageError` for no answers.
+    """
+    if not cells:
+        raise UsageError("No answers, no accuracy to expect")
+    # Looked up once per kind of answer: a drill has thousands, of few kinds.
+    of = {cell: None if cell is None else expected_at(calibration, cell) for cell in set(cells)}
+    rows = [of[cell] for cell in cells]
+    top1 = mean([0.0 if row is None else row.top1 for row in rows])
+    # The calibration's own error is the same for all answers: it does not shrink with their number.
+    below = mean([0.0 if row is None else row.top1 - row.low for row in rows])
+    above = mean([0.0 if row is None else row.high - row.top1 for row in rows])
+    # The share of pairs of images that err together is the same for fewer images of such groups,
+    # so the design effect beyond 1 falls with their number.
+    shared = [
+        (row.images / row.effective - 1) / (row.images - 1)
+        for row in rows
+        if row is not None and row.effective is not None and row.images > 1
+    ]
+    effect = 1 + sum(shared) / len(cells) * (len(cells) - 1)
+    chance = _SURE * math.sqrt(top1 * (100 - top1) / len(cells) * effect)
+    return (
+        top1,
+        max(0.0, top1 - math.hypot(below, chance)),
+        min(100.0, top1 + math.hypot(above, chance)),
+    )

@@ -1,0 +1,201 @@
+"""What a request in free order does next when several of its visits may be under way. Pure.
+
+A visit carries one block and the newest state there is; what the block adds counts when it comes
+(`rounds`). No visit waits for another one. A visit that is late goes on, and the request goes on
+without it: another holder is asked for its block, and the first answer counts. Where one visit is
+under way at a time, it carries all blocks of its host, as in `policy`.
+
+Side by side pays while hosts would have nothing to do. So a request has no more visits under way
+than are its part of the usable hosts, all requests alike, and asks idle hosts alone for more.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from math import ceil
+
+from layershuffle.swarm.limits import Limits
+from layershuffle.swarm.messages import Visit
+from layershuffle.swarm.policy import (
+    Action,
+    Finish,
+    Progress,
+    UnderWay,
+    Wait,
+    compared,
+    nowhere,
+    turn,
+    visit_to,
+)
+from layershuffle.swarm.rounds import Rounds
+from layershuffle.swarm.state import HostView, Swarm, expected, slow_above
+
+
+def counts(progress: Progress, visit: UnderWay, *, max_age: int) -> bool:
+    """Whether an answer to `visit` could still join the state.
+
+    Not if one of its blocks ran since it began, or its state is too old. What several blocks add
+    one after the other is known as one sum, which fits no other state than their own.
+    """
+    since = progress.done[visit.version :]
+    if len(visit.blocks) > 1:
+        return not since
+    return len(since) <= max_age and visit.blocks[0] not in since
+
+
+def decide_overlap(
+    progress: Progress,
+    swarm: Swarm,
+    *,
+    now: float,
+    limits: Limits,
+    rounds: Rounds,
+    walks: int = 1,
+) -> Action:
+    """The next action of a request in free order, one of `walks` requests under way.
+
+    No visit's limit reaches beyond the deadline less the reserve, no block runs twice on one
+    version, and none more often than `rounds` allows.
+    """
+    left = progress.deadline - limits.reserve_ms / 1000 - now
+    ran, most = set(progress.done), max(progress.most or progress.depth, progress.min_blocks)
+    if len(ran) >= most or left <= 0:
+        whole = len(ran) == progress.depth
+        return Finish("complete" if whole else "enough" if len(ran) >= most else "deadline")
+    waited = [visit for visit in progress.under_way if visit.waited]
+    busy = {block for visit in waited for block in visit.blocks}
+    reached = [b for b in range(progress.depth) if b in ran or b in busy or swarm.usable(b)]
+    # Side by side takes more visits for as many blocks: on busy hosts it would cost throughput.
+    width = max(1, min(rounds.way(len(reached)).parallel, swarm.usable_hosts // walks))
+    # What a visit of several blocks adds fits its own state alone, so that none may join it.
+    if waited and (len(waited) >= width or len(busy) > len(waited)):
+        return Wait(now + left, for_hosts=False)
+    request = _Request(progress, swarm, left=left, limits=limits, alone=not waited, width=width)
+    first = [b for b in reached if b not in ran and b not in busy]
+    visit = request.visit(first, room=most - len(ran | busy))
+    if visit is None and busy <= ran:
+        again = _again(progress, swarm, busy=busy, rounds=rounds)
+        visit = request.visit(again, room=len(again))
+    if visit is not None and visit.expected <= left:
+        return visit
+    # A request does not end by what could not be in time while others may be.
+    if waited:
+        return Wait(now + left)
+    if visit is not None:
+        return Finish("deadline")
+    pending = replace(progress, pending=bool(progress.under_way))
+    return nowhere(pending, swarm, now=now, left=left, routing="order-free")
+
+
+def _again(progress: Progress, swarm: Swarm, *, busy: set[int], rounds: Rounds) -> list[int]:
+    """The blocks to run in the present pass beyond the first, once all of the one before ran."""
+    runs = Counter(progress.done)
+    passes = rounds.way(len(runs)).passes
+    # What can be reached no more takes no part in this pass.
+    runs = Counter({b: times for b, times in runs.items() if b in busy or swarm.usable(b)})
+    passed = min(runs.values(), default=passes)
+    if passed >= passes:
+        return []
+    return [block for block, times in runs.items() if times == passed and block not in busy]
+
+
+class _Request:
+    """A request at one moment: which host it could ask next.
+
+    `alone`: nothing that it waits for is under way. `width`: visits that may be.
+    """
+
+    def __init__(
+        self,
+        progress: Progress,
+        swarm: Swarm,
+        *,
+        left: float,
+        limits: Limits,
+        alone: bool,
+        width: int,
+    ) -> None:
+        self.progress, self.swarm, self.left, self.limits = progress, swarm, left, limits
+        self.alone, self.width, self.pace = alone, width, swarm.pace(limits)
+        # Also a late visit is not repeated at its own host.
+        self._asked = {(v.host, block) for v in progress.under_way for block in v.blocks}
+
+    def visit(self, blocks: Sequence[int], *, room: int) -> Visit | None:
+        """The visit for at most `room` of `blocks` that is expected to answer first, if any."""
+        if not blocks or room < 1:
+            return None
+        offers = {
+            host: offered
+            for host in compared(self.progress, self.swarm, blocks=blocks, limits=self.limits)
+            if (offered := [b for b in blocks if b in host.blocks and self._open(host, b)])
+        }
+        bound = slow_above(self.pace, self.limits)
+        # A host that nobody has measured counts as quick, or it would never be measured.
+        quick = {host: work for host, work in offers.items() if (host.compute or 0.0) <= bound}
+        if not quick:
+            return self._of_slow(offers, room=room)
+        if (slow := self._beside(offers, quick)) is not None:
+            return slow
+        if self.alone and (self.width == 1 or len(quick) == 1):
+            return self._first(quick, room=room)
+        if not self.alone:
+            # To queue there would gain nothing, and cost another request its turn.
+            quick = {host: work for host, work in quick.items() if not host.waiting}
+        # What few others hold goes first, so that many hosts can be asked until the end.
+        rarest = {
+            host: [min(work, key=lambda block: (len(self.swarm.usable(block)), block))]
+            for host, work in quick.items()
+        }
+        return self._first(rarest, room=1)
+
+    def _open(self, host: HostView, block: int) -> bool:
+        return (host.name, block) not in self._asked
+
+    def _first(self, offers: dict[HostView, list[int]], *, room: int) -> Visit | None:
+        """What the host offers that is expected to answer first, cut to what fits."""
+        images = self.progress.images
+
+        def rank(host: HostView) -> tuple[float, float, str]:
+            work = min(len(offers[host]), room)
+            time = expected(host, work, pace=self.pace, images=images)
+            # The name comes last, so that equal hosts rank alike in every run.
+            return turn(host, work * images), time, host.name
+
+        host = min(offers, key=rank, default=None)
+        if host is None:
+            return None
+        blocks = tuple(offers[host][:room])
+        while len(blocks) > 1 and self._to(host, blocks).expected > self.left:
+            blocks = blocks[:-1]
+        return self._to(host, blocks)
+
+    def _to(self, host: HostView, blocks: tuple[int, ...]) -> Visit:
+        return visit_to(
+            host, blocks, progress=self.progress, pace=self.pace, left=self.left, limits=self.limits
+        )
+
+    def _of_slow(self, offers: dict[HostView, list[int]], *, room: int) -> Visit | None:
+        """A slow host, if a request that has too few blocks waits for nothing else."""
+        enough = len(set(self.progress.done)) >= self.progress.min_blocks
+        return None if enough or not self.alone else self._first(offers, room=room)
+
+    def _beside(
+        self, offers: dict[HostView, list[int]], quick: dict[HostView, list[int]]
+    ) -> Visit | None:
+        """A visit to an idle slow host that may be back before the quick ones are done.
+
+        For a block that no quick host holds. The request does not wait for it.
+        """
+        held = {block for work in quick.values() for block in work}
+        each = self.pace.link + self.pace.compute
+        rest = ceil(len(held) / self.width) * each * self.progress.images
+        under_way = {block for visit in self.progress.under_way for block in visit.blocks}
+        for host in offers.keys() - quick.keys():
+            blocks = [b for b in offers[host] if b not in held and b not in under_way]
+            if blocks and not host.waiting:
+                visit = self._to(host, (blocks[0],))
+                if visit.expected <= min(rest, self.left):
+                    return replace(visit, waited=False)
+        return None

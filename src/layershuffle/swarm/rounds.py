@@ -1,0 +1,101 @@
+"""Blocks side by side and again, as a swarm runs them without a barrier. Plain data, no torch.
+
+A request in free order has up to `parallel` visits under way. Each carries the newest state there
+is when it begins, and what its block adds counts when it comes. So block after block reads a state
+that is up to `parallel - 1` steps old. Where blocks are missing, those that are there run again in
+another pass, which begins when the pass before has ended.
+
+What ran is an order with versions (`layershuffle.orders`). Its `Cell` says which of the measured
+accuracies belongs to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from layershuffle.orders import ExecutionOrder
+
+Step = tuple[int, int]
+"""A block, and the version of the state that it reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A kind of answer: `kept` blocks, each `passes` times, with `parallel` under way at once."""
+
+    kept: int
+    passes: int = 1
+    parallel: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a request runs the blocks that can be reached: so many under way, so many passes."""
+
+    parallel: int = 1
+    passes: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """How requests in free order may run.
+
+    `ways`: by how many blocks can be reached; `otherwise`: where nothing stands there. `max_age`:
+    how many versions old a state may be whose answer still counts.
+    """
+
+    ways: Mapping[int, Way] = field(default_factory=dict)
+    otherwise: Way = Way()
+    max_age: int = 0
+
+    def way(self, reached: int) -> Way:
+        """How a request runs `reached` blocks."""
+        return self.ways.get(reached, self.otherwise)
+
+    @property
+    def as_a_queue(self) -> bool:
+        """Whether all requests run one block after the other, each once."""
+        return all(way == Way() for way in (*self.ways.values(), self.otherwise))
+
+
+QUEUE = Rounds()
+"""One block after the other, each once; late answers do not count."""
+
+
+def overlapped(blocks: Sequence[int], cell: Cell, *, depth: int) -> ExecutionOrder:
+    """The first `cell.kept` of `blocks` as `cell` says, each visit as long as the others."""
+    kept = tuple(blocks[: cell.kept])
+    versions = [
+        max(begin, begin + place + 1 - cell.parallel)
+        for begin in range(0, cell.passes * cell.kept, cell.kept)
+        for place in range(cell.kept)
+    ]
+    return ExecutionOrder(kept * cell.passes, depth, tuple(versions))
+
+
+def late_last(blocks: Sequence[int], age: int, *, depth: int) -> ExecutionOrder:
+    """All of `blocks` one after the other, but the last one reads a state `age` versions old."""
+    last = len(blocks) - 1
+    return ExecutionOrder(tuple(blocks), depth, (*range(last), last - age))
+
+
+def cell_of(steps: Sequence[Step]) -> Cell:
+    """The cell of an answer with these steps, of at least one.
+
+    `parallel` is the least number under way by which states are as old as these were, or older, in
+    the sum over all steps. A pass counts once all of its blocks ran.
+    """
+    kept = len({block for block, _ in steps})
+    passes = len(steps) // kept
+    age = sum(position - version for position, (_, version) in enumerate(steps))
+    for parallel in range(1, kept + 1):
+        if age <= _age(len(steps), kept=kept, parallel=parallel):
+            return Cell(kept, passes, parallel)
+    # Older than any number under way explains: answers came very late.
+    return Cell(kept, passes, kept + 1)
+
+
+def _age(steps: int, *, kept: int, parallel: int) -> int:
+    """How old the states of so many steps are, in sum, with `parallel` always under way."""
+    return sum(min(position % kept, parallel - 1) for position in range(steps))
