@@ -198,6 +198,7 @@ def test_a_page_names_every_flag_or_says_where_they_are_listed(repository):
 
 
 FLAGS = {
+    "demo": "browser port",
     "fit": "accumulate activation-checkpointing augment batch-size checkpoint-every choose "
     "clip compile data device distinct drop ema encoding.dropout encoding.features "
     "encoding.projection-init encoding.table encoding.table-init epochs "

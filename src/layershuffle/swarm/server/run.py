@@ -17,12 +17,11 @@ from functools import partial
 from typing import Any, cast
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from layershuffle.errors import LayerShuffleError
-from layershuffle.swarm.server.limits import GatewayLimits
-from layershuffle.swarm.server.scheduler import client_of
+from layershuffle.swarm.server.limits import GatewayLimits, client_of
 from layershuffle.swarm.server.tls import check_address
 
 PORT = 8000
@@ -33,7 +32,7 @@ _PROGRESS = 1 << 14  # bytes of an answer
 
 
 async def serve(
-    app: FastAPI,
+    app: Starlette,
     *,
     host: str = "127.0.0.1",
     port: int = PORT,

@@ -1,0 +1,62 @@
+"""`layershuffle demo`: a page on which to take a model apart and watch it answer."""
+
+from __future__ import annotations
+
+import asyncio
+import webbrowser
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from layershuffle.cli.command import Command
+from layershuffle.extras import require
+
+if TYPE_CHECKING:
+    from layershuffle.swarm.server.workbench import Workbench
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageCommand(Command):
+    """Show the shipped model on a page: rearrange its blocks, and watch it answer.
+
+    The model runs in this process, beside an ordinary one in the same order. The page is on this
+    machine alone. Ctrl-C ends it.
+    """
+
+    port: int = 8000
+    """Port of the page; 0 takes a free one."""
+    browser: bool = True
+    """Open the page in a browser."""
+
+    def run(self) -> int:
+        """Serve the page until Ctrl-C."""
+        require("swarm", "starlette", "uvicorn", "fastapi", "python_multipart")
+        with suppress(KeyboardInterrupt):
+            asyncio.run(self._serve())
+        return 0
+
+    async def _serve(self) -> None:
+        from layershuffle.swarm.server.demo import demo_app
+        from layershuffle.swarm.server.run import serve
+
+        # In a thread: importing torch takes seconds, and the page need not wait for it.
+        loading = asyncio.ensure_future(asyncio.to_thread(_load))
+        serving = asyncio.ensure_future(
+            serve(demo_app(loading), port=self.port, ready=self._announce)
+        )
+        await asyncio.wait({loading, serving}, return_when=asyncio.FIRST_EXCEPTION)
+        # Whichever failed says why; without this a page would wait for ever for its models.
+        for task in (serving, loading):
+            if task.done():
+                task.result()
+
+    def _announce(self, url: str) -> None:
+        print(f"The page is at {url} (Ctrl-C ends it)", flush=True)
+        if self.browser:
+            asyncio.get_running_loop().run_in_executor(None, webbrowser.open, url)
+
+
+def _load() -> Workbench:
+    from layershuffle.swarm.server.workbench import digits_workbench
+
+    return digits_workbench()
