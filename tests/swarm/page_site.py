@@ -18,8 +18,9 @@ WIDE, NARROW = {"width": 1600, "height": 1000}, {"width": 360, "height": 780}
 
 
 @contextmanager
-def served(make: Callable[[], Any]) -> Iterator[str]:
-    """The address of the app of `make`, which is called and served in a thread with a loop."""
+def served(make: Callable[[], Any], *, leave: Callable[[], Any] | None = None) -> Iterator[str]:
+    """The address of the app of `make`, which is called and served in a thread with a loop, on
+    which `leave` is awaited in the end."""
     address: list[str] = []
     ready, end = threading.Event(), threading.Event()
 
@@ -28,6 +29,8 @@ def served(make: Callable[[], Any]) -> Iterator[str]:
             address.append(f"http://127.0.0.1:{port}")
             ready.set()
             await asyncio.to_thread(end.wait)
+        if leave is not None:
+            await leave()
 
     def run() -> None:
         try:

@@ -17,6 +17,11 @@ export function say(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
+// The colour of a block goes by its place in the model, so that disorder is seen at a glance.
+export function hue(element, block, depth) {
+  element.style.setProperty("--hue", 255 + (145 * block) / Math.max(1, depth - 1));
+}
+
 let key = sessionStorage.getItem("key") ?? "";
 
 // fetch with the API key, which is asked for once where the server wants one.

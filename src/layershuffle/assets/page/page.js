@@ -55,7 +55,7 @@ async function update() {
     const image = new File([await picture.file()], "picture.png");
     const [inside, swarm] = await Promise.all([
       facts.inside.length ? post("page/answer", { image, order }, signal) : { answers: {} },
-      facts.swarm ? throughSwarm(image, signal) : undefined,
+      facts.inside.includes("ours") ? undefined : throughSwarm(image, signal),
     ]);
     const answers = { ...inside.answers, ...(swarm && { ours: swarm }) };
     const words = Object.entries(answers).map(([name, answer]) => {

@@ -48,6 +48,17 @@ export class Picture {
     this.changed();
   }
 
+  // A pair by itself, with its class; the picture that is shown stays.
+  async pairFile(number) {
+    const { width, height } = this.canvas;
+    const place = number % this.labels.length;
+    const small = new OffscreenCanvas(width, height);
+    const [left, top] = [(place % ACROSS) * width, Math.floor(place / ACROSS) * height];
+    small.getContext("2d").drawImage(this.sheet, left, top, width, height, 0, 0, width, height);
+    const file = await small.convertToBlob({ type: "image/png" });
+    return { file: new File([file], "pair.png"), label: this.labels[place] };
+  }
+
   // A blank sheet. Nothing is asked before there is ink.
   blank() {
     this.label = this.given = null;

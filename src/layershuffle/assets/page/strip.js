@@ -1,6 +1,6 @@
 // The strip of blocks: buttons in an ordered list, moved by dragging, keyboard or the row below.
 
-import { at, make, say } from "./dom.js";
+import { at, hue, make, say } from "./dom.js";
 import * as orders from "./order.js";
 
 const FAR = 6; // CSS pixels after which a press is a drag
@@ -110,7 +110,7 @@ export class Strip {
       const beside = ids.length > 1 ? `, beside ${ids.filter((id) => id !== block).join(" and ")}` : "";
       const tile = make("button", { type: "button", class: "tile",
         "aria-label": `Block ${block}, step ${round + 1} of ${this.rounds.length}${beside}` }, String(block));
-      this.colour(tile, block);
+      hue(tile, block, this.depth);
       tile.addEventListener("click", () => {
         this.place = [round, index];
         this.mark();
@@ -123,14 +123,9 @@ export class Strip {
 
   spare(block) {
     const tile = make("button", { type: "button", class: "tile", "aria-label": `Put block ${block} back` }, String(block));
-    this.colour(tile, block);
+    hue(tile, block, this.depth);
     tile.addEventListener("click", () => this.set(orders.putBack(this.rounds, block)));
     return tile;
-  }
-
-  // By the block's own place in the model, so that disorder is seen at a glance.
-  colour(tile, block) {
-    tile.style.setProperty("--hue", 255 + (145 * block) / Math.max(1, this.depth - 1));
   }
 
   press(event, tile, place) {

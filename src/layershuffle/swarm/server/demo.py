@@ -28,7 +28,8 @@ def demo_app(loading: asyncio.Future[Workbench]) -> Starlette:
         # Shielded, because a visitor who leaves must not end the loading for all others.
         return await asyncio.shield(loading)
 
-    async def facts() -> PageFacts:
+    async def facts(request: Request) -> PageFacts:
+        del request
         return facts_of(await answering())
 
     async def admit(request: Request) -> None:

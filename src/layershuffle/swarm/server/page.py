@@ -6,8 +6,8 @@ imports no torch, so that the page is there before the models are loaded.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
 
 from pydantic import BaseModel
 from starlette.requests import Request
@@ -15,9 +15,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from layershuffle.bundled import asset
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _KINDS = {
     ".css": "text/css; charset=utf-8",
@@ -52,12 +49,12 @@ class PageFacts(BaseModel):
     width: int
     height: int
     pairs: bool
-    inside: list[str]
+    inside: Sequence[str]
     models: dict[str, str]
     titles: dict[str, str] = TITLES
     swarm: bool = False
     token: str = ""
-    links: list[tuple[str, str]] = []
+    links: Sequence[tuple[str, str]] = ()
 
 
 class Answering(Protocol):
@@ -72,7 +69,7 @@ class Answering(Protocol):
 
 def page_routes(
     *,
-    facts: Callable[[], Awaitable[PageFacts]],
+    facts: Callable[[Request], Awaitable[PageFacts]],
     answering: Callable[[], Awaitable[Answering]],
     admit: Callable[[Request], Awaitable[None]],
 ) -> Sequence[Route]:
@@ -91,7 +88,7 @@ def page_routes(
 
     async def say(request: Request) -> Response:
         await admit(request)
-        return JSONResponse((await facts()).model_dump(), headers=HEADERS)
+        return JSONResponse((await facts(request)).model_dump(), headers=HEADERS)
 
     async def answer(request: Request) -> Response:
         await admit(request)

@@ -108,6 +108,14 @@ class Server(uvicorn.Server):
             )
             self.servers.append(server)
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End what is streamed to clients, which has no end of its own; then as uvicorn does."""
+        # Any ASGI app may be served; only those with a page have streams.
+        ending = getattr(getattr(self.config.app, "state", None), "ending", None)
+        if ending is not None:
+            ending.set()
+        await super().shutdown(sockets)
+
     async def on_tick(self, counter: int) -> bool:
         """uvicorn calls this ten times a second."""
         self.cut_waiting(asyncio.get_running_loop().time())

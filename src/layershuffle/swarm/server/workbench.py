@@ -174,10 +174,18 @@ class Workbench:
 
 def digits_workbench() -> Workbench:
     """The shipped model, and beside it the ordinary one that it was refined from."""
-    ours, ordinary = load(OURS), load(ORDINARY)
-    calibration = read_calibration(calibration_path(OURS), weights=weights_digest(ours))
-    names = {"ours": OURS, "ordinary": ORDINARY}
-    return Workbench({"ours": ours, "ordinary": ordinary}, names=names, calibration=calibration)
+    # Not `service.calibration_of`: all that a swarm runs on would be imported for it.
+    calibration = read_calibration(calibration_path(OURS), weights=weights_digest(load(OURS)))
+    return workbench_of(OURS, calibration=calibration)
+
+
+def workbench_of(model: str, *, calibration: Calibration | None) -> Workbench:
+    """The model of this spec, and beside it the shipped ordinary one if both have one form."""
+    models: dict[Role, nn.Module] = {"ours": load(model), "ordinary": load(ORDINARY)}
+    names = {"ours": model, "ordinary": ORDINARY}
+    if depth_of(models["ours"]) != depth_of(models["ordinary"]):
+        del models["ordinary"], names["ordinary"]
+    return Workbench(models, names=names, calibration=calibration)
 
 
 def takes_pairs(model: nn.Module) -> bool:
