@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+from contextlib import AsyncExitStack
 
+import httpx
 import pytest
-from gateway_site import classify, file_of, picture, run
+from gateway_site import classify, file_of, listening, picture, run
 from test_page import HEADERS
 
 from layershuffle.swarm.router import Router
@@ -104,6 +106,23 @@ def test_viewers_are_bounded_and_leave_nothing_behind():
 
     live = asyncio.run(go())
     assert live._viewers.total() == 0
+
+
+def test_a_viewer_does_not_hold_up_the_end_of_the_server():
+    """The stream comes to its end; a server that had to cancel it would break it off."""
+
+    async def test(site):
+        async with AsyncExitStack() as inside:
+            async with listening(site.app, GatewayLimits()) as (_, port):
+                client = await inside.enter_async_context(httpx.AsyncClient())
+                stream = client.stream("GET", f"http://127.0.0.1:{port}/page/live")
+                lines = (await inside.enter_async_context(stream)).aiter_lines()
+                first = await anext(lines)
+            return first, [line async for line in lines]
+
+    first, rest = run(test, page=PageOptions())
+    assert len(state_of(f"{first}\n\n".encode())["hosts"]) == 3
+    assert all(line == "" or line.startswith("data: ") for line in rest)
 
 
 # --- what the gateway lets through ----------------------------------------------------------------
