@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+from gateway_site import site
 from page_site import NARROW, chromium, served, visit
 
 from layershuffle.swarm.chaos import Fault
@@ -73,3 +74,30 @@ def test_the_swarm_fits_on_a_small_screen(address):
         tab.page.locator("#hosts .host").first.wait_for()
         width = tab.page.evaluate("() => document.documentElement.scrollWidth")
         assert width == NARROW["width"]
+
+
+def test_a_model_of_other_images_answers_through_the_swarm():
+    """Its blocks lie on the hosts alone: the gateway has none to try orders on."""
+    inside = []
+
+    async def make():
+        gateway = site(page=PageOptions(), model="pico")
+        inside.append(gateway)
+        return (await gateway.__aenter__()).app
+
+    async def leave():
+        await inside[0].__aexit__(None, None, None)
+
+    with served(make, leave=leave) as url, chromium() as browser, visit(browser, url) as tab:
+        tab.page.locator("#hosts .host").nth(2).wait_for()
+        assert not tab.page.is_visible("#ordinary")
+        tab.page.fill("#order", "2,0,1")
+        tab.page.keyboard.press("Enter")
+        with tab.page.expect_response("**/v1/classify") as answered:
+            tab.page.click("#canvas")
+        answer = answered.value.json()
+        assert answer["blocks"] == [2, 0, 1]
+        label = answer["images"][0]["top"][0]["label"]
+        tab.page.locator("#ours .guess", has_text=label).wait_for()
+        assert "never calibrated" in tab.text("#ours .foot")
+        tab.page.locator("#walk-text", has_text="3 of 4 blocks").wait_for()
