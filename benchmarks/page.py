@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 from _harness import Bound, Claim, Row, run_claim
 
@@ -135,9 +135,9 @@ def up() -> tuple[float, float]:
         port = int(demo.stdout.readline().split()[4].rpartition(":")[2])
         times = []
         for path in ("/", "/page/facts"):
-            connection = http.client.HTTPConnection("127.0.0.1", port)
-            connection.request("GET", path)
-            connection.getresponse().read()
+            with closing(http.client.HTTPConnection("127.0.0.1", port)) as connection:
+                connection.request("GET", path)
+                connection.getresponse().read()
             times.append(time.perf_counter() - begun)
         demo.kill()
     return times[0], times[1]
