@@ -1,10 +1,10 @@
-# For newcomers: `make quickstart`, `make swarm-demo`, `make test`. Everything else is for developers.
+# For newcomers: `make quickstart`, `make swarm-demo`, `make demo`. Everything else is for developers.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: quickstart swarm-demo test docs bench bench-gpu clean help
+.PHONY: quickstart swarm-demo demo test docs bench bench-gpu clean help
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -14,6 +14,9 @@ quickstart: $(VENV)/.installed ## see the paper's effect on this machine: about 
 
 swarm-demo: $(VENV)/.tests-installed ## kill a third of a swarm's hosts and watch it answer: about 2 minutes after installing
 	$(BIN)/layershuffle swarm demo
+
+demo: $(VENV)/.tests-installed ## take a model apart on a page, and watch it answer: seconds after installing
+	$(BIN)/layershuffle demo
 
 test: $(VENV)/.tests-installed ## lint, types, documentation and the test suite
 	scripts/check

@@ -217,6 +217,7 @@ def test_a_page_names_every_flag_or_says_where_they_are_listed(repository):
 
 
 FLAGS = {
+    "demo": "browser port swarm",
     "fit": "accumulate activation-checkpointing augment batch-size checkpoint-every choose "
     "clip compile data device distinct drop ema encoding.dropout encoding.features "
     "encoding.projection-init encoding.table encoding.table-init epochs "
@@ -252,12 +253,13 @@ FLAGS = {
     "top-k",
     "completion": "SHELL",
     "doctor": "",
-    "swarm up": "hosts https-certificate https-key model plan port replicas routing state "
-    "threads wire",
+    "swarm up": "hosts https-certificate https-key model page page-may-break plan port replicas "
+    "reports routing state threads wire",
     "swarm demo": "deadline-ms hosts requests seed",
     "swarm head": "ip port store tls-authority tls-certificate tls-key token",
     "swarm host": "address ip name port threads tls-authority tls-certificate tls-key token",
-    "swarm deploy": "PLAN address bind https-certificate https-key keys port public state threads "
+    "swarm deploy": "PLAN address bind https-certificate https-key keys page port public reports "
+    "state threads "
     "tls-authority tls-certificate tls-key token wait",
     "swarm status": "address api-key api-key-file authority json",
     "swarm drain": "HOST state",

@@ -18,13 +18,8 @@ from gateway_site import HOSTS, certify, file_of, listening, picture, site
 from common import DEPTH, FAMILIES
 from layershuffle.cli import main
 from layershuffle.cli.swarm.asking import ServerOptions, client_options
-from layershuffle.cli.swarm.serving import (
-    HttpsOptions,
-    context_of,
-    describe_service,
-    read_keys,
-    serve_service,
-)
+from layershuffle.cli.swarm.options import HttpsOptions, context_of, read_keys
+from layershuffle.cli.swarm.serving import describe_service, serve_service
 from layershuffle.errors import UsageError
 from layershuffle.swarm.bundle import make_bundle
 from layershuffle.swarm.client import AsyncSwarmClient, SwarmClient, SwarmError
@@ -310,6 +305,7 @@ def test_https_from_the_flags_to_the_answer(papers, tmp_path, capsys, monkeypatc
                 ready=lambda url: tell(
                     (url, describe_service(service, url, state=None, keyed=True))
                 ),
+                page=None,
             )
 
     image = tmp_path / "image.png"

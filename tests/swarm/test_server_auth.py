@@ -13,9 +13,9 @@ from layershuffle.errors import UsageError
 from layershuffle.swarm.server import app, tls
 from layershuffle.swarm.server.app import Keys
 from layershuffle.swarm.server.errors import HTTPError
-from layershuffle.swarm.server.limits import GatewayLimits
+from layershuffle.swarm.server.limits import GatewayLimits, client_of
 from layershuffle.swarm.server.run import serve
-from layershuffle.swarm.server.scheduler import Client, Clients, client_of
+from layershuffle.swarm.server.scheduler import Client, Clients
 from waiting import until
 
 KEY = "a-key-of-some-length"

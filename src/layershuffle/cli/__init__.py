@@ -59,6 +59,7 @@ ROOT = Group(
     about="Vision transformers whose blocks run in any order (arXiv 2407.04513).",
     first_step="layershuffle predict bundled:digits-swarm bundled:digit-pair.png",
     commands={
+        "demo": ("take a model apart on a page, and watch it answer", "demo:PageCommand"),
         "fit": ("refine a model so that its blocks run in any order", "fit:FitCommand"),
         "predict": ("name the classes of images", "predict:PredictCommand"),
         "eval": ("score a model under many execution orders", "eval:EvalCommand"),

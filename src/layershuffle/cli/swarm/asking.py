@@ -13,7 +13,7 @@ import tyro
 
 from layershuffle.bundled import image_file
 from layershuffle.cli.command import Command
-from layershuffle.cli.swarm.serving import read_keys
+from layershuffle.cli.swarm.options import read_keys
 from layershuffle.errors import UsageError
 from layershuffle.extras import require
 from layershuffle.text import counted_as, ranked, table

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from layershuffle.cli.swarm.serving import TlsOptions, tls_of
+from layershuffle.cli.swarm.options import TlsOptions, tls_of
 from layershuffle.extras import require
 
 

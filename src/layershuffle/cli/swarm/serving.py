@@ -16,15 +16,22 @@ from contextlib import (
     nullcontext,
     suppress,
 )
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from layershuffle.cli.command import Command
 from layershuffle.cli.swarm import DEFAULT_MODEL, Routing, Wire
+from layershuffle.cli.swarm.options import (
+    HttpsOptions,
+    TlsOptions,
+    check_reports,
+    context_of,
+    read_keys,
+    tls_of,
+)
 from layershuffle.errors import Interrupted, UsageError
 from layershuffle.extras import require
 from layershuffle.text import listing
@@ -33,85 +40,9 @@ if TYPE_CHECKING:
     import ssl
 
     from layershuffle.swarm.plan import SwarmPlan
-    from layershuffle.swarm.ray_config import Tls
     from layershuffle.swarm.ray_session import RaySession
+    from layershuffle.swarm.server.gateway_page import PageOptions
     from layershuffle.swarm.service import Service
-
-
-@dataclass(frozen=True, kw_only=True)
-class HttpsOptions(Command):
-    """Flags about the encryption between clients and the server."""
-
-    https_certificate: Path | None = None
-    """Serve https: the server's certificate (PEM), with the names by which clients call it."""
-    https_key: Path | None = None
-    """Key of that certificate; only its owner may read it (mode 0600)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TlsOptions(Command):
-    """Flags about the machines that may take part in a swarm."""
-
-    token: Path | None = None
-    """The swarm's token (default: ~/.config/layershuffle/swarm-token)."""
-    tls_certificate: Path | None = None
-    """Encrypt the traffic between the machines: this machine's certificate, with its addresses in
-    it; needs --tls-key and --tls-authority too."""
-    tls_key: Path | None = None
-    """Key of the certificate."""
-    tls_authority: Path | None = None
-    """Certificate of the authority that signed the certificates of all machines."""
-
-
-def context_of(options: HttpsOptions) -> ssl.SSLContext | None:
-    """The encryption that the flags ask for; `None` for plain http. Raises `UsageError` for one
-    file without the other, and for files that cannot be used."""
-    from layershuffle.swarm.server.tls import server_context
-
-    certificate, key = options.https_certificate, options.https_key
-    if certificate is None and key is None:
-        return None
-    if certificate is None or key is None:
-        raise UsageError(
-            "https needs a certificate and its key",
-            hint="give --https-certificate and --https-key, or neither",
-        )
-    return server_context(certificate, key)
-
-
-def tls_of(options: TlsOptions) -> Tls | None:
-    """The TLS files of the flags, or `None`. Raises `UsageError` if only some of them are given."""
-    from layershuffle.swarm.ray_config import Tls, check_tls
-
-    given = (options.tls_certificate, options.tls_key, options.tls_authority)
-    if not any(given):
-        return None
-    certificate, key, authority = given
-    if certificate is None or key is None or authority is None:
-        raise UsageError(
-            "TLS needs a certificate, its key and the authority",
-            hint="give --tls-certificate, --tls-key and --tls-authority, or none",
-        )
-    tls = Tls(certificate, key, authority)
-    check_tls(tls)
-    return tls
-
-
-def read_keys(path: Path | None) -> tuple[str, ...]:
-    """The lines of a file of API keys, none without a file.
-
-    Raises `UsageError` if it cannot be read, holds none, or others may read it.
-    """
-    from layershuffle.swarm.ray_config import check_secret
-
-    if path is None:
-        return ()
-    # Before they are read: keys that others can read are no secret any more.
-    check_secret(path, what="API keys", hint="one key per line, mode 0600")
-    try:
-        return tuple(path.read_text(encoding="utf-8").split())
-    except UnicodeDecodeError as error:
-        raise UsageError(f"The API keys cannot be read ({error})", place=path) from error
 
 
 @contextmanager
@@ -173,6 +104,7 @@ async def serve_service(
     public: bool,
     tls: ssl.SSLContext | None,
     ready: Callable[[str], None],
+    page: PageOptions | None,
 ) -> None:
     """Take the requests of clients and of the operator, until SIGINT or SIGTERM."""
     from layershuffle.swarm.server.app import create_app
@@ -190,6 +122,7 @@ async def serve_service(
         audits=lambda: (health.audited, health.disagreed),
         carriers=service.faults.backend.carriers,
         trouble=lambda: service.trouble,
+        page=page,
     )
     async with operator_door(service, state):
         await serve(app, host=host, port=port, public=public, tls=tls, ready=ready)
@@ -247,6 +180,22 @@ class _ServingCommand(HttpsOptions):
     """Threads of torch in each host."""
     state: str | None = None
     """Directory of the operator's socket (default: ~/.local/state/layershuffle/swarm)."""
+    page: bool = True
+    """Show the page at the server's address."""
+    reports: Path | None = None
+    """Directory of studies whose reports the page links."""
+
+    def page_options(self, service: Service) -> PageOptions | None:
+        """What the page offers, `None` for no page; its visitors may break nothing."""
+        from layershuffle.swarm.server.gateway_page import PageOptions
+
+        del service
+        return PageOptions(reports=self.reports) if self.page else None
+
+    def announce(self, text: str, url: str) -> None:
+        """Say that the server answers at `url`."""
+        del url
+        print(text, flush=True)
 
     async def serve(
         self,
@@ -302,10 +251,10 @@ class _ServingCommand(HttpsOptions):
                         public=public,
                         tls=tls,
                         # With port 0 the address is only known once the server listens.
-                        ready=lambda url: print(
-                            describe_service(service, url, state=self.state, keyed=bool(keys)),
-                            flush=True,
+                        ready=lambda url: self.announce(
+                            describe_service(service, url, state=self.state, keyed=bool(keys)), url
                         ),
+                        page=self.page_options(service),
                     )
 
 
@@ -330,6 +279,21 @@ class UpCommand(_ServingCommand):
     replicated-sequential."""
     wire: Wire = "fp32"
     """Type of states on the wire."""
+    page_may_break: bool = False
+    """Let visitors of the page kill, freeze and slow down these hosts, from this machine alone."""
+
+    def page_options(self, service: Service) -> PageOptions | None:
+        """What the page offers; with the flag, visitors may break the hosts of the plan."""
+        from layershuffle.swarm.chaos import Fault, Kind
+
+        options = super().page_options(service)
+        if options is None or not self.page_may_break:
+            return options
+
+        async def break_host(host: str, kind: Kind) -> None:
+            await service.faults.inject(Fault(0, host, kind))
+
+        return replace(options, break_host=break_host, breakable=frozenset(service.plan.hosts))
 
     def run(self) -> int:
         """Start it, print where it answers, and wait for Ctrl-C."""
@@ -341,6 +305,11 @@ class UpCommand(_ServingCommand):
         from layershuffle.swarm.server.admin import free_socket, state_directory
 
         say, tls = steps(), context_of(self)
+        if self.page_may_break and not self.page:
+            raise UsageError(
+                "Without a page nobody can break hosts on it", hint="leave --no-page out"
+            )
+        check_reports(self.reports, keyed=False)
         # Before torch is imported and hosts are started, which takes seconds.
         free_socket(state_directory(self.state))
         say("Importing torch ...")
@@ -404,6 +373,7 @@ class DeployCommand(TlsOptions, _ServingCommand):
         say = steps()
         plan = read_plan(self.plan)
         keys, tls = read_keys(self.keys), context_of(self)
+        check_reports(self.reports, keyed=bool(keys))
         # Before torch is imported, which takes seconds.
         free_socket(state_directory(self.state))
         check_answers(self.address)

@@ -4,6 +4,7 @@ POST /v1/classify   images in, classes and the route out
 GET  /v1/swarm      hosts, blocks, latencies, counters
 GET  /healthz       200 while any block can be run
 GET  /metrics       for Prometheus
+GET  /              the page, unless it is not wanted
 GET  /docs          this API as a page without scripts; /openapi.json for programs
 """
 
@@ -43,6 +44,7 @@ from layershuffle.swarm.server.errors import (
     status_of,
     unprocessable,
 )
+from layershuffle.swarm.server.gateway_page import GatewayPage, PageOptions
 from layershuffle.swarm.server.limits import GatewayLimits
 from layershuffle.swarm.server.metrics import CONTENT_TYPE, Metrics
 from layershuffle.swarm.server.requests import BODY_SCHEMA
@@ -83,6 +85,7 @@ def create_app(
     audits: Callable[[], tuple[int, int]] | None = None,
     carriers: Callable[[], Mapping[str, Carrier]] = dict,
     trouble: Callable[[], str] = str,
+    page: PageOptions | None = None,
 ) -> FastAPI:
     """The gateway to `remote_model`, which it closes when the server ends.
 
@@ -91,8 +94,8 @@ def create_app(
     `foreign_blocks`: the blocks, with their hosts, of another model than the calibrated one;
     `watching`: whether somebody watches over the hosts; `audits`: visits that were repeated, and
     those of them that differed; `carriers`: how visits get to each host; `trouble`: what is wrong
-    with what runs the hosts. Raises `UsageError` for short keys, and for labels or a calibration of
-    another model.
+    with what runs the hosts; `page`: what the page at / offers, `None` for no page. Raises
+    `UsageError` for short keys, and for labels or a calibration of another model.
     """
     names = _labels(remote_model, labels=labels, calibration=calibration)
     scheduler = RequestScheduler(
@@ -125,6 +128,10 @@ def create_app(
     )
     app.state.keyed = bool(gateway.keys)
     _add_routes(app, gateway)
+    if page is not None:
+        GatewayPage(
+            page, scheduler=scheduler, metrics=metrics, model=model, admit=gateway.admit
+        ).add_to(app)
     # Starlette looks a handler up by the most special class it has: one for all of ours.
     for kind in (LayerShuffleError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, gateway.answer_error)

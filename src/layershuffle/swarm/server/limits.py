@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ipaddress
 from typing import Annotated
 
 from pydantic import Field
 
 from layershuffle.settings import Positive, Settings
 from layershuffle.swarm.limits import Milliseconds
+
+_IPV6_PREFIX = 64  # one client commands as many addresses as it likes below such a prefix
 
 
 class GatewayLimits(Settings):
@@ -59,3 +62,13 @@ class GatewayLimits(Settings):
     # Bounded, because an attacker may come from ever new addresses.
     max_clients: Positive = 10_000
     """Client addresses remembered for that; whoever was silent for longest is forgotten first."""
+
+
+def client_of(address: str) -> str:
+    """What stands for a client: its IPv4 address, its IPv6 /64 network, else the text itself."""
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return address
+    mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else parsed
+    return str(mapped or ipaddress.ip_network((int(parsed), _IPV6_PREFIX), strict=False))

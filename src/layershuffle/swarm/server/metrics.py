@@ -46,6 +46,8 @@ class Metrics(Collector):
         # Counted here, not by prometheus_client: it never forgets a label, and hosts come and go.
         self.requests: Counter[str] = Counter()
         self.hops: dict[str, Counter[Outcome]] = {}
+        self.blocks_used = 0
+        self.last: Classification | None = None  # the newest answer, which the page shows
         self._seconds = prometheus.Histogram(
             "layershuffle_request_seconds",
             "Time of answered requests.",
@@ -120,6 +122,8 @@ class Metrics(Collector):
         self.requests["degraded" if answer.degraded else "answered"] += 1
         self._seconds.observe(answer.ms.total / 1000)
         self._blocks.observe(len(answer.blocks))
+        self.blocks_used += len(answer.blocks)
+        self.last = answer
 
     def count_refusal(self, status: HTTPStatus) -> None:
         """Count a classification that ended with `status`."""

@@ -128,7 +128,7 @@ async def read_query(
 
     Raises `HTTPError` (400, 408, 413, 415, 422) or `UsageError`.
     """
-    files, fields = await _read_form(request, limits=bounds.gateway, take=take)
+    files, fields = await read_form(request, limits=bounds.gateway, take=take)
     try:
         options = Options.model_validate(fields)
     except ValidationError as error:
@@ -200,7 +200,7 @@ class _FormParser(MultiPartParser):
         self.ended = True
 
 
-async def _read_form(
+async def read_form(
     request: Request, *, limits: GatewayLimits, take: Callable[[int], None]
 ) -> tuple[list[bytes], dict[str, str]]:
     """The image files and the fields of a form.

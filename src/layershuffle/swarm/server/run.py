@@ -17,12 +17,11 @@ from functools import partial
 from typing import Any, cast
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from layershuffle.errors import LayerShuffleError
-from layershuffle.swarm.server.limits import GatewayLimits
-from layershuffle.swarm.server.scheduler import client_of
+from layershuffle.swarm.server.limits import GatewayLimits, client_of
 from layershuffle.swarm.server.tls import check_address
 
 PORT = 8000
@@ -33,7 +32,7 @@ _PROGRESS = 1 << 14  # bytes of an answer
 
 
 async def serve(
-    app: FastAPI,
+    app: Starlette,
     *,
     host: str = "127.0.0.1",
     port: int = PORT,
@@ -108,6 +107,14 @@ class Server(uvicorn.Server):
                 ssl_shutdown_timeout=handshake,
             )
             self.servers.append(server)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End what is streamed to clients, which has no end of its own; then as uvicorn does."""
+        # Any ASGI app may be served; only those with a page have streams.
+        ending = getattr(getattr(self.config.app, "state", None), "ending", None)
+        if ending is not None:
+            ending.set()
+        await super().shutdown(sockets)
 
     async def on_tick(self, counter: int) -> bool:
         """uvicorn calls this ten times a second."""

@@ -7,7 +7,6 @@ them together.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import threading
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
@@ -26,25 +25,14 @@ from layershuffle.swarm.messages import Route
 from layershuffle.swarm.remote_model import Classified, NotAnswered, RemoteModel
 from layershuffle.swarm.rounds import Cell, Way, cell_of
 from layershuffle.swarm.server.errors import busy
-from layershuffle.swarm.server.limits import GatewayLimits
+from layershuffle.swarm.server.limits import GatewayLimits, client_of
 from layershuffle.swarm.server.requests import Bounds, Decoder, Query, read_query
 from layershuffle.swarm.server.schemas import Classification, classification
 
 ForeignBlocks = frozenset[tuple[str, int]]
 """Hosts and blocks, for every block that comes from another model than the swarm's own."""
 _MILLI = 1000.0
-_IPV6_PREFIX = 64  # one client commands as many addresses as it likes below such a prefix
 _T = TypeVar("_T")
-
-
-def client_of(address: str) -> str:
-    """What stands for a client: its IPv4 address, its IPv6 /64 network, else the text itself."""
-    try:
-        parsed = ipaddress.ip_address(address)
-    except ValueError:
-        return address
-    mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else parsed
-    return str(mapped or ipaddress.ip_network((int(parsed), _IPV6_PREFIX), strict=False))
 
 
 class Client:

@@ -1,0 +1,43 @@
+// Elements, with text always set as text: names of hosts and classes come from outside.
+
+export const at = (id) => document.getElementById(id);
+
+export function make(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value === true) element.setAttribute(name, "");
+    else if (value !== false && value !== undefined) element.setAttribute(name, value);
+  }
+  element.append(...children);
+  return element;
+}
+
+// Only if it differs: a live region reads out what is set, and a selection in it would be lost.
+export function say(element, text) {
+  if (element.textContent !== text) element.textContent = text;
+}
+
+// The colour of a block goes by its place in the model, so that disorder is seen at a glance.
+export function hue(element, block, depth) {
+  element.style.setProperty("--hue", 255 + (145 * block) / Math.max(1, depth - 1));
+}
+
+let key = sessionStorage.getItem("key") ?? "";
+
+// fetch with the API key, which is asked for once where the server wants one.
+export async function ask(path, options = {}) {
+  const send = () => fetch(path, { ...options, headers: { ...options.headers, ...(key && { "X-API-Key": key }) } });
+  let response = await send();
+  if (response.status === 401) {
+    const given = window.prompt("This server wants an API key");
+    if (given) {
+      key = given.trim();
+      sessionStorage.setItem("key", key);
+      response = await send();
+    }
+  }
+  if (response.ok) return response;
+  const body = await response.json().catch(() => ({}));
+  const { cause = `The server answered ${response.status}`, hint = "" } = body.error ?? {};
+  throw new Error(hint ? `${cause}. ${hint}` : cause);
+}

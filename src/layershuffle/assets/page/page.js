@@ -1,0 +1,110 @@
+// The page of a model: its picture, its blocks, its answers, and its swarm if it has one.
+
+import { AnswerCard } from "./answers.js";
+import { ask, at, make, say } from "./dom.js";
+import * as orders from "./order.js";
+import { Picture } from "./picture.js";
+import { Strip } from "./strip.js";
+
+const SETTLED = 120; // ms without a change before the test pairs are asked
+// The first look is out of order: drawn once, so that everybody sees the same.
+const FIRST = [7, 2, 10, 0, 5, 11, 3, 8, 1, 9, 4, 6];
+
+const cards = {};
+let facts;
+let picture;
+let order = "";
+let running = null;
+
+function form(fields) {
+  const body = new FormData();
+  for (const [name, value] of Object.entries(fields)) body.append(name, value);
+  return body;
+}
+
+async function post(path, fields, signal) {
+  return (await ask(path, { method: "POST", body: form(fields), signal })).json();
+}
+
+// What the swarm answers, in the words of the in-process models.
+async function throughSwarm(image, signal) {
+  const answer = await post("v1/classify", { image, order, top_k: "5" }, signal);
+  return { top: answer.images[0].top, ms: answer.ms.total, blocks: answer.blocks.length,
+    expected: answer.expected, why: answer.expected_why };
+}
+
+function footer(answer) {
+  const time = `${answer.ms.toFixed(answer.ms < 10 ? 1 : 0)} ms`;
+  const { expected } = answer;
+  if (!expected) return answer.why ? `${time} \u00b7 ${answer.why}` : time;
+  const range = `${expected.low.toFixed(1)} to ${expected.high.toFixed(1)}`;
+  return `Expected with ${expected.kept} blocks: ${expected.top1.toFixed(1)} % (${range}) \u00b7 ${time}`;
+}
+
+// Both models, with what is known of the answer. A newer change ends what an older one began.
+async function update() {
+  running?.abort();
+  if (picture.empty) {
+    for (const card of Object.values(cards)) card.clear();
+    return;
+  }
+  running = new AbortController();
+  const { signal } = running;
+  for (const card of Object.values(cards)) card.wait();
+  try {
+    const image = new File([await picture.file()], "picture.png");
+    const [inside, swarm] = await Promise.all([
+      facts.inside.length ? post("page/answer", { image, order }, signal) : { answers: {} },
+      facts.inside.includes("ours") ? undefined : throughSwarm(image, signal),
+    ]);
+    const answers = { ...inside.answers, ...(swarm && { ours: swarm }) };
+    const words = Object.entries(answers).map(([name, answer]) => {
+      const right = cards[name].show(answer, picture.label);
+      cards[name].showExpected(answer.expected);
+      cards[name].showFoot(footer(answer));
+      const verdict = picture.label === null ? "" : right ? ", right" : ", wrong";
+      return `${facts.titles[name]} answers ${answer.top[0].label}${verdict}.`;
+    });
+    say(at("status"), words.join(" "));
+    await score(signal, words);
+  } catch (error) {
+    if (error.name !== "AbortError") say(at("status"), error.message);
+  }
+}
+
+// How often the models are right in this order, once the visitor pauses.
+async function score(signal, words) {
+  if (!facts.pairs || !facts.inside.length) return;
+  await new Promise((done) => { setTimeout(done, SETTLED); });
+  if (signal.aborted) return;
+  const { right, of } = await post("page/score", { order }, signal);
+  for (const [name, count] of Object.entries(right)) {
+    cards[name].showScore(count, of);
+    words.push(`${count} of ${of} test pairs.`);
+  }
+  say(at("status"), words.join(" "));
+}
+
+async function start() {
+  facts = await (await ask("page/facts")).json();
+  at("links").replaceChildren(...facts.links.map(([text, href]) => make("a", { href }, text)));
+  cards.ours = new AnswerCard(at("ours"), facts.titles.ours, facts.models.ours);
+  if (facts.models.ordinary) {
+    cards.ordinary = new AnswerCard(at("ordinary"), facts.titles.ordinary, facts.models.ordinary);
+  }
+  picture = new Picture(facts, update);
+  const strip = new Strip(facts.depth, (text) => {
+    order = text;
+    update();
+  });
+  strip.set(facts.depth === FIRST.length ? FIRST.map((block) => [block]) : orders.shuffle(orders.sequential(facts.depth)));
+  if (facts.pairs) {
+    await picture.loadPairs();
+    picture.showPair(0);
+  } else {
+    picture.blank();
+  }
+  if (facts.swarm) (await import("./swarm.js")).watch(facts, picture);
+}
+
+start().catch((error) => say(at("status"), error.message));

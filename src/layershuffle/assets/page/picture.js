@@ -1,0 +1,178 @@
+// The picture: a test pair, a drawing, or a file. `file()` is what the server gets.
+
+import { at, say } from "./dom.js";
+
+const FINE = 16; // dots of the drawing per pixel of the model
+const PEN = 1.5; // pixels; the digits of the data have strokes as wide
+const ACROSS = 10; // pairs in a row of the sheet
+
+export class Picture {
+  constructor(facts, changed) {
+    this.facts = facts;
+    this.changed = changed;
+    this.canvas = at("canvas");
+    this.canvas.width = facts.width;
+    this.canvas.height = facts.height;
+    this.canvas.style.aspectRatio = `${facts.width} / ${facts.height}`;
+    this.pen = this.canvas.getContext("2d", { willReadFrequently: true });
+    this.paper = new OffscreenCanvas(facts.width * FINE, facts.height * FINE);
+    this.ink = this.paper.getContext("2d", { willReadFrequently: true });
+    this.cursor = [2, 2];
+    this.number = -1;
+    this.label = null; // the class of a test pair, as text
+    this.given = null; // a file, sent as it is
+    this.drawing = false;
+    this.empty = true; // nothing to answer for
+    this.listen();
+  }
+
+  async loadPairs() {
+    const [sheet, labels] = await Promise.all([
+      fetch("page/pairs.png").then((answer) => answer.blob()).then(createImageBitmap),
+      fetch("page/pairs.json").then((answer) => answer.json()),
+    ]);
+    this.sheet = sheet;
+    this.labels = labels;
+    at("next").hidden = false;
+  }
+
+  showPair(number) {
+    const { width, height } = this.canvas;
+    this.number = number % this.labels.length;
+    const [left, top] = [(this.number % ACROSS) * width, Math.floor(this.number / ACROSS) * height];
+    this.pen.drawImage(this.sheet, left, top, width, height, 0, 0, width, height);
+    this.label = this.labels[this.number];
+    this.given = null;
+    this.drawing = this.empty = false;
+    say(at("picture-text"), `A handwritten ${this.label}, never seen in training.`);
+    this.changed();
+  }
+
+  // A pair by itself, with its class; the picture that is shown stays.
+  async pairFile(number) {
+    const { width, height } = this.canvas;
+    const place = number % this.labels.length;
+    const small = new OffscreenCanvas(width, height);
+    const [left, top] = [(place % ACROSS) * width, Math.floor(place / ACROSS) * height];
+    small.getContext("2d").drawImage(this.sheet, left, top, width, height, 0, 0, width, height);
+    const file = await small.convertToBlob({ type: "image/png" });
+    return { file: new File([file], "pair.png"), label: this.labels[place] };
+  }
+
+  // A blank sheet. Nothing is asked before there is ink.
+  blank() {
+    this.label = this.given = null;
+    this.drawing = this.empty = true;
+    this.ink.fillStyle = this.pen.fillStyle = "#000";
+    this.ink.fillRect(0, 0, this.paper.width, this.paper.height);
+    this.pen.fillRect(0, 0, this.canvas.width, this.canvas.height);
+    say(at("picture-text"), this.facts.pairs ? "Draw two digits, one in each half." : "Draw something.");
+    this.changed();
+  }
+
+  async file() {
+    return this.given ?? new Promise((done) => this.canvas.toBlob(done, "image/png"));
+  }
+
+  async open(file) {
+    const image = await createImageBitmap(file).catch(() => null);
+    if (!image) return say(at("status"), "That file is no image.");
+    this.pen.drawImage(image, 0, 0, this.canvas.width, this.canvas.height);
+    this.label = null;
+    this.given = file;
+    this.drawing = this.empty = false;
+    say(at("picture-text"), file.name);
+    return this.changed();
+  }
+
+  // Every pixel is the mean of its dots, as the digits of the data were made.
+  reduce() {
+    const { width, height } = this.canvas;
+    const dots = this.ink.getImageData(0, 0, this.paper.width, this.paper.height).data;
+    const pixels = this.pen.createImageData(width, height);
+    for (let y = 0; y < height; y += 1) {
+      for (let x = 0; x < width; x += 1) {
+        let sum = 0;
+        for (let dy = 0; dy < FINE; dy += 1) {
+          const row = (y * FINE + dy) * this.paper.width + x * FINE;
+          for (let dx = 0; dx < FINE; dx += 1) sum += dots[4 * (row + dx)];
+        }
+        pixels.data.set([sum / FINE ** 2, sum / FINE ** 2, sum / FINE ** 2, 255], 4 * (y * width + x));
+      }
+    }
+    this.pen.putImageData(pixels, 0, 0);
+  }
+
+  stroke(from, to) {
+    if (!this.drawing) this.blank();
+    this.empty = false;
+    Object.assign(this.ink, { strokeStyle: "#fff", lineWidth: PEN * FINE, lineCap: "round" });
+    this.ink.beginPath();
+    this.ink.moveTo(...from);
+    this.ink.lineTo(...to);
+    this.ink.stroke();
+    this.reduce();
+  }
+
+  listen() {
+    let last = null;
+    const place = (event) => {
+      const box = this.canvas.getBoundingClientRect();
+      return [((event.clientX - box.left) / box.width) * this.paper.width,
+        ((event.clientY - box.top) / box.height) * this.paper.height];
+    };
+    this.canvas.addEventListener("pointerdown", (event) => {
+      this.canvas.setPointerCapture(event.pointerId);
+      last = place(event);
+      this.stroke(last, last);
+    });
+    this.canvas.addEventListener("pointermove", (event) => {
+      if (!last) return;
+      const now = place(event);
+      this.stroke(last, now);
+      last = now;
+    });
+    for (const end of ["pointerup", "pointercancel"]) {
+      this.canvas.addEventListener(end, () => {
+        if (last) this.changed();
+        last = null;
+      });
+    }
+    this.canvas.addEventListener("keydown", (event) => this.type(event));
+    at("clear").addEventListener("click", () => {
+      this.blank();
+      this.canvas.focus();
+    });
+    at("next").addEventListener("click", () => this.showPair(this.number + 1));
+    at("file").addEventListener("change", (event) => {
+      if (event.target.files[0]) this.open(event.target.files[0]);
+    });
+    const card = at("picture");
+    card.addEventListener("dragover", (event) => event.preventDefault());
+    card.addEventListener("drop", (event) => {
+      event.preventDefault();
+      if (event.dataTransfer.files[0]) this.open(event.dataTransfer.files[0]);
+    });
+  }
+
+  // Drawing by keyboard: arrows move a pen of one pixel, Space puts it down.
+  type(event) {
+    const steps = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
+    const step = steps[event.key];
+    const centre = () => this.cursor.map((at_) => (at_ + 0.5) * FINE);
+    if (step) {
+      const size = [this.canvas.width, this.canvas.height];
+      const from = centre();
+      this.cursor = this.cursor.map((at_, i) => Math.min(size[i] - 1, Math.max(0, at_ + step[i])));
+      if (event.shiftKey) this.stroke(from, centre());
+      const [column, row] = this.cursor;
+      say(at("picture-text"), `Pen at column ${column + 1}, row ${row + 1}. Space draws, Shift with arrows draws lines.`);
+    } else if (event.key === " ") {
+      this.stroke(centre(), centre());
+    } else {
+      return;
+    }
+    event.preventDefault();
+    if (event.key === " " || event.shiftKey) this.changed();
+  }
+}

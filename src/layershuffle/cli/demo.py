@@ -1,0 +1,87 @@
+"""`layershuffle demo`: a page on which to take a model apart and watch it answer."""
+
+from __future__ import annotations
+
+import asyncio
+import webbrowser
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from layershuffle.cli.command import Command
+from layershuffle.cli.swarm.serving import UpCommand
+from layershuffle.extras import require
+
+if TYPE_CHECKING:
+    from layershuffle.swarm.server.workbench import Workbench
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageCommand(Command):
+    """Show the shipped model on a page: rearrange its blocks, and watch it answer.
+
+    The model runs in this process, beside an ordinary one in the same order. The page is on this
+    machine alone. Ctrl-C ends it.
+    """
+
+    port: int = 8000
+    """Port of the page; 0 takes a free one."""
+    browser: bool = True
+    """Open the page in a browser."""
+    swarm: int | None = None
+    """Run a swarm of so many hosts as well, whose hosts the page may break."""
+
+    def run(self) -> int:
+        """Serve the page until Ctrl-C."""
+        if self.swarm is not None:
+            swarm = _SwarmOfPage(
+                port=self.port, hosts=self.swarm, page_may_break=True, browser=self.browser
+            )
+            return swarm.run()
+        require("swarm", "starlette", "uvicorn", "fastapi", "python_multipart")
+        with suppress(KeyboardInterrupt):
+            asyncio.run(self._serve())
+        return 0
+
+    async def _serve(self) -> None:
+        from layershuffle.swarm.server.demo import demo_app
+        from layershuffle.swarm.server.run import serve
+
+        # In a thread: importing torch takes seconds, and the page need not wait for it.
+        loading = asyncio.ensure_future(asyncio.to_thread(_load))
+        serving = asyncio.ensure_future(
+            serve(demo_app(loading), port=self.port, ready=self._announce)
+        )
+        await asyncio.wait({loading, serving}, return_when=asyncio.FIRST_EXCEPTION)
+        # Whichever failed says why; without this a page would wait for ever for its models.
+        for task in (serving, loading):
+            if task.done():
+                task.result()
+
+    def _announce(self, url: str) -> None:
+        print(f"The page is at {url} (Ctrl-C ends it)", flush=True)
+        if self.browser:
+            _open(url)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _SwarmOfPage(UpCommand):
+    """`swarm up` whose page opens by itself."""
+
+    browser: bool = True
+
+    def announce(self, text: str, url: str) -> None:
+        super().announce(text, url)
+        if self.browser:
+            _open(url)
+
+
+def _open(url: str) -> None:
+    # In a thread: a browser for terminals would hold up the page that it shows.
+    asyncio.get_running_loop().run_in_executor(None, webbrowser.open, url)
+
+
+def _load() -> Workbench:
+    from layershuffle.swarm.server.workbench import digits_workbench
+
+    return digits_workbench()

@@ -1,0 +1,105 @@
+"""Flags that several commands of a swarm share, and what they stand for once they are checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from layershuffle.cli.command import Command
+from layershuffle.errors import UsageError
+
+if TYPE_CHECKING:
+    import ssl
+
+    from layershuffle.swarm.ray_config import Tls
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpsOptions(Command):
+    """Flags about the encryption between clients and the server."""
+
+    https_certificate: Path | None = None
+    """Serve https: the server's certificate (PEM), with the names by which clients call it."""
+    https_key: Path | None = None
+    """Key of that certificate; only its owner may read it (mode 0600)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TlsOptions(Command):
+    """Flags about the machines that may take part in a swarm."""
+
+    token: Path | None = None
+    """The swarm's token (default: ~/.config/layershuffle/swarm-token)."""
+    tls_certificate: Path | None = None
+    """Encrypt the traffic between the machines: this machine's certificate, with its addresses in
+    it; needs --tls-key and --tls-authority too."""
+    tls_key: Path | None = None
+    """Key of the certificate."""
+    tls_authority: Path | None = None
+    """Certificate of the authority that signed the certificates of all machines."""
+
+
+def context_of(options: HttpsOptions) -> ssl.SSLContext | None:
+    """The encryption that the flags ask for; `None` for plain http. Raises `UsageError` for one
+    file without the other, and for files that cannot be used."""
+    from layershuffle.swarm.server.tls import server_context
+
+    certificate, key = options.https_certificate, options.https_key
+    if certificate is None and key is None:
+        return None
+    if certificate is None or key is None:
+        raise UsageError(
+            "https needs a certificate and its key",
+            hint="give --https-certificate and --https-key, or neither",
+        )
+    return server_context(certificate, key)
+
+
+def tls_of(options: TlsOptions) -> Tls | None:
+    """The TLS files of the flags, or `None`. Raises `UsageError` if only some of them are given."""
+    from layershuffle.swarm.ray_config import Tls, check_tls
+
+    given = (options.tls_certificate, options.tls_key, options.tls_authority)
+    if not any(given):
+        return None
+    certificate, key, authority = given
+    if certificate is None or key is None or authority is None:
+        raise UsageError(
+            "TLS needs a certificate, its key and the authority",
+            hint="give --tls-certificate, --tls-key and --tls-authority, or none",
+        )
+    tls = Tls(certificate, key, authority)
+    check_tls(tls)
+    return tls
+
+
+def read_keys(path: Path | None) -> tuple[str, ...]:
+    """The lines of a file of API keys, none without a file.
+
+    Raises `UsageError` if it cannot be read, holds none, or others may read it.
+    """
+    from layershuffle.swarm.ray_config import check_secret
+
+    if path is None:
+        return ()
+    # Before they are read: keys that others can read are no secret any more.
+    check_secret(path, what="API keys", hint="one key per line, mode 0600")
+    try:
+        return tuple(path.read_text(encoding="utf-8").split())
+    except UnicodeDecodeError as error:
+        raise UsageError(f"The API keys cannot be read ({error})", place=path) from error
+
+
+def check_reports(directory: Path | None, *, keyed: bool) -> None:
+    """Raises `UsageError` for a directory that is none, and for reports behind API keys."""
+    if directory is None:
+        return
+    if not directory.is_dir():
+        raise UsageError("There is no directory of studies", place=directory, hint="make one")
+    # Links are followed without a key, and what needs none would be open to everybody.
+    if keyed:
+        raise UsageError(
+            "Reports are opened by links, which carry no API key",
+            hint="leave --reports out, or --keys",
+        )

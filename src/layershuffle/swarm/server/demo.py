@@ -1,0 +1,71 @@
+"""The page over models in this process, without a swarm: what `layershuffle demo` serves.
+
+The page is there at once; what needs the models waits until they are loaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from http import HTTPStatus
+from typing import TYPE_CHECKING
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from layershuffle.errors import LayerShuffleError
+from layershuffle.swarm.server.page import Answering, PageFacts, page_routes
+
+if TYPE_CHECKING:
+    from layershuffle.swarm.server.workbench import Workbench
+
+
+def demo_app(loading: asyncio.Future[Workbench]) -> Starlette:
+    """The page over the workbench that is being loaded."""
+
+    async def answering() -> Workbench:
+        # Shielded, because a visitor who leaves must not end the loading for all others.
+        return await asyncio.shield(loading)
+
+    async def facts(request: Request) -> PageFacts:
+        del request
+        return facts_of(await answering())
+
+    async def admit(request: Request) -> None:
+        workbench = await answering()
+        workbench.admit(request.client.host if request.client else "", now=time.monotonic())
+
+    async def inside() -> Answering:
+        return await answering()
+
+    app = Starlette(
+        routes=page_routes(facts=facts, answering=inside, admit=admit),
+        exception_handlers={LayerShuffleError: _answer_error},
+    )
+    app.state.keyed = False
+    return app
+
+
+def facts_of(workbench: Workbench) -> PageFacts:
+    """What the page shows of the models of a workbench."""
+    return PageFacts(
+        depth=workbench.depth,
+        width=workbench.view.width,
+        height=workbench.view.height,
+        pairs=workbench.has_pairs,
+        inside=list(workbench.models),
+        models=workbench.names,
+    )
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    # Imported here: it needs torch, which is loaded by the time that anything can fail.
+    from layershuffle.swarm.server.errors import error_body, status_of
+
+    del request
+    assert isinstance(error, LayerShuffleError)
+    status = status_of(error)
+    if status == HTTPStatus.INTERNAL_SERVER_ERROR:
+        raise error
+    return JSONResponse(error_body(error.cause, error.hint or ""), status)

@@ -1,0 +1,168 @@
+"""The page at a gateway: as in the demo, and with the swarm live below it.
+
+Whoever started the swarm may let its visitors break hosts. Then the page has a token, which only
+scripts of its own origin can read, and the addresses have to be this machine's: a page of another
+site can send requests here, but it cannot read what comes back, and a name that was made to stand
+for 127.0.0.1 is refused by the header `Host`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import secrets
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from http import HTTPStatus
+from pathlib import Path
+from typing import TYPE_CHECKING, get_args
+from urllib.parse import quote
+
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.routing import Route
+
+from layershuffle.errors import UsageError
+from layershuffle.models import file_view
+from layershuffle.swarm.chaos import Kind
+from layershuffle.swarm.server.errors import HTTPError
+from layershuffle.swarm.server.live import Live
+from layershuffle.swarm.server.page import HEADERS, PageFacts, page_routes
+from layershuffle.swarm.server.requests import read_form
+from layershuffle.swarm.server.tls import is_loopback
+from layershuffle.swarm.server.workbench import LIMITS, Workbench, takes_pairs, workbench_of
+
+if TYPE_CHECKING:
+    from layershuffle.swarm.server.metrics import Metrics
+    from layershuffle.swarm.server.scheduler import RequestScheduler
+
+BREAKS: tuple[Kind, ...] = ("crash", "freeze", "slow", "rejoin")
+assert set(BREAKS) <= set(get_args(Kind))
+REPORT = "report.html"
+_TOKEN_BYTES = 24
+# A report is one file with its style and pictures in it, and has no scripts.
+_REPORT_HEADERS = {
+    **HEADERS,
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; img-src data:",
+}
+
+
+@dataclass(frozen=True)
+class PageOptions:
+    """What the page of a gateway offers.
+
+    `break_host` lets one of the `breakable` hosts fail, which are those that this swarm started;
+    `None` where visitors may break nothing. `reports`: a directory of studies.
+    """
+
+    break_host: Callable[[str, Kind], Awaitable[None]] | None = None
+    breakable: frozenset[str] = frozenset()
+    reports: Path | None = None
+
+
+class GatewayPage:
+    """The routes of the page at one gateway; `admit` raises for requests that are refused."""
+
+    def __init__(
+        self,
+        options: PageOptions,
+        *,
+        scheduler: RequestScheduler,
+        metrics: Metrics,
+        model: str,
+        admit: Callable[[Request], Awaitable[None]],
+    ) -> None:
+        self.options, self.scheduler, self.model, self.admit = options, scheduler, model, admit
+        self.live = Live(scheduler.remote_model.router, metrics)
+        self.token = "" if options.break_host is None else secrets.token_urlsafe(_TOKEN_BYTES)
+        self._workbench: asyncio.Future[Workbench] | None = None
+
+    def add_to(self, app: FastAPI) -> None:
+        """Put the page's routes into the gateway's app, beside its API."""
+        app.state.ending = self.live.ending
+        app.router.routes += [
+            Route("/page/live", self._stream),
+            Route("/page/break", self._break, methods=["POST"]),
+            Route("/reports/{name}", self._report),
+            *page_routes(facts=self._facts, answering=self._answering, admit=self.admit),
+        ]
+
+    async def _facts(self, request: Request) -> PageFacts:
+        remote = self.scheduler.remote_model
+        view, pairs = file_view(remote.model), takes_pairs(remote.model)
+        inside: tuple[str, ...] = ()
+        models = {"ours": self.model}
+        if pairs:
+            workbench = await self._answering()
+            inside, models = tuple(workbench.models), workbench.names
+        links = [("API", "docs")]
+        links += [(f"Report: {name}", f"reports/{quote(name)}") for name in self._reports()]
+        return PageFacts(
+            depth=remote.depth,
+            width=view.width,
+            height=view.height,
+            pairs=pairs,
+            inside=inside,
+            models=models,
+            swarm=True,
+            token=self.token if _is_local(request) else "",
+            links=links,
+        )
+
+    async def _answering(self) -> Workbench:
+        # Loaded when the first visitor comes: a gateway that nobody looks at needs no models.
+        if self._workbench is None:
+            model, calibration = self.model, self.scheduler.calibration
+            loading = asyncio.to_thread(workbench_of, model, calibration=calibration)
+            self._workbench = asyncio.ensure_future(loading)
+        return await asyncio.shield(self._workbench)
+
+    async def _stream(self, request: Request) -> Response:
+        await self.admit(request)
+        return await self.live.stream(request)
+
+    async def _break(self, request: Request) -> Response:
+        await self.admit(request)
+        given = request.headers.get("x-page-token", "").encode()
+        # In constant time, as keys are compared.
+        allowed = bool(self.token) and hmac.compare_digest(given, self.token.encode())
+        if self.options.break_host is None or not allowed or not _is_local(request):
+            raise HTTPError(
+                HTTPStatus.FORBIDDEN,
+                "Hosts cannot be broken from here",
+                hint="start the swarm with `layershuffle swarm up --page-may-break`, on this "
+                "machine, and use its own page",
+            )
+        _, fields = await read_form(request, limits=LIMITS, take=lambda _: None)
+        host, kind = fields.get("host", ""), fields.get("kind", "")
+        for allowed_kind in BREAKS:
+            if kind == allowed_kind and host in self.options.breakable:
+                await self.options.break_host(host, allowed_kind)
+                return JSONResponse({}, headers=HEADERS)
+        # Hosts that came from elsewhere are others' processes, on others' machines.
+        raise UsageError(
+            f"There is no {kind[:20]!r} for a host {host[:80]!r} that this swarm started",
+            hint=f"one of {', '.join(BREAKS)}, for {', '.join(sorted(self.options.breakable))}",
+        )
+
+    def _reports(self) -> dict[str, Path]:
+        """The reports by the names of their studies; looked for anew, as studies come to an end."""
+        if self.options.reports is None:
+            return {}
+        files = self.options.reports.glob(f"*/{REPORT}")
+        return {path.parent.name: path for path in sorted(files)}
+
+    async def _report(self, request: Request) -> Response:
+        # Looked up by name among those that are there: no path of a client reaches the disk.
+        path = self._reports().get(request.path_params["name"])
+        if path is None:
+            return Response("There is no such report", 404, HEADERS, "text/plain")
+        return FileResponse(path, headers=_REPORT_HEADERS, media_type="text/html; charset=utf-8")
+
+
+def _is_local(request: Request) -> bool:
+    """Whether a request comes from this machine, and calls the gateway by an address of it."""
+    name = request.headers.get("host", "")
+    host = name.partition("]")[0] if name.startswith("[") else name.rpartition(":")[0] or name
+    return is_loopback(host) and is_loopback(request.client.host if request.client else "")

@@ -1,0 +1,107 @@
+"""The page of a model: its files, what it shows, and the routes that it asks.
+
+The files are package data, a few dozen kilobytes in all, and go out as they are. This module
+imports no torch, so that the page is there before the models are loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
+
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from layershuffle.bundled import asset
+
+_KINDS = {
+    ".css": "text/css; charset=utf-8",
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".json": "application/json",
+    ".png": "image/png",
+    ".svg": "image/svg+xml",
+}
+HEADERS = {
+    # Nothing comes from elsewhere, no script stands in the page itself, nobody frames it.
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'self'; "
+    "frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    # Asked for anew every time: another version of this package may answer at the same address.
+    "Cache-Control": "no-cache",
+}
+TITLES = {"ours": "LayerShuffle", "ordinary": "Ordinary model"}
+
+
+class PageFacts(BaseModel):
+    """What the page needs to know before its first question.
+
+    `width` and `height` of the model's images in pixels; `pairs`: whether the test pairs of this
+    package are images of it; `inside`: the models that answer in this process, by role; `models`:
+    what each role's model is called; `swarm`: whether hosts answer at /v1/classify; `token`: opens
+    the way to break hosts, "" where that is not allowed; `links`: text and address.
+    """
+
+    depth: int
+    width: int
+    height: int
+    pairs: bool
+    inside: Sequence[str]
+    models: dict[str, str]
+    titles: dict[str, str] = TITLES
+    swarm: bool = False
+    token: str = ""
+    links: Sequence[tuple[str, str]] = ()
+
+
+class Answering(Protocol):
+    """What answers for the models of the page; `workbench.Workbench` does."""
+
+    async def answer(self, request: Request) -> dict[str, object]:
+        """The answer of every model inside to the image and the order of a form."""
+
+    async def score(self, request: Request) -> dict[str, object]:
+        """How many test pairs every model inside gets right in the order of a form."""
+
+
+def page_routes(
+    *,
+    facts: Callable[[Request], Awaitable[PageFacts]],
+    answering: Callable[[], Awaitable[Answering]],
+    admit: Callable[[Request], Awaitable[None]],
+) -> Sequence[Route]:
+    """The routes of the page, for any Starlette app. `admit` raises for requests that are refused;
+    the page's files need no key, because a browser has none to send with them."""
+    # Read once: a name that is asked for is looked up here, and never on the disk.
+    files = {path.name: (path.read_bytes(), path.suffix) for path in asset("page").iterdir()}
+
+    async def file(request: Request) -> Response:
+        name = request.path_params.get("name", "index.html")
+        content, suffix = files.get(name, (b"", ""))
+        kind = _KINDS.get(suffix)
+        if kind is None:
+            return Response("There is no such file", 404, HEADERS, "text/plain")
+        return Response(content, headers={**HEADERS, "Content-Type": kind})
+
+    async def say(request: Request) -> Response:
+        await admit(request)
+        return JSONResponse((await facts(request)).model_dump(), headers=HEADERS)
+
+    async def answer(request: Request) -> Response:
+        await admit(request)
+        return JSONResponse(await (await answering()).answer(request), headers=HEADERS)
+
+    async def score(request: Request) -> Response:
+        await admit(request)
+        return JSONResponse(await (await answering()).score(request), headers=HEADERS)
+
+    return [
+        Route("/", file),
+        Route("/page/facts", say),
+        Route("/page/answer", answer, methods=["POST"]),
+        Route("/page/score", score, methods=["POST"]),
+        Route("/page/{name}", file),
+    ]

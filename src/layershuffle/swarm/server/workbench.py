@@ -1,0 +1,208 @@
+"""Models in this process that answer in any order: what the page tries orders on.
+
+Other than the hosts of a swarm, they run blocks side by side and several times, and tell how many
+test pairs come out right in an order, because a hundred of them are one small batch here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from functools import cache, lru_cache, partial
+from typing import Literal, TypeVar
+
+import numpy as np
+import torch
+from PIL import Image
+from starlette.requests import Request
+from torch import Tensor, nn
+
+from layershuffle.bundled import asset
+from layershuffle.data.class_names import numbered
+from layershuffle.data.view import PixelFinish
+from layershuffle.errors import UsageError
+from layershuffle.models import class_names_of, file_view, load, logits_of, num_classes_of
+from layershuffle.models.files import weights_digest
+from layershuffle.orders import ExecutionOrder, order_of
+from layershuffle.stack import depth_of, running, wrap
+from layershuffle.swarm.calibration import (
+    NEVER,
+    Calibration,
+    calibration_path,
+    expected_at,
+    read_calibration,
+)
+from layershuffle.swarm.server.errors import busy, unprocessable
+from layershuffle.swarm.server.limits import GatewayLimits
+from layershuffle.swarm.server.requests import Decoder, read_form
+from layershuffle.swarm.server.scheduler import Clients
+
+Role = Literal["ours", "ordinary"]
+LIMITS = GatewayLimits(max_images=1, max_body_bytes=8 << 20, body_ms=5000.0)
+OURS, ORDINARY = "bundled:digits-swarm", "bundled:digits"
+_OPEN = 32  # requests at one time, so that their bodies take 256 MB at most
+_TOP = 5
+_PAIR = (1, 12, 20)  # as data/digits.py has it, which imports scikit-learn
+_PASSES = 8  # times the depth: steps of an order, at most
+_SCORES = 256  # orders whose scores are remembered
+_MILLI = 1000.0
+_T = TypeVar("_T")
+
+
+class Workbench:
+    """Answers by `models` of one depth, image size and classes, each in its role.
+
+    `names`: what the page calls the model of each role; `calibration`: of the model in the role
+    "ours". Raises `UsageError` for models that differ.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[Role, nn.Module],
+        *,
+        names: Mapping[str, str],
+        calibration: Calibration | None = None,
+    ) -> None:
+        self.models = {role: wrap(model).eval() for role, model in models.items()}
+        self.names = dict(names)
+        first = next(iter(self.models.values()))
+        self.depth, self.view = depth_of(first), file_view(first)
+        self.labels = class_names_of(first) or numbered(num_classes_of(first))
+        kinds = {(depth_of(m), file_view(m), num_classes_of(m)) for m in self.models.values()}
+        if len(kinds) > 1:
+            raise UsageError("The models of the page have other depths, images or classes")
+        self.calibration = calibration
+        self.has_pairs = takes_pairs(first)
+        self.clients = Clients(LIMITS)
+        self._decoder = Decoder(self.view, LIMITS)
+        self._scores = lru_cache(_SCORES)(self._score)
+        # Two, so that nobody's answer waits for somebody else's hundred pairs.
+        self._pool = ThreadPoolExecutor(2, thread_name_prefix="workbench")
+        self._open = 0
+
+    async def answer(self, request: Request) -> dict[str, object]:
+        """The most probable classes by every model, with the time of its forward (ms).
+
+        Raises `HTTPError` for a form that is none, `UsageError` for an order that is none,
+        `DataError` for an image that cannot be read.
+        """
+        files, order = await self._read(request)
+        if not files:
+            raise unprocessable("There is no image in the request", hint="choose a picture")
+        work = partial(self._answer, files[0], order)
+        return {"order": str(order), "answers": await self._run(work)}
+
+    async def score(self, request: Request) -> dict[str, object]:
+        """How many of the test pairs every model gets right in an order.
+
+        Raises as `answer` does, and `UsageError` for a model of other images.
+        """
+        _, order = await self._read(request)
+        if not self.has_pairs:
+            raise UsageError("The test pairs are no images of this model")
+        right = await self._run(partial(self._scores, order))
+        return {"order": str(order), "right": right, "of": len(pair_names())}
+
+    def admit(self, address: str, *, now: float) -> None:
+        """Count a request of a client. Raises `HTTPError` (429) if it makes too many."""
+        wait = self.clients.at(address).wait(now)
+        if wait:
+            raise busy("Too many requests from your address", wait=wait)
+
+    async def _read(self, request: Request) -> tuple[list[bytes], ExecutionOrder]:
+        if self._open >= _OPEN:
+            raise busy("Too many requests are open")
+        self._open += 1
+        try:
+            # What bodies take is bounded by their number here.
+            files, fields = await read_form(request, limits=LIMITS, take=lambda _: None)
+        finally:
+            self._open -= 1
+        order = order_of(fields.get("order", ""), self.depth)
+        if len(order) > _PASSES * self.depth:
+            raise UsageError(
+                f"The order has {len(order)} steps",
+                hint=f"take {_PASSES * self.depth} at most",
+            )
+        return files, order
+
+    async def _run(self, work: Callable[[], _T]) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    def _answer(self, file: bytes, order: ExecutionOrder) -> dict[str, object]:
+        batch = self._decoder.batch([file])
+        answers: dict[str, object] = {}
+        for role in self.models:
+            begun = time.perf_counter()
+            logits = self._logits(role, batch, order)
+            ms = (time.perf_counter() - begun) * _MILLI
+            # In float64: in float32 the probabilities of many classes do not add up to 1.
+            best = logits[0].double().softmax(dim=-1).topk(min(_TOP, logits.shape[-1]))
+            ranked = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+            top = [{"label": self.labels[i], "probability": chance} for i, chance in ranked]
+            answers[role] = {"top": top, "ms": ms, **self._expected(role, order)}
+        return answers
+
+    def _score(self, order: ExecutionOrder) -> dict[str, int]:
+        batch = PixelFinish(self.view)(pair_pixels())
+        labels = torch.tensor([self.labels.index(name) for name in pair_names()])
+        guesses = {role: self._logits(role, batch, order).argmax(-1) for role in self.models}
+        return {role: int((guess == labels).sum()) for role, guess in guesses.items()}
+
+    def _logits(self, role: Role, batch: Tensor, order: ExecutionOrder) -> Tensor:
+        model = self.models[role]
+        with torch.inference_mode(), running(model, order):
+            logits: Tensor = logits_of(model(batch))
+        return logits
+
+    def _expected(self, role: Role, order: ExecutionOrder) -> dict[str, object]:
+        """The accuracy to expect of an answer, or why it is not known."""
+        if role != "ours":
+            return {"expected": None, "why": ""}
+        if self.calibration is None:
+            return {"expected": None, "why": NEVER}
+        # It was measured with every block at most once, one after the other.
+        if order.has_repeats or order.versions is not None:
+            return {"expected": None, "why": "no calibration of such orders"}
+        expected = expected_at(self.calibration, len(order))
+        return {"expected": None if expected is None else asdict(expected), "why": ""}
+
+
+def digits_workbench() -> Workbench:
+    """The shipped model, and beside it the ordinary one that it was refined from."""
+    # Not `service.calibration_of`: all that a swarm runs on would be imported for it.
+    calibration = read_calibration(calibration_path(OURS), weights=weights_digest(load(OURS)))
+    return workbench_of(OURS, calibration=calibration)
+
+
+def workbench_of(model: str, *, calibration: Calibration | None) -> Workbench:
+    """The model of this spec, and beside it the shipped ordinary one if both have one form."""
+    models: dict[Role, nn.Module] = {"ours": load(model), "ordinary": load(ORDINARY)}
+    names = {"ours": model, "ordinary": ORDINARY}
+    if depth_of(models["ours"]) != depth_of(models["ordinary"]):
+        del models["ordinary"], names["ordinary"]
+    return Workbench(models, names=names, calibration=calibration)
+
+
+def takes_pairs(model: nn.Module) -> bool:
+    """Whether the test pairs of this package are images of `model`, and its classes their names."""
+    view, names = file_view(model), class_names_of(model) or ()
+    return (view.channels, view.height, view.width) == _PAIR and set(pair_names()) <= set(names)
+
+
+@cache
+def pair_names() -> tuple[str, ...]:
+    """The class names of the packaged test pairs."""
+    return tuple(json.loads(asset("page", "pairs.json").read_text(encoding="utf-8")))
+
+
+def pair_pixels() -> Tensor:
+    """The packaged test pairs, uint8 `[n, 1, 12, 20]`; the sheet has them row by row."""
+    _, height, width = _PAIR
+    with Image.open(asset("page", "pairs.png")) as image:
+        sheet = torch.from_numpy(np.array(image.convert("L")))
+    return sheet.unfold(0, height, height).unfold(1, width, width).reshape(-1, *_PAIR)

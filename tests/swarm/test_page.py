@@ -1,0 +1,190 @@
+"""The page's files and answers, without a browser: what goes out, and what is refused."""
+
+import asyncio
+import json
+import re
+import runpy
+
+import httpx
+import pytest
+import torch
+
+import layershuffle as ls
+from layershuffle.bundled import asset
+from layershuffle.data.digits import DIGIT_VIEW, DigitPairs
+from layershuffle.data.view import PixelFinish
+from layershuffle.models import logits_of, truncate
+from layershuffle.swarm.server.demo import demo_app
+from layershuffle.swarm.server.errors import HTTPError
+from layershuffle.swarm.server.page import HEADERS
+from layershuffle.swarm.server.workbench import (
+    LIMITS,
+    OURS,
+    Workbench,
+    digits_workbench,
+    pair_names,
+    pair_pixels,
+)
+
+SHUFFLED = "7,2,10,0,5,11,3,8,1,9,4,6"
+MOST_BYTES = 60_000
+
+
+@pytest.fixture(scope="module")
+def workbench():
+    """The shipped models."""
+    return digits_workbench()
+
+
+def ask(workbench, method, path, **options):
+    """The answer of the demo to one request."""
+
+    async def go():
+        loading = asyncio.get_running_loop().create_future()
+        loading.set_result(workbench)
+        wire = httpx.ASGITransport(demo_app(loading))
+        async with httpx.AsyncClient(transport=wire, base_url="http://page") as client:
+            return await client.request(method, path, **options)
+
+    return asyncio.run(go())
+
+
+def post(workbench, path, order, file=None):
+    """POST a form; without a file it has an order alone."""
+    parts = {"order": (None, order)}
+    if file is not None:
+        parts["image"] = ("picture.png", file)
+    return ask(workbench, "POST", path, files=parts)
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def test_scripts_and_styles_are_small_and_stand_in_no_page():
+    files = {path.name: path.read_text("utf-8") for path in asset("page").glob("*.[hjc][ts]*")}
+    assert sum(len(files[name].encode()) for name in files if name != "pairs.json") <= MOST_BYTES
+    page = files["index.html"]
+    assert (
+        re.findall(r"<style|\son\w+=|\sstyle=|javascript:|<script(?! type=\"module\" src)", page)
+        == []
+    )
+    # Every address is relative or begins with the page's own path: nothing comes from elsewhere.
+    assert re.findall(r"(?:https?:)?//[a-z0-9.-]+\.[a-z]+", "".join(files.values())) == []
+
+
+def test_every_file_of_the_page_goes_out_under_its_policy(workbench):
+    for path in asset("page").iterdir():
+        answer = ask(workbench, "GET", f"/page/{path.name}")
+        assert answer.status_code == 200
+        assert answer.content == path.read_bytes()
+        assert HEADERS.items() <= {k: answer.headers[k] for k in HEADERS}.items()
+    assert "default-src 'self'" in HEADERS["Content-Security-Policy"]
+    assert "unsafe" not in HEADERS["Content-Security-Policy"]
+
+
+@pytest.mark.parametrize(
+    "name", ["nothing.js", "..%2f..%2fpyproject.toml", "%2e%2e", "page.css%00"]
+)
+def test_other_names_are_not_looked_up_on_the_disk(workbench, name):
+    assert ask(workbench, "GET", f"/page/{name}").status_code == 404
+
+
+def test_the_packaged_pairs_are_the_first_of_the_test_split(repository):
+    pixels, names = runpy.run_path(str(repository / "scripts" / "page_pairs.py"))["sheet"]()
+    assert tuple(names) == pair_names()
+    sheet = pair_pixels().view(10, 10, 12, 20).transpose(1, 2).reshape(120, 200)
+    assert torch.equal(sheet, pixels)
+
+
+# --- answers --------------------------------------------------------------------------------------
+
+
+def right_by_hand(spec, order):
+    """How many of the first test pairs come out right, one image after the other."""
+    model, pairs = ls.wrap(ls.load(spec)).eval(), DigitPairs("test", len(pair_names()))
+    count = 0
+    with torch.inference_mode(), ls.running(model, order):
+        for pixels, label in pairs:
+            logits = logits_of(model(PixelFinish(DIGIT_VIEW, 16)(pixels[None])))
+            count += int(logits.argmax()) == label
+    return count
+
+
+@pytest.mark.parametrize("order", [SHUFFLED, "0+1,2+3,4,5,5,5"])
+def test_scores_are_those_of_the_model_image_by_image(workbench, order):
+    answer = post(workbench, "/page/score", order).json()
+    assert answer["of"] == 100
+    assert answer["right"]["ours"] == right_by_hand(OURS, order)
+    assert answer["right"]["ordinary"] == right_by_hand("bundled:digits", order)
+
+
+def test_the_first_look_shows_what_the_page_is_for(workbench):
+    right = post(workbench, "/page/score", SHUFFLED).json()["right"]
+    assert right["ours"] >= 90
+    assert right["ordinary"] <= 10
+
+
+def test_an_answer_has_classes_times_and_what_to_expect(workbench):
+    file = asset("digit-pair.png").read_bytes()
+    answers = post(workbench, "/page/answer", "3,0,2,1,5,4", file).json()["answers"]
+    calibration = json.loads(asset("digits-swarm", "calibration.json").read_text())
+    (row,) = [row for row in calibration["rows"] if row["kept"] == 6]
+    assert answers["ours"]["expected"]["top1"] == row["top1"]
+    assert answers["ordinary"]["expected"] is None
+    for answer in answers.values():
+        chances = [guess["probability"] for guess in answer["top"]]
+        assert chances == sorted(chances, reverse=True)
+        assert len(chances) == 5
+        assert answer["ms"] > 0
+    model = ls.wrap(ls.load(OURS)).eval()
+    (prediction,) = ls_predict(model, "3,0,2,1,5,4")
+    named = [guess["label"] for guess in answers["ours"]["top"]]
+    assert named == [guess.label for guess in prediction.top]
+
+
+def ls_predict(model, order):
+    """What `layershuffle predict` says of the packaged picture."""
+    from layershuffle.orders import order_of
+    from layershuffle.predict import predict_files
+
+    return predict_files(model, [asset("digit-pair.png")], order=order_of(order, 12), top=5)
+
+
+@pytest.mark.parametrize("order", ["3+7,1", "3,3,1"])
+def test_what_was_never_calibrated_is_not_promised(workbench, order):
+    file = asset("digit-pair.png").read_bytes()
+    answer = post(workbench, "/page/answer", order, file).json()["answers"]["ours"]
+    assert (answer["expected"], answer["why"]) == (None, "no calibration of such orders")
+
+
+@pytest.mark.parametrize("order", ["", "12", "1,x", "3+3", ",".join(["0"] * 97)])
+def test_orders_that_are_none_are_refused_with_a_reason(workbench, order):
+    answer = post(workbench, "/page/answer", order, asset("digit-pair.png").read_bytes())
+    assert answer.status_code == 422
+    assert answer.json()["error"]["cause"]
+
+
+def test_what_is_no_image_is_refused_with_a_reason(workbench):
+    assert post(workbench, "/page/answer", "0").status_code == 422
+    answer = post(workbench, "/page/answer", "0", b"no image")
+    assert answer.status_code == 422
+    assert "cannot be read" in answer.json()["error"]["cause"]
+    large = post(workbench, "/page/answer", "0", bytes(9 << 20))
+    assert large.status_code == 413
+
+
+def test_a_client_that_asks_too_often_has_to_wait(workbench):
+    fresh = Workbench(workbench.models, names=workbench.names)
+    statuses = [ask(fresh, "GET", "/page/facts").status_code for _ in range(3)]
+    assert statuses == [200] * 3
+    for _ in range(int(LIMITS.burst)):
+        fresh.admit("127.0.0.2", now=0.0)
+    with pytest.raises(HTTPError) as refusal:
+        fresh.admit("127.0.0.2", now=0.0)
+    assert refusal.value.retry_after > 0
+
+
+def test_models_that_differ_do_not_share_a_page(workbench):
+    other = truncate(ls.load(OURS), "0,1,2")
+    with pytest.raises(ls.errors.UsageError, match="other depths"):
+        Workbench({"ours": workbench.models["ours"], "ordinary": other}, names={})

@@ -1,0 +1,247 @@
+"""The page in chromium: rearranged by buttons, by dragging and by keyboard alone, at both widths.
+
+Screenshots go to the directory of the environment variable PAGE_PICTURES, if that is set.
+"""
+
+import asyncio
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from page_site import NARROW, WIDE, chromium, served, visit
+
+from layershuffle.bundled import asset
+from layershuffle.swarm.server.demo import demo_app
+from layershuffle.swarm.server.workbench import digits_workbench
+
+FIRST = "7,2,10,0,5,11,3,8,1,9,4,6"
+SEQUENTIAL = ",".join(map(str, range(12)))
+
+
+@pytest.fixture(scope="module")
+def address():
+    """The demo, served by this process."""
+
+    async def make():
+        loading = asyncio.get_running_loop().create_future()
+        loading.set_result(digits_workbench())
+        return demo_app(loading)
+
+    with served(make) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """One browser for all tests of this file: it takes a second to start."""
+    with chromium() as running:
+        yield running
+
+
+@pytest.fixture
+def tab(browser, address):
+    """A fresh tab whose first answers are there."""
+    with visit(browser, address) as seen:
+        seen.settled()
+        yield seen
+
+
+def scores(tab):
+    """How many of the 100 pairs both models get right, as the page says it."""
+    return [int(tab.text(f"#{card} .right").split()[0]) for card in ("ours", "ordinary")]
+
+
+def test_one_look_tells_it_all(tab):
+    assert tab.order() == FIRST
+    assert tab.text("#ours .verdict") == "\u2713 right"
+    assert tab.text("#ordinary .verdict").startswith("\u2717 it is ")
+    ours, ordinary = scores(tab)
+    assert (ours >= 90, ordinary <= 10) == (True, True)
+    assert re.fullmatch(r"Expected with 12 blocks: 95\.0 % \(.+\) . .+ ms", tab.text("#ours .foot"))
+
+
+def test_buttons_rearrange_and_the_answer_follows(tab):
+    tab.page.click("text=Sequential")
+    tab.settled()
+    assert tab.order() == SEQUENTIAL
+    assert min(scores(tab)) >= 75
+    tab.page.click("text=Reverse")
+    assert tab.order() == ",".join(map(str, reversed(range(12))))
+    tab.page.click("text=Shuffle")
+    tab.settled()
+    assert sorted(map(int, tab.order().split(","))) == list(range(12))
+    assert scores(tab)[1] <= 15
+
+
+def test_a_block_is_moved_put_beside_run_twice_and_left_out(tab):
+    tab.page.click("text=Sequential")
+    tab.page.click("#strip >> text=3")
+    for button, order in (
+        ("Later", "0,1,2,4,3,5"),
+        ("Earlier", "0,1,2,3,4,5"),
+        ("Side by side", "0,1,2+3,4,5"),
+        ("Side by side", "0,1,2,3,4,5"),
+        ("Run twice", "0,1,2,3,3,4"),
+        ("Leave out", "0,1,2,3,4,5"),
+        ("Leave out", "0,1,2,4,5,6"),
+    ):
+        tab.page.click("#strip >> text=3") if "3" in order else None
+        tab.page.click(f"role=group >> text={button}")
+        assert tab.order().startswith(order), button
+    assert "Left out:" in tab.text("#tray")
+    tab.settled()
+    assert tab.text("#ours .foot").startswith("Expected with 11 blocks: 94.8 %")
+    tab.page.click("#tray >> text=3")
+    assert tab.order().endswith("10,11,3")
+
+
+def test_blocks_are_dragged(tab):
+    tab.page.click("text=Sequential")
+
+    def drag(name, onto, *, share):
+        box = tab.page.locator(onto).bounding_box()
+        begin = tab.page.locator(f"#strip >> text='{name}'").bounding_box()
+        tab.page.mouse.move(begin["x"] + begin["width"] / 2, begin["y"] + begin["height"] / 2)
+        tab.page.mouse.down()
+        place = box["x"] + share * box["width"], box["y"] + box["height"] / 2
+        tab.page.mouse.move(*place, steps=4)
+        tab.page.mouse.up()
+
+    drag(0, "#strip li:nth-child(4)", share=0.9)
+    assert tab.order().startswith("1,2,3,0,4")
+    drag(0, "#strip li:nth-child(1)", share=0.1)
+    assert tab.order() == SEQUENTIAL
+    drag(5, "#strip li:nth-child(2)", share=0.5)
+    assert tab.order().startswith("0,1+5,2,3,4,6")
+    drag(11, "#tray", share=0.5)
+    assert "11" not in tab.order().split(",")
+
+
+def test_everything_is_done_by_keyboard_alone(tab):
+    press = tab.page.keyboard.press
+    tab.page.locator("[data-order=sequential]").focus()
+    press("Enter")
+    assert tab.order() == SEQUENTIAL
+    press("Tab")  # into the strip, of which one tile is in the row of stops
+    assert tab.page.evaluate("() => document.activeElement.textContent") == "0"
+    for keys, order in (
+        (["ArrowRight", "ArrowRight", "Shift+ArrowRight"], "0,1,3,2,4"),
+        (["+"], "0,1,3+2,4"),
+        (["Shift+ArrowRight"], "0,1,3,2,4"),
+        (["2"], "0,1,3,2,2,4"),
+        (["Delete", "Delete"], "0,1,3,4,5,6"),
+    ):
+        for key in keys:
+            press(key)
+        assert tab.order().startswith(order), keys
+    press("Tab")
+    press("Enter")  # the block in the tray comes back
+    assert tab.order().endswith(",11,2")
+    tab.page.locator("#order").fill("3+7,1")
+    press("Enter")
+    tab.settled()
+    assert tab.text("#ours .foot").endswith("no calibration of such orders")
+    tab.page.locator("#order").fill("3,12")
+    press("Enter")
+    assert tab.text("#status") == "There is no block 12: they are 0 to 11"
+    # A drawing: blank, then a line of ink, which both models answer for.
+    tab.page.locator("#clear").focus()
+    press("Enter")
+    assert (tab.text("#ours .guess"), tab.text("#ours .verdict").strip()) == ("\u2013", "")
+    with tab.page.expect_response("**/page/answer"):
+        press("Shift+ArrowDown")
+    tab.page.locator("#ours .guess", has_text=re.compile("[0-9]{2}")).wait_for()
+    assert tab.text("#ours .verdict").strip() == ""
+
+
+def test_other_pictures_are_answered_for(tab):
+    label = tab.text("#picture-text")
+    tab.page.click("text=Next pair")
+    tab.settled()
+    assert tab.text("#picture-text") != label
+    tab.page.set_input_files("#file", str(asset("digit-pair.png")))
+    tab.page.locator("#picture-text", has_text="digit-pair.png").wait_for()
+    canvas = tab.page.locator("#canvas").bounding_box()
+    tab.page.click("text=Draw")
+    tab.page.mouse.move(canvas["x"] + 50, canvas["y"] + 20)
+    tab.page.mouse.down()
+    tab.page.mouse.move(canvas["x"] + 50, canvas["y"] + 100, steps=5)
+    with tab.page.expect_response("**/page/answer") as answered:
+        tab.page.mouse.up()
+    assert answered.value.status == 200
+    assert tab.text("#picture-text") == "Draw two digits, one in each half."
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", [WIDE, NARROW], ids=["1600", "360"])
+def test_nothing_is_cut_off_or_moves_when_answers_come(browser, address, size, scheme):
+    with visit(browser, address, viewport=size, color_scheme=scheme) as tab:
+        tab.settled()
+        if pictures := os.environ.get("PAGE_PICTURES"):
+            name = Path(pictures) / f"page-{size['width']}-{scheme}.png"
+            tab.page.screenshot(path=name, full_page=True)
+        root = "() => [document.documentElement.scrollWidth, window.innerWidth]"
+        assert tab.page.evaluate(root) == [size["width"], size["width"]]
+        place = tab.page.locator("#strip").bounding_box()
+        with tab.page.expect_response("**/page/score"):
+            tab.page.click("text=Next pair")
+        tab.settled()
+        assert tab.page.locator("#strip").bounding_box() == place
+        contrasts = tab.page.evaluate(CONTRASTS)
+        assert {text: ratio for text, ratio in contrasts.items() if ratio < 4.5} == {}
+
+
+# By the formula of WCAG 2: (lighter + 0.05) / (darker + 0.05) of relative luminances, for all text
+# against the nearest ground above it. Colours are painted, because they may come as oklch().
+CONTRASTS = """() => {
+  const pen = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
+  const paint = (colour) => {
+    pen.clearRect(0, 0, 1, 1);
+    pen.fillStyle = colour;
+    pen.fillRect(0, 0, 1, 1);
+    return pen.getImageData(0, 0, 1, 1).data;
+  };
+  const light = (colour) => [0.2126, 0.7152, 0.0722].reduce((sum, weight, i) => {
+    const part = paint(colour)[i] / 255;
+    return sum + weight * (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4);
+  }, 0);
+  const ground = (element) => {
+    for (let at = element; at; at = at.parentElement) {
+      const colour = getComputedStyle(at).backgroundColor;
+      if (paint(colour)[3] === 255) return colour;
+    }
+    return "#fff";
+  };
+  const ratios = {};
+  for (const element of document.querySelectorAll("body *")) {
+    const own = [...element.childNodes].filter((node) => node.nodeType === 3 && node.data.trim());
+    if (!own.length || !element.checkVisibility()) continue;
+    const [a, b] = [light(getComputedStyle(element).color), light(ground(element))];
+    ratios[own[0].data.trim()] = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+  }
+  return ratios;
+}"""
+
+
+def test_motion_is_left_out_where_it_is_not_wanted(browser, address):
+    with visit(browser, address, reduced_motion="reduce") as tab:
+        tab.settled()
+        durations = tab.page.evaluate(
+            "() => [...document.querySelectorAll('*')].map((e) => getComputedStyle(e)"
+            ".transitionDuration).filter((time) => time !== '0s')"
+        )
+        assert durations == []
+
+
+def test_scripts_are_checked_by_node(tmp_path):
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("there is no node")
+    for script in asset("page").glob("*.js"):
+        copy = tmp_path / f"{script.stem}.mjs"  # by its name node takes it for a module
+        copy.write_bytes(script.read_bytes())
+        done = subprocess.run([node, "--check", copy], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
