@@ -22,17 +22,8 @@ PACKAGE = "layershuffle"
 # layer or from below. A package stands where its name does.
 LAYERS = (
     ("errors", "_version"),
-    (
-        "files",
-        "draws",
-        "orders",
-        "position_forms",
-        "plotting",
-        "progress",
-        "results",
-        "stats",
-        "text",
-    ),
+    ("files", "draws", "orders", "position_forms", "progress", "results", "stats", "text"),
+    ("plotting",),
     ("extras", "bundled"),
     ("policies", "hooks", "discovery", "modes", "machine", "ray_cluster"),
     ("runs", "residual", "grouped", "entries", "chain", "per_sample"),

@@ -14,6 +14,7 @@ from layershuffle.bundled import asset
 from layershuffle.data.digits import DIGIT_VIEW, DigitPairs
 from layershuffle.data.view import PixelFinish
 from layershuffle.models import logits_of, truncate
+from layershuffle.swarm.rounds import Cell
 from layershuffle.swarm.server.demo import demo_app
 from layershuffle.swarm.server.errors import HTTPError
 from layershuffle.swarm.server.page import HEADERS
@@ -128,7 +129,8 @@ def test_an_answer_has_classes_times_and_what_to_expect(workbench):
     file = asset("digit-pair.png").read_bytes()
     answers = post(workbench, "/page/answer", "3,0,2,1,5,4", file).json()["answers"]
     calibration = json.loads(asset("digits-swarm", "calibration.json").read_text())
-    (row,) = [row for row in calibration["rows"] if row["kept"] == 6]
+    queue = [row for row in calibration["rows"] if (row["passes"], row["parallel"]) == (1, 1)]
+    (row,) = [row for row in queue if row["kept"] == 6]
     assert answers["ours"]["expected"]["top1"] == row["top1"]
     assert answers["ordinary"]["expected"] is None
     for answer in answers.values():
@@ -150,7 +152,20 @@ def ls_predict(model, order):
     return predict_files(model, [asset("digit-pair.png")], order=order_of(order, 12), top=5)
 
 
-@pytest.mark.parametrize("order", ["3+7,1", "3,3,1"])
+def test_orders_in_rounds_and_passes_have_their_own_expectation(workbench):
+    """3 and 7 read one state, so two blocks were under way; 3,1,3,1 are two passes of two."""
+    file = asset("digit-pair.png").read_bytes()
+    for order, cell in (("3+7,1", Cell(3, 1, 2)), ("3,1,3,1", Cell(2, 2, 1))):
+        answer = post(workbench, "/page/answer", order, file).json()["answers"]["ours"]
+        measured = next(
+            row
+            for row in workbench.calibration.rows
+            if (row.kept, row.passes, row.parallel) == (cell.kept, cell.passes, cell.parallel)
+        )
+        assert answer["expected"]["top1"] == measured.top1
+
+
+@pytest.mark.parametrize("order", ["3+7+1+2+0+4", "3,3,1"])
 def test_what_was_never_calibrated_is_not_promised(workbench, order):
     file = asset("digit-pair.png").read_bytes()
     answer = post(workbench, "/page/answer", order, file).json()["answers"]["ours"]

@@ -29,13 +29,9 @@ from layershuffle.models import class_names_of, file_view, load, logits_of, num_
 from layershuffle.models.files import weights_digest
 from layershuffle.orders import ExecutionOrder, order_of
 from layershuffle.stack import depth_of, running, wrap
-from layershuffle.swarm.calibration import (
-    NEVER,
-    Calibration,
-    calibration_path,
-    expected_at,
-    read_calibration,
-)
+from layershuffle.swarm.calibration import Calibration, calibration_path, read_calibration
+from layershuffle.swarm.expectations import NEVER, expected_at
+from layershuffle.swarm.rounds import cell_of
 from layershuffle.swarm.server.errors import busy, unprocessable
 from layershuffle.swarm.server.limits import GatewayLimits
 from layershuffle.swarm.server.requests import Decoder, read_form
@@ -165,11 +161,14 @@ class Workbench:
             return {"expected": None, "why": ""}
         if self.calibration is None:
             return {"expected": None, "why": NEVER}
-        # It was measured with every block at most once, one after the other.
-        if order.has_repeats or order.versions is not None:
+        # It was measured with all blocks of an answer in whole passes.
+        kept = len(set(order))
+        passes = [order.blocks[at : at + kept] for at in range(0, len(order), kept)]
+        whole = all(len(set(blocks)) == kept for blocks in passes)
+        expected = expected_at(self.calibration, cell_of(order.steps)) if whole else None
+        if expected is None:
             return {"expected": None, "why": "no calibration of such orders"}
-        expected = expected_at(self.calibration, len(order))
-        return {"expected": None if expected is None else asdict(expected), "why": ""}
+        return {"expected": asdict(expected), "why": ""}
 
 
 def digits_workbench() -> Workbench:
