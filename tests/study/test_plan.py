@@ -240,7 +240,7 @@ def test_time_comes_from_finished_runs(tmp_path):
     after = predict()
     assert after.work.steps == left.settings.steps
     assert after.seconds == pytest.approx(20 + 4 + 8)
-    assert "Time: about 16 s with 2 side by side (32 s of work), from 1 finished runs" in (
+    assert "Time: about 16 s with 2 side by side (32 s of work), from 1 finished run" in (
         forecast_text(after, tmp_path)
     )
     model = ls.load(TINY["model"])

@@ -205,7 +205,7 @@ def test_slow_and_leave_happen_too():
 def test_a_host_dies_once():
     async def check(inject, coordinator, hosts):
         await inject(Fault(0, "a", "crash"))
-        with pytest.raises(HostUnavailable, match="not known"):
+        with pytest.raises(HostUnavailable, match="no process now"):
             await inject(Fault(0, "a", "crash"))
 
     injected(check)

@@ -158,7 +158,8 @@ def test_a_client_without_the_key_gets_nothing(story):
 
 
 def test_a_machine_dies_and_answers_go_on(story):
-    assert sorted(story.half["blocks"]) == list(BLOCKS["pi-2"])
+    # Half of the blocks are left, and may run again in the time that there is.
+    assert sorted(set(story.half["blocks"])) == list(BLOCKS["pi-2"])
     assert story.half["expected"]["kept"] == 6
     assert all("pi-1" in one["why"] for one in story.half["skipped"])
     assert story.after.count("healthy") == 1

@@ -286,7 +286,7 @@ class ChaosBackend:
         if self._ray is not None:
             self._signal(name, signal.SIGKILL)
         elif name not in self._processes:
-            raise HostUnavailable(f"The process of host {name} is not known")
+            raise HostUnavailable(f"Host {name} has no process now: it is starting, or dead")
         else:
             self.transport.heal(name)  # whoever waits for it is to hear that it died
             self.transport.dead.add(name)
@@ -308,7 +308,7 @@ class ChaosBackend:
 
     def _signal(self, name: str, number: signal.Signals) -> None:
         if name not in self._processes:
-            raise HostUnavailable(f"The process of host {name} is not known")
+            raise HostUnavailable(f"Host {name} has no process now: it is starting, or dead")
         node, pid = self._processes[name]
         signal_process(self._ray, pid, number=number, node=node)
 
