@@ -147,6 +147,8 @@ def kill_an_agent(network, directory, marks):
     """One of the two without which a raylet ends, with the exit code of one that was told to."""
     start = "\0".join([sys.executable, "-m", "ray.scripts.scripts", "start"])
     (member,) = network.running("h1", start)
+    # The process has this title only once it has started.
+    until(network, directory, lambda log: network.running("h1", "ray::DashboardAgent"))
     (agent,) = network.running("h1", "ray::DashboardAgent")
     begun = time.monotonic()
     os.kill(agent, signal.SIGKILL)
