@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layershuffle.orders import ExecutionOrder
-from layershuffle.swarm.rounds import Cell, Rounds, Way, cell_of, late_last, overlapped
+from layershuffle.swarm.rounds import UNEXPLAINED, Cell, Rounds, Way, cell_of, late_last, overlapped
 
 
 @pytest.mark.parametrize(
@@ -41,8 +41,10 @@ def test_what_ran_counts_late_answers_and_half_passes():
     assert cell_of(ExecutionOrder.parse("0,1,2,3@2", depth=4).steps) == Cell(4, 1, 2)
     assert cell_of(ExecutionOrder.parse("0,1,2,3@0", depth=4).steps) == Cell(4, 1, 2)
     assert cell_of(ExecutionOrder.parse("0,1,0", depth=4).steps) == Cell(2, 1, 1)
+    # Block 0 ran three times while block 1 was away: that is no second pass.
+    assert cell_of(ExecutionOrder.parse("0,0,0,1", depth=4).steps) == Cell(2, 1, 1)
     # In the second pass: five versions old is more than any number under way explains.
-    assert cell_of(ExecutionOrder.parse("0,1,0,1@0", depth=4).steps) == Cell(2, 2, 3)
+    assert cell_of(ExecutionOrder.parse("0,1,0,1@0", depth=4).steps) == Cell(2, 2, UNEXPLAINED)
 
 
 def test_ways_by_how_many_blocks_can_be_reached():

@@ -20,6 +20,10 @@ Step = tuple[int, int]
 """A block, and the version of the state that it reads."""
 
 
+UNEXPLAINED = 1 << 16
+"""`Cell.parallel` of answers that came later than any number of visits under way explains."""
+
+
 @dataclass(frozen=True, slots=True)
 class Cell:
     """A kind of answer: `kept` blocks, each `passes` times, with `parallel` under way at once."""
@@ -87,13 +91,17 @@ def cell_of(steps: Sequence[Step]) -> Cell:
     the sum over all steps. A pass counts once all of its blocks ran.
     """
     kept = len({block for block, _ in steps})
-    passes = len(steps) // kept
+    passes, seen = 0, set[int]()
+    for block, _ in steps:
+        seen.add(block)
+        if len(seen) == kept:
+            passes, seen = passes + 1, set()
     age = sum(position - version for position, (_, version) in enumerate(steps))
     for parallel in range(1, kept + 1):
         if age <= _age(len(steps), kept=kept, parallel=parallel):
             return Cell(kept, passes, parallel)
-    # Older than any number under way explains: answers came very late.
-    return Cell(kept, passes, kept + 1)
+    # Answers came later than any number under way explains, and no calibration has such a cell.
+    return Cell(kept, passes, UNEXPLAINED)
 
 
 def _age(steps: int, *, kept: int, parallel: int) -> int:
