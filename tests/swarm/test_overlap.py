@@ -1,35 +1,32 @@
-"""Requests with several visits under way: chosen cases by hand, and what holds for every swarm."""
+"""What a request with several visits under way does next: by hand, and for every swarm."""
 
-import asyncio
 from collections import Counter
 from dataclasses import replace
 
-import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_policy import DEPTH, HOSTS, LIMITS, host
-from test_router import Scripted
 
-from clock import loop_time, run_virtual
 from layershuffle.orders import ExecutionOrder
 from layershuffle.swarm import state
 from layershuffle.swarm.limits import Limits
-from layershuffle.swarm.messages import HostGone, Visit, Visited
-from layershuffle.swarm.overlap import counts, decide_overlap
-from layershuffle.swarm.policy import Finish, Progress, UnderWay, Wait
+from layershuffle.swarm.messages import Visit, Visited
+from layershuffle.swarm.overlap import MOST_BESIDE, counts, decide_overlap
+from layershuffle.swarm.policy import Finish, Progress, UnderWay, Wait, compared
 from layershuffle.swarm.rounds import Rounds, Way
-from layershuffle.swarm.router import Router
 from layershuffle.swarm.state import HostView, Swarm
 
 THREE = Rounds(otherwise=Way(3), max_age=4)
 AGAIN = Rounds({2: Way(2, 3)}, otherwise=Way(2), max_age=4)
-START = np.linspace(-1, 1, 6, dtype=np.float32).reshape(1, 2, 3)
 
 
 def next_of(*hosts, rounds=THREE, now=0.0, walks=1, done=(), **progress):
     asked = Progress(**{"depth": 4, "deadline": 1.0, **progress}).after(done)
     return decide_overlap(asked, Swarm(hosts), now=now, limits=LIMITS, rounds=rounds, walks=walks)
+
+
+def replace_limits(**changes):
+    return LIMITS.model_copy(update=changes)
 
 
 def under_way(*visits):
@@ -112,6 +109,93 @@ def test_a_slow_host_takes_part_if_it_may_be_back_in_time():
     assert found == Finish("unreachable"), "nobody waits for it"
 
 
+def test_the_width_is_that_of_the_blocks_that_run():
+    """Four blocks run two at a time and in two passes; of two that are enough, one at a time."""
+    rounds = Rounds({4: Way(2), 2: Way(2, 2)}, otherwise=Way(3), max_age=4, once={2: 1})
+    visit = next_of(replace(A, compute=0.001), B, C, rounds=rounds, most=2)
+    assert visit.blocks == (0, 1), "one visit at a time carries all blocks of its host"
+    assert next_of(A, B, C, rounds=rounds, most=2, under_way=under_way(("b", (2,), 0))) == Wait(
+        0.99, for_hosts=False
+    )
+    slow = replace(C, compute=9.0)
+    waited = under_way(("a", (0,), 0), ("b", (2,), 0))
+    asked = {"rounds": replace(rounds, ways={4: Way(3), 3: Way(2)}), "under_way": waited}
+    assert next_of(A, B, slow, **asked, min_blocks=0) == Wait(0.99, for_hosts=False), "three run"
+    assert next_of(A, B, slow, **asked, min_blocks=4).blocks == (1,), "it needs the slow one too"
+
+
+def test_slow_hosts_are_the_last_resort():
+    slow = replace(C, compute=0.05)
+    limits = replace_limits(slow_factor=2.0, slow_margin_ms=1.0)
+
+    def decided(**progress):
+        asked = Progress(**{"depth": 4, "deadline": 1.0, **progress}).after((0, 1, 2))
+        hosts = Swarm((A, B, slow))
+        return decide_overlap(asked, hosts, now=0.0, limits=limits, rounds=THREE)
+
+    assert decided(min_blocks=4).host == "c"
+    assert decided(min_blocks=3) == Finish("unreachable")
+    beside = under_way(("b", (2,), 3))
+    assert decided(min_blocks=4, under_way=beside) == Wait(0.99), "it waits for b first"
+
+
+def test_a_block_that_nobody_will_be_asked_for_ends_no_pass():
+    """Block 3 ran once, on a host that is slow since: the others run again all the same."""
+    rounds = Rounds(otherwise=Way(1, 3), max_age=4)
+    limits = replace_limits(slow_factor=2.0, slow_margin_ms=1.0)
+    for third in (replace(C, compute=0.05), replace(C, condition="gone")):
+        progress = Progress(5, 1.0).after((0, 2, 3))
+        hosts = Swarm((host("a", 0), B, third))
+        action = decide_overlap(progress, hosts, now=0.0, limits=limits, rounds=rounds)
+        assert action.blocks == (0,)
+        action = decide_overlap(
+            progress.after((0, 2)), hosts, now=0.0, limits=limits, rounds=rounds
+        )
+        assert action.blocks == (0,), "the third pass"
+
+
+def test_no_more_than_eight_go_on_beside_a_request():
+    """Nine slow hosts hold a block each; no host is called to be cancelled for the next one."""
+    slow = [host(f"s{k}", k, compute=0.004, link=0.002) for k in range(9)]
+    quick = [host(f"q{k}", k, compute=0.001, link=0.005) for k in range(9, 20)]
+    limits = replace_limits(slow_factor=2.0, slow_margin_ms=1.0)
+    progress = Progress(20, 1.0)
+    for k in range(MOST_BESIDE):
+        visit = decide_overlap(
+            progress, Swarm(slow + quick), now=0.0, limits=limits, rounds=Rounds(otherwise=Way(2))
+        )
+        assert (visit.host, visit.waited) == (f"s{k}", False), "by name, in every process"
+        beside = UnderWay(visit.host, visit.blocks, 0, waited=False)
+        progress = replace(progress, under_way=(*progress.under_way, beside))
+    visit = decide_overlap(
+        progress, Swarm(slow + quick), now=0.0, limits=limits, rounds=Rounds(otherwise=Way(2))
+    )
+    assert visit.waited
+    assert visit.host.startswith("q")
+
+
+def test_visits_side_by_side_draw_other_hosts():
+    """Of a thousand holders some are drawn; the next visit of a request draws others."""
+    swarm = Swarm(host(f"h{k:03}", 0, 1, 2, 3) for k in range(1000))
+
+    def drawn(**progress):
+        asked = Progress(4, 1.0, seed=3, **progress)
+        return [view.name for view in compared(asked, swarm, blocks=range(4), limits=LIMITS)]
+
+    beside = under_way(("h000", (0,), 0))
+    assert drawn() == drawn()
+    assert len(set(drawn()) & set(drawn(under_way=beside))) < len(drawn()) / 2
+
+
+def test_a_late_answer_is_waited_for_while_blocks_are_too_few():
+    """Host a is late with block 0; another host could answer, but not in time."""
+    late = (UnderWay("a", (0,), 3, waited=False),)
+    far = host("b", 0, link=2.0)
+    asked = {"done": (1, 2, 3), "under_way": late}
+    assert next_of(A, far, **asked, min_blocks=4) == Wait(0.99)
+    assert next_of(A, far, **asked, min_blocks=3) == Finish("deadline")
+
+
 def test_what_still_counts():
     progress = Progress(6, 1.0).after((0, 1, 2))
     assert counts(progress, UnderWay("a", (3,), 1), max_age=2)
@@ -120,166 +204,6 @@ def test_what_still_counts():
     assert counts(progress, UnderWay("a", (0,), 1), max_age=2), "its next pass"
     assert counts(progress, UnderWay("a", (3, 4), 3), max_age=2)
     assert not counts(progress, UnderWay("a", (3, 4), 2), max_age=2), "one sum, on its own state"
-
-
-# --- whole requests -------------------------------------------------------------------------------
-
-
-def curved(blocks, state_before):
-    """What scripted hosts compute here: each block adds something that depends on the state."""
-    for block in blocks:
-        state_before = state_before + np.float32(0.1) * np.sin(state_before + np.float32(block))
-    return state_before
-
-
-def replayed(route, start=START):
-    """The route's steps by the formula of `layershuffle.orders`, one after the other."""
-    states = [start]
-    for position, (block, version) in enumerate(route.steps):
-        out = curved((block,), states[version])
-        newest = version == position
-        states.append(out if newest else states[-1] + (out - states[version]))
-    return states[-1]
-
-
-class Curved(Scripted):
-    """Hosts that compute `curved`."""
-
-    compute = staticmethod(curved)
-
-
-def walked(acts, hosts, *, rounds=THREE, depth=4, seconds=1.0, limits=LIMITS, views=None, **asked):
-    async def go():
-        transport = Curved(acts)
-        router = Router(transport, depth=depth, limits=limits, rounds=rounds, clock=loop_time)
-        router.swarm = Swarm(
-            HostView(
-                name,
-                frozenset(blocks),
-                **{"compute": 0.004, "link": 0.001, **(views or {}).get(name, {})},
-            )
-            for name, blocks in hosts.items()
-        )
-        after, route = await router.walk(START, deadline=router.clock() + seconds, **asked)
-        await asyncio.sleep(1)  # what was cancelled comes to its end
-        assert router.walks == 0
-        assert all(view.waiting == 0 for view in router.swarm.values())
-        return after, route, transport
-
-    return run_virtual(go())
-
-
-SIX = {name: (2 * place, 2 * place + 1) for place, name in enumerate("abcdef")}
-
-
-def slow_visits(names, seconds):
-    return {name: [seconds] * 40 for name in names}
-
-
-def test_a_round_takes_as_long_as_one_visit():
-    """12 blocks on six hosts, 10 ms each, three at a time: four rounds."""
-    after, route, _ = walked(slow_visits(SIX, 0.01), SIX, depth=12)
-    assert route.ms == pytest.approx(40)
-    assert route.ending == "complete"
-    assert sorted(route.order) == list(range(12))
-    assert (after == replayed(route)).all()
-    ages = [place - version for place, (_, version) in enumerate(route.steps)]
-    assert max(ages) == 2, "two others ended before"
-    order = ExecutionOrder(route.order, 12, route.versions)
-    assert order.steps == route.steps
-
-
-def test_a_slow_visit_holds_nobody_up_and_counts():
-    """a's block comes after 35 ms: until then two others are under way, and then three."""
-    acts = slow_visits(SIX, 0.01) | {"a": [0.035, *[0.01] * 9]}
-    late = Rounds(otherwise=Way(3), max_age=11)
-    after, route, _ = walked(acts, SIX, depth=12, rounds=late)
-    assert route.ms == pytest.approx(50)
-    assert route.ending == "complete"
-    assert max(place - version for place, (_, version) in enumerate(route.steps)) >= 5
-    assert (after == replayed(route)).all()
-
-
-def test_what_comes_too_late_runs_again():
-    acts = slow_visits(SIX, 0.01) | {"a": [0.035, *[0.01] * 9]}
-    after, route, transport = walked(
-        acts, SIX, depth=12, rounds=Rounds(otherwise=Way(3), max_age=2)
-    )
-    assert route.ending == "complete"
-    assert sorted(route.order) == list(range(12))
-    assert max(place - version for place, (_, version) in enumerate(route.steps)) <= 2
-    assert (after == replayed(route)).all()
-    assert transport.calls.count(("a", (0,))) == 2
-
-
-def test_a_dead_host_costs_its_blocks_and_the_rest_runs_again():
-    hosts = {"a": [0], "b": [1], "c": [2, 3]}
-    acts = slow_visits("ab", 0.01) | {"c": [HostGone("dead")]}
-    after, route, _ = walked(acts, hosts, rounds=AGAIN)
-    assert Counter(route.order) == {0: 3, 1: 3}
-    assert (route.ending, set(route.skipped)) == ("unreachable", {2, 3})
-    assert (after == replayed(route)).all()
-    assert route.kept == 2
-
-
-def test_the_first_of_two_answers_counts():
-    """a is late after 100 ms and answers after 130, b, which is asked then, after 140."""
-    acts = {"a": [0.13], "b": [0.04], "c": [0.01]}
-    after, route, transport = walked(acts, {"a": [0], "b": [0], "c": [1]}, depth=2)
-    hops = [(hop.host, hop.outcome) for hop in route.hops]
-    assert hops == [("c", "answered"), ("a", "late"), ("a", "answered")]
-    assert (route.steps, route.ms) == (((1, 0), (0, 0)), pytest.approx(130))
-    assert (after == replayed(route)).all()
-    assert transport.cancelled == ["b"]
-
-
-def test_late_answers_wait_for_several_blocks_in_one_visit():
-    """One host is left, which runs 1 and 2 together: what comes meanwhile joins after them."""
-    hosts = {"a": [0], "b": [1, 2, 3]}
-    acts = {"a": [0.105], "b": [0.002, 0.09, 0.02]}
-    after, route, _ = walked(acts, hosts, rounds=Rounds(otherwise=Way(2), max_age=9))
-    assert route.ending == "complete"
-    assert (after == replayed(route)).all()
-
-
-def test_requests_side_by_side_do_not_mix():
-    async def go():
-        router = Router(
-            Curved(slow_visits(SIX, 0.01)), depth=12, limits=LIMITS, rounds=THREE, clock=loop_time
-        )
-        router.swarm = Swarm(
-            HostView(name, frozenset(blocks), compute=0.004, link=0.001)
-            for name, blocks in SIX.items()
-        )
-        starts = [START * (k + 1) for k in range(5)]
-        walks = [router.walk(start, deadline=router.clock() + 2) for start in starts]
-        return starts, await asyncio.gather(*walks)
-
-    starts, results = run_virtual(go())
-    for start, (after, route) in zip(starts, results, strict=True):
-        assert (after == replayed(route, start)).all()
-        assert route.ending == "complete"
-
-
-def test_cancelling_a_request_drops_all_of_its_visits():
-    async def go():
-        transport = Curved(slow_visits(SIX, 9.0))
-        router = Router(transport, depth=12, limits=LIMITS, rounds=THREE, clock=loop_time)
-        router.swarm = Swarm(
-            HostView(name, frozenset(blocks), compute=0.004, link=0.001)
-            for name, blocks in SIX.items()
-        )
-        walk = asyncio.ensure_future(router.walk(START, deadline=router.clock() + 2))
-        await asyncio.sleep(0.01)
-        walk.cancel()
-        await asyncio.gather(walk, return_exceptions=True)
-        await asyncio.sleep(1)
-        return transport, router
-
-    transport, router = run_virtual(go())
-    assert len(transport.cancelled) == 3
-    assert router.walks == 0
-    assert all(view.waiting == 0 for view in router.swarm.values())
 
 
 # --- what holds for every swarm -------------------------------------------------------------------

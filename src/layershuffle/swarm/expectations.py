@@ -47,8 +47,8 @@ class Expected:
 def expected_at(calibration: Calibration, cell: Cell) -> Expected | None:
     """The accuracy to expect of an answer that ran as `cell` says; `None` if none was measured.
 
-    Of more passes than were measured it is that of the most that were, because passes beyond them
-    are only run with fewer blocks, where they help.
+    Of more passes than were measured it is that of the most that were: a host that comes back
+    brings blocks which join a request that already ran its others again.
     """
     rows = [
         row
@@ -91,17 +91,29 @@ def rounds_of(calibration: Calibration | None, *, parallel: int | None = None) -
 
     For each number of blocks: the fewest passes within half a point of the best number of them, and
     with so many the most blocks under way that cost no more than half a point. `parallel` sets the
-    number under way instead. A late answer counts as far as it was no worse than none. Without a
-    calibration nothing runs again, and answers may be twice as old as those of so many under way.
+    number under way instead. A late answer counts as far as it was no worse than none, and always
+    where it is no older than those of so many under way. Without a calibration nothing runs again,
+    and answers may be twice as old as that. Raises `UsageError` for `parallel` above 1 if only one
+    block after the other was measured: the blocks may not add to their state.
     """
     if calibration is None:
         return Rounds(otherwise=Way(parallel or 1), max_age=2 * (parallel or 1))
     top1 = {row.cell: row.top1 for row in calibration.rows}
     depth = len(calibration.queue)
-    ways = {kept: _way(top1, kept, parallel=parallel) for kept in range(1, depth + 1)}
+    if parallel is not None and parallel > 1 and all(cell.parallel == 1 for cell in top1):
+        raise UsageError(
+            f"{parallel} blocks are to run side by side, but the model's calibration has no "
+            "accuracy of that: its blocks do not add to their state, or it is old",
+            hint="leave `parallel` out of the plan, or run layershuffle swarm calibrate again",
+        )
+    numbers = range(1, depth + 1)
+    ways = {kept: _way(top1, kept, parallel=parallel) for kept in numbers}
+    once = {kept: parallel or _widest(top1, kept, passes=1) for kept in numbers}
     without = top1[Cell(depth - 1)] if depth > 1 else 0.0
     worse = [age for age, late in enumerate(calibration.late) if late < without]
-    return Rounds(ways, max_age=worse[0] if worse else len(calibration.late))
+    measured = worse[0] if worse else len(calibration.late)
+    widest = max(*once.values(), *(way.parallel for way in ways.values()))
+    return Rounds(ways, max_age=max(measured, widest - 1), once=once)
 
 
 def _way(top1: Mapping[Cell, float], kept: int, *, parallel: int | None) -> Way:
@@ -118,8 +130,17 @@ def _way(top1: Mapping[Cell, float], kept: int, *, parallel: int | None) -> Way:
     passes = next(passes for passes in number if of(passes, given or 1) >= best - _POINTS)
     if parallel is not None:
         return Way(parallel, passes)
-    near = [n for p, n in measured if p == passes and of(passes, n) >= of(passes, 1) - _POINTS]
-    return Way(max(near), passes)
+    return Way(_widest(top1, kept, passes=passes), passes)
+
+
+def _widest(top1: Mapping[Cell, float], kept: int, *, passes: int) -> int:
+    """The most blocks under way that cost no more than half a point."""
+    least = top1[Cell(kept, passes)] - _POINTS
+    return max(
+        cell.parallel
+        for cell, accuracy in top1.items()
+        if (cell.kept, cell.passes) == (kept, passes) and accuracy >= least
+    )
 
 
 def expected_over(

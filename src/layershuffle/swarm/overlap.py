@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from math import ceil
+from math import ceil, inf
 
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Visit
@@ -31,6 +31,9 @@ from layershuffle.swarm.policy import (
 )
 from layershuffle.swarm.rounds import Rounds
 from layershuffle.swarm.state import HostView, Swarm, expected, slow_above
+
+MOST_BESIDE = 8
+"""Visits that go on beside a request which does not wait for them. Each holds a state."""
 
 
 def counts(progress: Progress, visit: UnderWay, *, max_age: int) -> bool:
@@ -66,35 +69,37 @@ def decide_overlap(
         return Finish("complete" if whole else "enough" if len(ran) >= most else "deadline")
     waited = [visit for visit in progress.under_way if visit.waited]
     busy = {block for visit in waited for block in visit.blocks}
-    reached = [b for b in range(progress.depth) if b in ran or b in busy or swarm.usable(b)]
+    request = _Request(progress, swarm, left=left, limits=limits, alone=not waited)
+    blocks = range(progress.depth)
+    reached = [b for b in blocks if b in ran or b in busy or request.may_run(b)]
+    way = rounds.way(len(reached), enough=most)
     # Side by side takes more visits for as many blocks: on busy hosts it would cost throughput.
-    width = max(1, min(rounds.way(len(reached)).parallel, swarm.usable_hosts // walks))
+    width = max(1, min(way.parallel, swarm.usable_hosts // walks))
     # What a visit of several blocks adds fits its own state alone, so that none may join it.
     if waited and (len(waited) >= width or len(busy) > len(waited)):
         return Wait(now + left, for_hosts=False)
-    request = _Request(progress, swarm, left=left, limits=limits, alone=not waited, width=width)
-    first = [b for b in reached if b not in ran and b not in busy]
-    visit = request.visit(first, room=most - len(ran | busy))
+    first = [b for b in blocks if b not in ran and b not in busy and swarm.usable(b)]
+    visit = request.visit(first, room=most - len(ran | busy), width=width)
     if visit is None and busy <= ran:
-        again = _again(progress, swarm, busy=busy, rounds=rounds)
-        visit = request.visit(again, room=len(again))
+        passes = rounds.way(len(ran), enough=most).passes
+        again = _again(progress, request, busy=busy, passes=passes)
+        visit = request.visit(again, room=len(again), width=width)
     if visit is not None and visit.expected <= left:
         return visit
-    # A request does not end by what could not be in time while others may be.
-    if waited:
+    # A request does not end by what could not be in time while others may be. Nor, while it has too
+    # few blocks, before what it has given up comes.
+    if waited or (progress.under_way and len(ran) < progress.min_blocks):
         return Wait(now + left)
     if visit is not None:
         return Finish("deadline")
-    pending = replace(progress, pending=bool(progress.under_way))
-    return nowhere(pending, swarm, now=now, left=left, routing="order-free")
+    return nowhere(progress, swarm, now=now, left=left, routing="order-free")
 
 
-def _again(progress: Progress, swarm: Swarm, *, busy: set[int], rounds: Rounds) -> list[int]:
+def _again(progress: Progress, request: _Request, *, busy: set[int], passes: int) -> list[int]:
     """The blocks to run in the present pass beyond the first, once all of the one before ran."""
     runs = Counter(progress.done)
-    passes = rounds.way(len(runs)).passes
-    # What can be reached no more takes no part in this pass.
-    runs = Counter({b: times for b, times in runs.items() if b in busy or swarm.usable(b)})
+    # A block that no host will be asked for takes no part in this pass, or it would be the last.
+    runs = Counter({b: times for b, times in runs.items() if b in busy or request.may_run(b)})
     passed = min(runs.values(), default=passes)
     if passed >= passes:
         return []
@@ -104,7 +109,7 @@ def _again(progress: Progress, swarm: Swarm, *, busy: set[int], rounds: Rounds) 
 class _Request:
     """A request at one moment: which host it could ask next.
 
-    `alone`: nothing that it waits for is under way. `width`: visits that may be.
+    `alone`: nothing that it waits for is under way.
     """
 
     def __init__(
@@ -115,15 +120,27 @@ class _Request:
         left: float,
         limits: Limits,
         alone: bool,
-        width: int,
     ) -> None:
         self.progress, self.swarm, self.left, self.limits = progress, swarm, left, limits
-        self.alone, self.width, self.pace = alone, width, swarm.pace(limits)
+        self.alone, self.pace = alone, swarm.pace(limits)
+        self.slow_above = slow_above(self.pace, limits)
+        self.enough = len(set(progress.done)) >= progress.min_blocks
         # Also a late visit is not repeated at its own host.
         self._asked = {(v.host, block) for v in progress.under_way for block in v.blocks}
 
-    def visit(self, blocks: Sequence[int], *, room: int) -> Visit | None:
-        """The visit for at most `room` of `blocks` that is expected to answer first, if any."""
+    def may_run(self, block: int) -> bool:
+        """Whether a host may be asked for `block`: a slow one only while blocks are too few."""
+        bound = inf if not self.enough else self.slow_above
+        return any(
+            self._open(self.swarm[name], block) and (self.swarm[name].compute or 0.0) <= bound
+            for name in self.swarm.usable(block)
+        )
+
+    def visit(self, blocks: Sequence[int], *, room: int, width: int) -> Visit | None:
+        """The visit for at most `room` of `blocks` that is expected to answer first, if any.
+
+        `width`: how many visits may be under way.
+        """
         if not blocks or room < 1:
             return None
         offers = {
@@ -131,14 +148,16 @@ class _Request:
             for host in compared(self.progress, self.swarm, blocks=blocks, limits=self.limits)
             if (offered := [b for b in blocks if b in host.blocks and self._open(host, b)])
         }
-        bound = slow_above(self.pace, self.limits)
         # A host that nobody has measured counts as quick, or it would never be measured.
-        quick = {host: work for host, work in offers.items() if (host.compute or 0.0) <= bound}
+        quick = {
+            host: work for host, work in offers.items() if (host.compute or 0.0) <= self.slow_above
+        }
         if not quick:
-            return self._of_slow(offers, room=room)
-        if (slow := self._beside(offers, quick)) is not None:
+            # Slow hosts are the last resort of a request that has too few blocks.
+            return self._first(offers, room=room) if self.alone and not self.enough else None
+        if (slow := self._beside(offers, quick, width=width)) is not None:
             return slow
-        if self.alone and (self.width == 1 or len(quick) == 1):
+        if self.alone and (width == 1 or len(quick) == 1):
             return self._first(quick, room=room)
         if not self.alone:
             # To queue there would gain nothing, and cost another request its turn.
@@ -176,24 +195,22 @@ class _Request:
             host, blocks, progress=self.progress, pace=self.pace, left=self.left, limits=self.limits
         )
 
-    def _of_slow(self, offers: dict[HostView, list[int]], *, room: int) -> Visit | None:
-        """A slow host, if a request that has too few blocks waits for nothing else."""
-        enough = len(set(self.progress.done)) >= self.progress.min_blocks
-        return None if enough or not self.alone else self._first(offers, room=room)
-
     def _beside(
-        self, offers: dict[HostView, list[int]], quick: dict[HostView, list[int]]
+        self, offers: dict[HostView, list[int]], quick: dict[HostView, list[int]], *, width: int
     ) -> Visit | None:
         """A visit to an idle slow host that may be back before the quick ones are done.
 
         For a block that no quick host holds. The request does not wait for it.
         """
+        # Another one would push out the oldest of them, and its host would have worked in vain.
+        if sum(not visit.waited for visit in self.progress.under_way) >= MOST_BESIDE:
+            return None
         held = {block for work in quick.values() for block in work}
         each = self.pace.link + self.pace.compute
-        rest = ceil(len(held) / self.width) * each * self.progress.images
+        rest = ceil(len(held) / width) * each * self.progress.images
         under_way = {block for visit in self.progress.under_way for block in visit.blocks}
-        for host in offers.keys() - quick.keys():
-            blocks = [b for b in offers[host] if b not in held and b not in under_way]
+        for host, offered in offers.items():
+            blocks = [b for b in offered if b not in held and b not in under_way]
             if blocks and not host.waiting:
                 visit = self._to(host, (blocks[0],))
                 if visit.expected <= min(rest, self.left):

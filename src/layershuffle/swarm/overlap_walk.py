@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from layershuffle.swarm.messages import Ending, Visit
-from layershuffle.swarm.overlap import counts, decide_overlap
+from layershuffle.swarm.overlap import MOST_BESIDE, counts, decide_overlap
 from layershuffle.swarm.policy import Finish, UnderWay, Wait
 from layershuffle.swarm.rounds import Rounds
 from layershuffle.swarm.walk import Caller, PendingVisit, Walk
-
-_LATE = 8  # visits that go on beside a request which does not wait for them; each holds a state
 
 
 class OverlapWalk:
@@ -56,15 +54,16 @@ class OverlapWalk:
         return several or self._calls
 
     def _take_ended(self) -> None:
-        """Add up what has come, give up what is late, and drop what can no longer count."""
+        """Give up what is late, add up what has come, and drop what can no longer count."""
+        now = self._router.clock()
+        # First, because answers that came wait for a visit of several blocks until it is late.
+        for call in self._calls:
+            if call.waited and now >= call.ends and not call.task.done():
+                self._router.fail(self._walk, call, outcome="late", why="no answer in time")
         while ended := [call for call in self._joinable if call.task.done()]:
             self._calls.remove(ended[0])
             self._take(ended[0])
             self._drop_stale()
-        now = self._router.clock()
-        for call in self._calls:
-            if call.waited and now >= call.ends:
-                self._router.fail(self._walk, call, outcome="late", why="no answer in time")
         self._drop_stale()
 
     def _take(self, call: PendingVisit) -> None:
@@ -80,7 +79,7 @@ class OverlapWalk:
     def _drop_stale(self) -> None:
         age, beside = self._rounds.max_age, [call for call in self._calls if not call.waited]
         for call in self._calls[:]:
-            old = call in beside[:-_LATE]
+            old = call in beside[:-MOST_BESIDE]
             if old or not counts(self._walk.progress, _under_way(call), max_age=age):
                 call.task.cancel()
                 self._calls.remove(call)

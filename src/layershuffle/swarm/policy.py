@@ -210,8 +210,9 @@ def compared(
     """
     holders = [swarm.usable(block) for block in blocks]
     if sum(map(len, holders)) > limits.compared:
-        # By request and step, so that a request which has waited draws the same hosts again.
-        stream = Stream(progress.seed, len(progress.done))
+        # By request and step, so that a request which has waited draws the same hosts again, and
+        # visits side by side draw others.
+        stream = Stream(progress.seed, len(progress.done) + len(progress.under_way))
         each = max(_FEWEST, limits.compared // len(blocks))
         # The same numbers for all blocks: those with the same holders draw the same hosts, which
         # keeps the list short.
@@ -326,10 +327,14 @@ def nowhere(
     if free and len(set(progress.done)) >= progress.min_blocks:
         return Finish("unreachable")
     holders = (swarm[name] for block in progress.wanted for name in swarm.held(block))
-    if progress.pending or any(
-        # A pipeline is lost with a process: it does not wait for the next one.
-        may_return(host, now=now, left=left) and (free or host.condition == "suspect")
-        for host in holders
+    if (
+        progress.pending
+        or progress.under_way
+        or any(
+            # A pipeline is lost with a process: it does not wait for the next one.
+            may_return(host, now=now, left=left) and (free or host.condition == "suspect")
+            for host in holders
+        )
     ):
         return Wait(now + left)
     return Finish("unreachable" if free else "lost")
@@ -373,4 +378,6 @@ def _reason(block: int, progress: Progress, swarm: Swarm, *, ending: Ending, lim
         return "; ".join(f"host {host.name} is {host.condition}: {host.why}" for host in holders)
     if ending == "unreachable" and all(is_slow(host, pace=pace, limits=limits) for host in usable):
         return "; ".join(f"host {host.name} is slow" for host in usable)
-    return "the deadline was near" if ending in ("deadline", "lost") else "its turn had passed"
+    free = progress.order is None
+    passed = "its host had not answered in time" if free else "its turn had passed"
+    return "the deadline was near" if ending in ("deadline", "lost") else passed

@@ -45,22 +45,31 @@ class Way:
 class Rounds:
     """How requests in free order may run.
 
-    `ways`: by how many blocks can be reached; `otherwise`: where nothing stands there. `max_age`:
-    how many versions old a state may be whose answer still counts.
+    `ways`: by how many blocks can be reached; `once`: how many are under way by how many blocks
+    run, each once; `otherwise`: where nothing stands there. `max_age`: how many versions old a
+    state may be whose answer still counts.
     """
 
     ways: Mapping[int, Way] = field(default_factory=dict)
     otherwise: Way = Way()
     max_age: int = 0
+    once: Mapping[int, int] = field(default_factory=dict)
 
-    def way(self, reached: int) -> Way:
-        """How a request runs `reached` blocks."""
-        return self.ways.get(reached, self.otherwise)
+    def way(self, reached: int, *, enough: int) -> Way:
+        """How a request runs `reached` blocks, of which `enough` end it: no block runs again then.
+
+        More under way may cost nothing where blocks run again, and much where each runs once.
+        """
+        way = self.ways.get(min(reached, enough), self.otherwise)
+        if reached < enough:
+            return way
+        return Way(self.once.get(enough, way.parallel))
 
     @property
     def as_a_queue(self) -> bool:
         """Whether all requests run one block after the other, each once."""
-        return all(way == Way() for way in (*self.ways.values(), self.otherwise))
+        ways = (*self.ways.values(), self.otherwise, *map(Way, self.once.values()))
+        return all(way == Way() for way in ways)
 
 
 QUEUE = Rounds()

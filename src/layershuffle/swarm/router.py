@@ -1,7 +1,8 @@
 """The router: carries out over a transport what the policy decides. A thin asyncio shell.
 
 Everything that it learns goes into `Swarm` values through the pure functions of `state`, and
-everything that it does comes from `policy.decide`. Use it from one event loop only.
+everything that it does comes from `policy.decide` or `overlap.decide_overlap`. Use it from one
+event loop only.
 """
 
 from __future__ import annotations
@@ -85,7 +86,9 @@ class Router:
     @swarm.setter
     def swarm(self, swarm: Swarm) -> None:
         self._swarm = swarm
+        # A new event, because a request that waits may not have run before the next one waits.
         self._changed.set()
+        self._changed = asyncio.Event()
 
     def update(self, name: str, change: Callable[[HostView], HostView]) -> None:
         """Apply a pure change to one host, if it is still known."""
@@ -177,7 +180,6 @@ class Router:
         if not changes:
             await asyncio.wait(tasks, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
             return
-        self._changed.clear()
         changed = asyncio.ensure_future(self._changed.wait())
         try:
             await asyncio.wait(

@@ -222,7 +222,7 @@ class CalibrateCommand(ComputingCommand):
         rows = []
         # From all blocks downwards, as they are lost.
         for row in reversed(calibration.queue):
-            way = rounds.way(row.kept)
+            way = rounds.way(row.kept, enough=len(calibration.queue))
             chosen = expected_at(calibration, Cell(row.kept, way.passes, way.parallel))
             rows.append(
                 (

@@ -245,8 +245,10 @@ class RequestScheduler:
         usable = [host for host in router.swarm.values() if host.usable]
         reachable = {block for host in usable for block in host.blocks}
         places = {(host.name, block) for host in usable for block in host.blocks}
-        most = min(len(reachable), router.most_blocks or router.depth)
-        way = router.rounds.way(most) if router.routing == "order-free" else Way()
+        enough = router.most_blocks or router.depth
+        most, way = min(len(reachable), enough), Way()
+        if router.routing == "order-free":
+            way = router.rounds.way(len(reachable), enough=enough)
         cell = Cell(most, way.passes, min(way.parallel, most)) if most else None
         return self._expected_with(cell, foreign & places)
 
