@@ -22,6 +22,7 @@ from layershuffle.swarm.policy import FREE
 from layershuffle.swarm.ray_session import local_ray
 from layershuffle.swarm.remote_model import served_host
 from layershuffle.swarm.service import swarm_on
+from layershuffle.text import counted
 
 HOSTS, QUARTER, TEN = 6, 4.0, 10.0
 """Hosts that share the cores of this machine and sleep three times as long as they compute have a
@@ -125,21 +126,21 @@ def survivors(swarms: Swarms, *, requests: int) -> Row:
     )
 
 
-def beside_a_slow_host(swarms: Swarms, *, requests: int, repeats: int) -> Row:
-    """Six hosts, one of them ten times slower, four clients: against one visit at a time."""
+def beside_a_slow_host(swarms: Swarms, *, clients: int, requests: int, repeats: int) -> Row:
+    """Six hosts, one of them ten times slower, some clients: against one visit at a time."""
     plan = even_plan(12, HOSTS)
     slow = {next(iter(plan.hosts)): TEN}
     drills = asyncio.run(
-        drilled(swarms, plan, slow=slow, requests=requests, repeats=repeats, clients=4)
+        drilled(swarms, plan, slow=slow, requests=requests, repeats=repeats, clients=clients)
     )
     pairs = zip(*(drills[routing] for routing in FREE), strict=True)
     return Row(
-        name="one host ten times slower",
+        name=f"one host ten times slower, {counted(clients, 'client')}",
         what="99 % within, order-free over order-free-serial,",
         values=tuple(new.quantile(0.99) / old.quantile(0.99) for new, old in pairs),
         unit="",
         bound=Bound("at_most", 1.0),
-        settings={"model": DEFAULT_MODEL, "hosts": HOSTS, "slowed": TEN, "clients": 4},
+        settings={"model": DEFAULT_MODEL, "hosts": HOSTS, "slowed": TEN, "clients": clients},
         facts=facts(drills),
     )
 
@@ -156,7 +157,8 @@ def rows(effort: Effort) -> Iterator[Row]:
         if not smoke:
             yield quicker(swarms, HEAVY, parallel=3, requests=12, repeats=repeats)
         yield survivors(swarms, requests=many)
-        yield beside_a_slow_host(swarms, requests=few, repeats=repeats)
+        for clients in (1, 4):
+            yield beside_a_slow_host(swarms, clients=clients, requests=few, repeats=repeats)
 
 
 CLAIM = Claim(theme="swarm-rounds", text=__doc__.removeprefix("Claim: "), rows=rows)

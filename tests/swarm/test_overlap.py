@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_policy import DEPTH, HOSTS, LIMITS, host
@@ -64,6 +65,20 @@ def test_busy_swarms_run_one_visit_at_a_time_with_all_that_its_host_holds():
     assert next_of(host("a", 0, 1, 2, 3)) == Visit("a", (0, 1, 2, 3), limit=0.1), "one host"
 
 
+@pytest.mark.parametrize(("compute", "blocks"), [(0.001, (0, 1)), (0.002, (0,))])
+def test_where_the_way_takes_longest_a_visit_carries_all_blocks_of_its_host(compute, blocks):
+    """Two hosts of two blocks, 4 ms away. Side by side a block takes 2.5 or 3 ms, and one visit
+    after the other 3 or 4 ms: a sixth less, or a quarter."""
+    far = {"compute": compute, "link": 0.004}
+    hosts = host("a", 0, 1, **far), host("b", 2, 3, **far)
+    assert next_of(*hosts, rounds=Rounds(otherwise=Way(2))).blocks == blocks
+
+
+def test_hosts_that_say_they_take_no_time_are_asked_like_others():
+    at_once = {"compute": 0.0, "link": 0.0}
+    assert next_of(host("a", 0, 1, **at_once), host("b", 2, **at_once)).host == "a"
+
+
 def test_blocks_that_few_hold_go_first():
     assert next_of(A, host("b", 0, 2, 3), rounds=THREE).blocks == (1,)
 
@@ -103,6 +118,10 @@ def test_a_slow_host_takes_part_if_it_may_be_back_in_time():
     assert visit.host != "d", "only one round is left: 6 ms"
     visit = decide_overlap(Progress(4, 1.0), Swarm(hosts), now=0.0, limits=limits, rounds=two)
     assert (visit.host, visit.blocks, visit.waited) == ("d", (3,), False)
+    busy = decide_overlap(
+        Progress(4, 1.0), Swarm(hosts), now=0.0, limits=limits, rounds=two, walks=3
+    )
+    assert busy.host != "d", "a busy swarm has no visits to spare"
     ended = progress.after((1, 2))
     ended = replace(ended, under_way=(UnderWay("d", (3,), 0, waited=False),))
     found = decide_overlap(ended, Swarm(hosts), now=0.0, limits=limits, rounds=two)

@@ -6,7 +6,9 @@ without it: another holder is asked for its block, and the first answer counts. 
 under way at a time, it carries all blocks of its host, as in `policy`.
 
 Side by side pays while hosts would have nothing to do. So a request has no more visits under way
-than are its part of the usable hosts, all requests alike, and asks idle hosts alone for more.
+than are its part of the usable hosts, all requests alike, and asks idle hosts alone for more. And
+it pays where a block takes long beside the way to its host: else one visit for all blocks of a host
+is as quick.
 """
 
 from __future__ import annotations
@@ -32,6 +34,10 @@ from layershuffle.swarm.policy import (
 from layershuffle.swarm.rounds import Rounds
 from layershuffle.swarm.state import HostView, Swarm, expected, slow_above
 
+_PAYS = 0.8
+"""Part of the time that side by side may take: it makes more visits, each of which costs the router
+some time, and every visit slows the others a little."""
+_LEAST = 1e-6  # seconds
 MOST_BESIDE = 8
 """Visits that go on beside a request which does not wait for them. Each holds a state."""
 
@@ -157,7 +163,7 @@ class _Request:
             return self._first(offers, room=room) if self.alone and not self.enough else None
         if (slow := self._beside(offers, quick, width=width)) is not None:
             return slow
-        if self.alone and (width == 1 or len(quick) == 1):
+        if self.alone and not self._pays(quick, room=room, width=width):
             return self._first(quick, room=room)
         if not self.alone:
             # To queue there would gain nothing, and cost another request its turn.
@@ -190,6 +196,20 @@ class _Request:
             blocks = blocks[:-1]
         return self._to(host, blocks)
 
+    def _pays(self, offers: dict[HostView, list[int]], *, room: int, width: int) -> bool:
+        """Whether single blocks side by side take clearly less time than all blocks of a host."""
+        images, pace = self.progress.images, self.pace
+        single = sorted(expected(host, 1, pace=pace, images=images) for host in offers)[:width]
+        several = min(
+            expected(host, count, pace=pace, images=images) / count
+            for host, work in offers.items()
+            if (count := min(len(work), room))
+        )
+        # No visit waits for another one, so that what each host does in a second adds up. A host
+        # may have said that it takes no time at all.
+        side_by_side = 1 / sum(1 / max(seconds, _LEAST) for seconds in single)
+        return len(single) > 1 and side_by_side <= _PAYS * several
+
     def _to(self, host: HostView, blocks: tuple[int, ...]) -> Visit:
         return visit_to(
             host, blocks, progress=self.progress, pace=self.pace, left=self.left, limits=self.limits
@@ -202,6 +222,9 @@ class _Request:
 
         For a block that no quick host holds. The request does not wait for it.
         """
+        # On a busy swarm its visits would cost the other requests more than they bring to this one.
+        if width == 1:
+            return None
         # Another one would push out the oldest of them, and its host would have worked in vain.
         if sum(not visit.waited for visit in self.progress.under_way) >= MOST_BESIDE:
             return None
