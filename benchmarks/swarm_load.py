@@ -11,7 +11,8 @@ python benchmarks/swarm_load.py [--requests 1000] [--memory-requests 5000] [--bu
 4. many requests while no host fails: how many are answered in part all the same, and the memory
    of every process, those of Ray among them.
 
-`--busy` starts so many other programs that want a core each: the load of a busy machine.
+`--busy` starts so many other programs that want a core each beside the last part: the load of a busy
+machine.
 
 Writes a JSON file with versions and hardware; exit code 1 if a promise is broken. `--smoke` runs it
 in seconds, within one process, and judges nothing.
@@ -26,7 +27,8 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -156,8 +158,21 @@ async def measured(plan: SwarmPlan, options: argparse.Namespace) -> dict[str, An
             results["order-free"] = await load_.killed("order-free", options.requests)
             results["sequential"] = await load_.killed("sequential", options.requests)
             results["slow"] = await load_.slow(options.requests)
-            results["memory"] = await load_.memory(options.memory_requests)
+            with busy(options.busy):
+                results["memory"] = await load_.memory(options.memory_requests)
     return results
+
+
+@contextmanager
+def busy(count: int) -> Iterator[None]:
+    """So many other programs that want a core each."""
+    programs = [subprocess.Popen(BUSY) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for program in programs:
+            program.kill()
+            program.wait()
 
 
 def broken(results: dict[str, Any]) -> list[str]:
@@ -190,13 +205,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.smoke:
         options.requests, options.memory_requests = SMOKES
-    busy = [subprocess.Popen(BUSY) for _ in range(options.busy)]
-    try:
-        results = asyncio.run(measured(even_plan(DEPTH, HOSTS), options))
-    finally:
-        for process in busy:
-            process.kill()
-            process.wait()
+    results = asyncio.run(measured(even_plan(DEPTH, HOSTS), options))
     results |= {
         "busy": options.busy,
         "hosts": HOSTS, "concurrency": CONCURRENCY, "deadline_ms": DEADLINE_MS,
