@@ -11,7 +11,7 @@ python benchmarks/swarm_load.py [--requests 1000] [--memory-requests 5000] [--bu
 4. many requests while no host fails: how many are answered in part all the same, and the memory
    of every process, those of Ray among them.
 
-`--busy` starts so many other programs that want a core each beside the last part: the load of a busy
+`--busy` starts so many other programs that want a core each beside the last part, as on a busy
 machine.
 
 Writes a JSON file with versions and hardware; exit code 1 if a promise is broken. `--smoke` runs it
