@@ -41,7 +41,7 @@ SWARM_LAYERS = (
     ("limits", "ray_config", "program", "speed"),
     ("ray_local", "messages", "export", "lineage", "ray_session"),
     ("state", "audits", "frames", "stream", "rounds"),
-    ("policy", "overlap", "walk", "overlap_walk"),
+    ("policy", "overlap", "ordered", "walk", "overlap_walk", "ordered_walk"),
     ("plan", "router", "host", "channel", "bundle"),
     ("placement", "health", "remote_model", "calibration", "expectations"),
     ("local", "ray_hosts"),

@@ -56,6 +56,13 @@ def in_process(model, order, batch=1):
     return records.records[-1].tensor.detach().numpy()
 
 
+def replay_error(model, batch, got):
+    """Of a classification: the largest difference from its steps in the model itself."""
+    order = ls.ExecutionOrder(got.route.order, got.route.depth, got.route.versions)
+    with torch.no_grad(), ls.running(model, order):
+        return float((got.logits - ls.models.logits_of(model(batch))).abs().max())
+
+
 class Clock:
     """Seconds that pass when a test says so."""
 

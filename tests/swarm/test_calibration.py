@@ -333,10 +333,14 @@ def test_the_gateway_tells_it():
         async with site(calibration=made_up()) as place:
             full = (await place.classify(file_of(picture()))).json()
             part = (await place.classify(file_of(picture()), order="2,0")).json()
+            named = [
+                (await place.classify(file_of(picture()), order=order)).json()
+                for order in ("2,0,2", "2+0")
+            ]
             swarm = (await place.client.get("/v1/swarm")).json()
-            return full, part, swarm
+            return full, part, named, swarm
 
-    full, part, swarm = asyncio.run(go())
+    full, part, (half, side), swarm = asyncio.run(go())
     assert full["expected"] == {
         "top1": 80, "low": 75, "high": 82, "orders_low": 71, "orders_high": 86, "kept": 4,
         "orders": 7, "images": 90, "data": "digit-pairs", "split": "test", "effective": None,
@@ -344,6 +348,8 @@ def test_the_gateway_tells_it():
     }  # fmt: skip
     assert full["expected_why"] == ""
     assert part["expected"]["top1"] == 40
+    assert (half["expected"], half["expected_why"]) == (None, "no calibration of such orders")
+    assert side["expected"] is None, "nothing was measured side by side"
     assert {g["label"] for g in full["images"][0]["top"]} == set("abcde")
     assert swarm["calibration"] == {
         "data": "digit-pairs", "split": "test", "orders": 7, "images": 90,

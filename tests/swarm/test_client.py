@@ -21,6 +21,7 @@ from layershuffle.cli.swarm.asking import ServerOptions, client_options
 from layershuffle.cli.swarm.options import HttpsOptions, context_of, read_keys
 from layershuffle.cli.swarm.serving import describe_service, serve_service
 from layershuffle.errors import UsageError
+from layershuffle.orders import ExecutionOrder
 from layershuffle.swarm.bundle import make_bundle
 from layershuffle.swarm.client import AsyncSwarmClient, SwarmClient, SwarmError
 from layershuffle.swarm.local import LocalHosts
@@ -86,9 +87,11 @@ def test_every_kind_of_image(tmp_path):
             client.classify(one, **asked) for one in (image, path, str(path), path.read_bytes())
         ]
         several = client.classify([image, path], order="2,0")
+        rounds = client.classify(image, order=ExecutionOrder.parse("3+1,0,3", depth=DEPTH))
     assert all(answer.images == answers[0].images for answer in answers)
     assert answers[0].blocks == [2, 0]
     assert len(answers[0].images[0].top) == 2
+    assert (rounds.blocks, rounds.versions) == ([3, 1, 0, 3], [0, 0, 2, 3])
     assert len(several.images) == 2
     assert several.images[0] == several.images[1]
 

@@ -101,3 +101,8 @@ def test_a_model_of_other_images_answers_through_the_swarm():
         tab.page.locator("#ours .guess", has_text=label).wait_for()
         assert "never calibrated" in tab.text("#ours .foot")
         tab.page.locator("#walk-text", has_text="3 of 4 blocks").wait_for()
+        with tab.page.expect_response("**/v1/classify") as answered:
+            tab.page.fill("#order", "2+0,1,1")
+            tab.page.keyboard.press("Enter")
+        answer = answered.value.json()
+        assert (answer["blocks"], answer["versions"]) == ([2, 0, 1, 1], [0, 0, 2, 3])

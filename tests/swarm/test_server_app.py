@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from gateway_site import HOSTS, LIMITS, VIT, file_of, picture, run, site
+from timm.models.vision_transformer import Block
 
 from common import CLASSES, DEPTH, assert_close
 from layershuffle.cli.swarm.asking import status_table
@@ -14,7 +15,8 @@ from layershuffle.data.view import PixelFinish
 from layershuffle.errors import UsageError
 from layershuffle.models import image_view
 from layershuffle.models.store import set_class_names
-from layershuffle.stack import running
+from layershuffle.orders import ExecutionOrder, order_of
+from layershuffle.stack import running, wrap
 from layershuffle.swarm.messages import HostFailed, HostGone
 from layershuffle.swarm.placement import Carrier
 from layershuffle.swarm.server.limits import GatewayLimits
@@ -155,6 +157,67 @@ def test_an_order_with_a_hole_is_degraded():
     answer = run(go, {"a": {0, 2}, "c": {3}})
     assert answer["blocks"] == [3, 0]
     assert answer["degraded"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "without"),
+    [
+        ("3+1+0,2", "3+0,2"),
+        ("3,1@0,0@0", "3,0@0"),
+        ("0,1,0,1", "0,0"),
+        ('{"blocks": [3, 1, 0], "depth": 4, "versions": [0, 0, 1]}', "3,0"),
+    ],
+)
+def test_steps_that_a_client_names_run_and_can_be_replayed(asked, without):
+    """Rounds, older states, passes, JSON; and what is left of them without a host of block 1."""
+    image = picture(1)
+
+    async def go(place):
+        whole = (await place.classify(file_of(image), order=asked, top_k=CLASSES)).json()
+        place.blocks.faults["b"] = HostGone("its process is dead")
+        return whole, (await place.classify(file_of(image), order=asked, top_k=CLASSES)).json()
+
+    order = ExecutionOrder.from_json(asked) if "{" in asked else order_of(asked, DEPTH)
+    for answer, wanted in zip(run(go), (order, order_of(without, DEPTH)), strict=True):
+        ran = ExecutionOrder(tuple(answer["blocks"]), DEPTH, tuple(answer["versions"]))
+        assert ran == wanted
+        chances = logits(VIT.wrapped(), tensors(image), ran)[0].double().softmax(-1)
+        top = chances.topk(CLASSES)
+        assert [g["index"] for g in answer["images"][0]["top"]] == top.indices.tolist()
+        assert [g["probability"] for g in answer["images"][0]["top"]] == top.values.tolist()
+        assert answer["degraded"] == (wanted is not order)
+
+
+class PostNorm(Block):
+    """Normalises the sum, so that no state lives on in it."""
+
+    def forward(self, x, *args, **named):
+        return torch.nn.functional.layer_norm(super().forward(x, *args, **named), x.shape[-1:])
+
+
+def post_normed():
+    model = VIT.plain()
+    for block in model.blocks:
+        block.__class__ = PostNorm
+    return wrap(model)
+
+
+def test_rounds_are_refused_with_the_reason():
+    """By models whose blocks do not add to their state, and by pipelines."""
+    image = file_of(picture())
+
+    async def go(place):
+        place.router.routing = "order-free"
+        round_, passes = [await place.classify(image, order=order) for order in ("0+1", "0,1,0")]
+        place.router.routing = "sequential"
+        return round_, passes, await place.classify(image, order="0,1,0")
+
+    round_, passes, pipeline = run(go, make=post_normed)
+    assert (round_.status_code, passes.status_code, pipeline.status_code) == (422, 200, 422)
+    cause = round_.json()["error"]["cause"]
+    assert cause.startswith("This model's blocks cannot run side by side: PostNorm does not add")
+    assert passes.json()["blocks"] == [0, 1, 0]
+    assert "pipeline now (sequential)" in pipeline.json()["error"]["cause"]
 
 
 def test_a_broken_pipeline_is_lost():

@@ -17,6 +17,7 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from layershuffle.errors import LayerShuffleError, UsageError
+from layershuffle.orders import ExecutionOrder
 from layershuffle.swarm.server.schemas import (
     IMAGE_FIELD,
     Classification,
@@ -64,8 +65,9 @@ class ClassifyOptions(TypedDict, total=False):
     """Milliseconds until the answer is to be out."""
     min_blocks: int | None
     """Fewest blocks of an answer; with less there is an error."""
-    order: str | Sequence[int] | None
-    """Blocks to run, in this order."""
+    order: str | ExecutionOrder | Sequence[int] | None
+    """Steps to run: blocks in this order, or as text or `layershuffle.ExecutionOrder` also in
+    rounds ("3+7,5"), again ("3,7,3") and on older states."""
     top_k: int | None
     """Classes in the answer, at most."""
 
@@ -213,7 +215,7 @@ def _classify_request(
     # What is not given is not sent: the gateway's own defaults hold, not those of this version.
     fields = {name: value for name, value in options.items() if value is not None}
     order = fields.get("order")
-    if order is not None and not isinstance(order, str):
+    if order is not None and not isinstance(order, str | ExecutionOrder):
         fields["order"] = ",".join(map(str, cast("Sequence[int]", order)))
     # A part is a file only if it has a file name, whatever that is; the gateway reads none.
     return http.build_request(

@@ -12,6 +12,7 @@ from layershuffle.swarm.calibration import Calibration
 from layershuffle.swarm.rounds import Cell, Rounds, Way
 
 NEVER = "the model was never calibrated (layershuffle swarm calibrate MODEL --data SPEC)"
+UNMEASURED = "no calibration of such orders"
 _USEFUL = 0.5  # of the accuracy with all blocks
 _POINTS = 0.5  # of top-1: what side by side may cost, and what another pass has to bring
 _SURE = 1.96  # standard deviations on either side of a 95 % interval

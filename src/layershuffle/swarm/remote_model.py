@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -19,14 +19,16 @@ from torch import Tensor, nn
 from layershuffle.chain import IMAGES
 from layershuffle.errors import LayerShuffleError, StackError, UsageError
 from layershuffle.models import host_of, image_view, logits_of
+from layershuffle.orders import ExecutionOrder, order_of
 from layershuffle.position import PositionedModel
-from layershuffle.stack import blocks_of, depth_of, stack_of, wrap
+from layershuffle.stack import blocks_of, depth_of, running, stack_of, wrap
 from layershuffle.swarm.messages import Route, State
 from layershuffle.swarm.router import Router
 from layershuffle.trie import refuse_loops, run_head, run_stem
 
 _MILLI = 1000.0
 _HEAD_WEIGHT = 0.2  # of the newest measurement in the average time of the head
+_SEED = 20407
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,8 @@ class RemoteModel:
 
     `workers` bounds the stems and heads that compute at a time, each in a thread; a request that
     is out in the swarm takes none. `saved_bytes` is what the dropped weights took, `head_seconds`
-    the average time of a head. Raises `StackError` for models with position encoding, `UsageError`
+    the average time of a head, `no_rounds` why its blocks cannot run side by side ("": they can).
+    Raises `StackError` for models with position encoding, `UsageError`
     if `router` counts other blocks. One event loop, that of the router.
     """
 
@@ -65,6 +68,7 @@ class RemoteModel:
             raise UsageError(
                 f"The router sends states through {router.depth} blocks, the model has {self.depth}"
             )
+        self.no_rounds = why_no_rounds(self.model)
         self.saved_bytes = drop_blocks(self.model)
         self.head_seconds = 0.0
         # The blocks are empty by now, so that device and type are those of the rest.
@@ -79,16 +83,23 @@ class RemoteModel:
         deadline: float,
         min_blocks: int = 1,
         useful_blocks: int = 1,
-        order: tuple[int, ...] | None = None,
+        order: ExecutionOrder | str | Iterable[int] | None = None,
     ) -> Classified:
         """What the model says of `images` `[n, channels, height, width]`, as its view wants them.
 
         `deadline` by the router's clock. With fewer than `useful_blocks` blocks it waits for hosts
-        that may come back, and answers in time with what there is. Raises `NotAnswered` for fewer
-        than `min_blocks` blocks, for a stem that could not run in time, and for a fixed-order
-        pipeline that broke. Being cancelled ends the walk as well.
+        that may come back, and answers in time with what there is. `order`: the steps to run.
+        Raises `NotAnswered` for fewer than `min_blocks` blocks, for a stem that could not run in
+        time, and for a fixed-order pipeline that broke; `UsageError` for an order that the model
+        or the routing refuses. Being cancelled ends the walk as well.
         """
         loop, router = asyncio.get_running_loop(), self.router
+        steps = None if order is None else order_of(order, self.depth)
+        if steps is not None and steps.versions is not None and self.no_rounds:
+            raise UsageError(
+                f"This model's blocks cannot run side by side: {self.no_rounds}",
+                hint="write a comma between all blocks",
+            )
         # The router keeps `reserve_ms` back for the head; where heads take longer, it must be
         # back earlier.
         late_by = max(0.0, self.head_seconds - router.limits.reserve_ms / _MILLI)
@@ -106,7 +117,7 @@ class RemoteModel:
         # A plan may want fewer blocks than are useful by the calibration.
         useful = min(useful_blocks, router.most_blocks or self.depth)
         state, route = await router.walk(
-            start, deadline=deadline - late_by, min_blocks=max(min_blocks, useful), order=order
+            start, deadline=deadline - late_by, min_blocks=max(min_blocks, useful), order=steps
         )
         try:
             check_enough(route, min_blocks=min_blocks)
@@ -198,6 +209,26 @@ def served_host(model: nn.Module) -> nn.Module:
         images = weight.new_zeros(IMAGES, view.channels, view.height, view.width)
         refuse_loops(host, images, forward=lambda pixels: logits_of(host(pixels)))
     return host
+
+
+def why_no_rounds(model: nn.Module) -> str:
+    """Why the blocks of a model that `served_host` gave cannot run side by side; "" if they can."""
+    if depth_of(model) < 2:
+        return ""
+    view, weight = image_view(model), next(blocks_of(model)[0].parameters())
+    if weight.is_meta:
+        return "their weights are not here, by which it could be tried"
+    # Noise, because a state of zeros would not show whether a block adds to it.
+    noise = torch.randn(
+        1, view.channels, view.height, view.width, generator=torch.Generator().manual_seed(_SEED)
+    ).to(weight)
+    try:
+        # Two blocks are enough: those that a swarm serves all compute the same steps.
+        with torch.inference_mode(), running(model, "0+1"):
+            model(noise)
+    except StackError as error:
+        return error.cause
+    return ""
 
 
 def drop_blocks(model: nn.Module) -> int:

@@ -116,3 +116,13 @@ def cell_of(steps: Sequence[Step]) -> Cell:
 def _age(steps: int, *, kept: int, parallel: int) -> int:
     """How old the states of so many steps are, in sum, with `parallel` always under way."""
     return sum(min(position % kept, parallel - 1) for position in range(steps))
+
+
+def in_whole_passes(blocks: Sequence[int]) -> bool:
+    """Whether these blocks, one after the other, are whole passes through those among them.
+
+    A calibration measures nothing else, and an order that a client names may be anything.
+    """
+    kept = len(set(blocks))
+    passes = [blocks[at : at + kept] for at in range(0, len(blocks), kept)]
+    return all(len(set(each)) == kept for each in passes)

@@ -16,6 +16,8 @@ from itertools import count
 
 import numpy as np
 
+from layershuffle.errors import UsageError
+from layershuffle.orders import ExecutionOrder, order_of
 from layershuffle.swarm import policy, state
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import (
@@ -32,8 +34,9 @@ from layershuffle.swarm.messages import (
     pack,
     unpack_answer,
 )
+from layershuffle.swarm.ordered_walk import OrderedWalk
 from layershuffle.swarm.overlap_walk import OverlapWalk
-from layershuffle.swarm.policy import Finish, Progress, Routing, Wait
+from layershuffle.swarm.policy import FREE, Finish, Progress, Routing, Wait
 from layershuffle.swarm.rounds import QUEUE, Rounds
 from layershuffle.swarm.state import HostView, Swarm
 from layershuffle.swarm.walk import PendingVisit, Walk
@@ -101,20 +104,29 @@ class Router:
         *,
         deadline: float,
         min_blocks: int = 1,
-        order: tuple[int, ...] | None = None,
+        order: ExecutionOrder | str | Iterable[int] | None = None,
     ) -> tuple[State, Route]:
         """The state after the blocks that could be run, and the route.
 
         `start`: float32 `[images, tokens, width]`; `deadline`: when to be back, in seconds of the
-        router's clock; `min_blocks`: with fewer, hosts that may come back are waited for.
-        Failing hosts raise nothing: the route says what was skipped and why.
+        router's clock; `min_blocks`: with fewer, hosts that may come back are waited for; `order`:
+        the steps to run. Failing hosts raise nothing: the route says what was skipped and why.
+        Raises `UsageError` for an order of rounds or passes while a pipeline is the routing.
         """
         begun = self.clock()
+        steps = None if order is None else order_of(order, self.depth)
+        queue = steps is None or not (steps.versions or steps.has_repeats)
+        if not queue and self.routing not in FREE:
+            raise UsageError(
+                f"The swarm is a pipeline now ({self.routing}), which runs no block beside another "
+                "one or twice",
+                hint="name each block once with commas between, or serve with --routing order-free",
+            )
         progress = Progress(
             self.depth,
             deadline,
             min_blocks,
-            order,
+            None if steps is None else steps.blocks,
             seed=next(self._numbers),
             images=len(start),
             most=self.most_blocks,
@@ -122,8 +134,9 @@ class Router:
         walk = Walk(start, progress, begun)
         self.walks += 1
         try:
-            # An order asked for is that of a queue.
-            if self.routing == "order-free" and order is None and not self.rounds.as_a_queue:
+            if steps is not None and not queue:
+                ending = await OrderedWalk(self, walk, order=steps).run()
+            elif self.routing == "order-free" and order is None and not self.rounds.as_a_queue:
                 ending = await OverlapWalk(self, walk, rounds=self.rounds).run()
             else:
                 ending = await self._run(walk, self.routing)

@@ -84,7 +84,8 @@ class ClassifyCommand(ServerOptions):
     min_blocks: int | None = None
     """Fewest blocks of an answer; with fewer the request fails."""
     order: str | None = None
-    """Run exactly these blocks in this order ("3,0,2"); blocks that no host holds are left out."""
+    """Run exactly these steps: "3,0,2" one block after the other, "3+7,5" with blocks side by side,
+    "3,7,3,7" again; blocks that no host holds are left out."""
     top_k: int = 5
     """Classes to show per image."""
     json: bool = False

@@ -31,7 +31,7 @@ from layershuffle.data.images import BOMBS, DECODE_ERRORS, to_mode
 from layershuffle.data.transforms import PlainTransform, resized_size
 from layershuffle.data.view import ImageView, PixelFinish
 from layershuffle.errors import DataError, UsageError
-from layershuffle.orders import order_of
+from layershuffle.orders import ExecutionOrder, order_of
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.server.errors import HTTPError, unprocessable
 from layershuffle.swarm.server.limits import GatewayLimits
@@ -41,6 +41,8 @@ from layershuffle.text import nearest
 MULTIPART = "multipart/form-data"
 _FORM_HINT = f"send {MULTIPART} with image files in the field {IMAGE_FIELD!r}, not compressed"
 _MAX_TOP = 1000
+MAX_PASSES = 8
+"""Steps of an order, as many times the depth: a request is not to keep a swarm to itself."""
 _MAX_FIELD_BYTES = 8192  # an order of 1,000 blocks takes half of it
 _MAX_DIGITS = 18  # of a Content-Length that is worth reading as a number
 _MAX_PROBLEMS = 3  # that a refusal lists
@@ -78,7 +80,11 @@ class Options(BaseModel):
         "half of the accuracy are waited for until the deadline, then less is an answer too.",
     )
     order: Annotated[str, Field(max_length=4096)] | None = Field(
-        None, description='Blocks to run, in this order: "3,0,2"; each at most once.'
+        None,
+        description='Steps to run: "3,0,2" one block after the other, "3+7+0,5" with blocks side '
+        'by side, "3,7,3,7" again, "3,7@0" on an older version of the state; or as JSON, '
+        '{"blocks": [3, 7], "versions": [0, 0], "depth": 12}, with the numbers of an answer. At '
+        f"most {MAX_PASSES} times as many steps as the model has blocks.",
     )
     top_k: int = Field(5, ge=1, le=_MAX_TOP, description="Classes in the answer, at most.")
 
@@ -106,7 +112,7 @@ class Query:
     deadline_ms: float
     min_blocks: int
     useful_blocks: int
-    order: tuple[int, ...] | None
+    order: ExecutionOrder | None
     top_k: int
 
 
@@ -137,22 +143,8 @@ async def read_query(
         raise unprocessable(causes, hint=_FIELDS_HINT) from error
     if not files:
         raise unprocessable("There is no image in the request", hint=_FORM_HINT)
-    order = None
-    if options.order is not None:
-        execution_order = order_of(options.order, bounds.depth)
-        # The router runs no block twice, so that it could not keep such an order.
-        if execution_order.has_repeats:
-            raise UsageError(
-                "A block stands twice in the order", hint="name each block once at most"
-            )
-        # Every visit begins where the one before ended.
-        if execution_order.versions is not None:
-            raise UsageError(
-                "The swarm runs blocks one after the other, not side by side",
-                hint="write a comma between all blocks",
-            )
-        order = execution_order.blocks
-    most = bounds.depth if order is None else len(order)
+    order = None if options.order is None else read_order(options.order, depth=bounds.depth)
+    most = bounds.depth if order is None else len(set(order))
     if options.min_blocks is not None and options.min_blocks > most:
         raise unprocessable(
             f"min_blocks is {options.min_blocks}, but at most {most} blocks can run",
@@ -172,6 +164,25 @@ async def read_query(
         top_k=options.top_k,
     )
     return query, files
+
+
+def read_order(text: str, *, depth: int) -> ExecutionOrder:
+    """The order that a request names, as text or JSON. Raises `UsageError` for what is none, for
+    too many steps, and for a state of `depth` steps ago or more: that many are kept in memory."""
+    given = ExecutionOrder.from_json(text) if text.lstrip().startswith("{") else text
+    order = order_of(given, depth)
+    if len(order) > MAX_PASSES * depth:
+        raise UsageError(
+            f"The order has {len(order)} steps", hint=f"take {MAX_PASSES * depth} at most"
+        )
+    for position, (block, version) in enumerate(order.steps):
+        if position - version >= depth:
+            raise UsageError(
+                f"Block {block} at position {position} reads a state of {position - version} steps "
+                "ago",
+                hint=f"read one of {depth - 1} steps ago at most",
+            )
+    return order
 
 
 def _boundary_of(headers: Mapping[str, str]) -> bytes:

@@ -20,10 +20,16 @@ from torch import Tensor
 
 from layershuffle.models import file_view
 from layershuffle.swarm.calibration import Calibration
-from layershuffle.swarm.expectations import NEVER, Expected, expected_at, useful_blocks
+from layershuffle.swarm.expectations import (
+    NEVER,
+    UNMEASURED,
+    Expected,
+    expected_at,
+    useful_blocks,
+)
 from layershuffle.swarm.messages import Route
 from layershuffle.swarm.remote_model import Classified, NotAnswered, RemoteModel
-from layershuffle.swarm.rounds import Cell, Way, cell_of
+from layershuffle.swarm.rounds import Cell, Way, cell_of, in_whole_passes
 from layershuffle.swarm.server.errors import busy
 from layershuffle.swarm.server.limits import GatewayLimits, client_of
 from layershuffle.swarm.server.requests import Bounds, Decoder, Query, read_query
@@ -191,7 +197,9 @@ class RequestScheduler:
             top_k=query.top_k,
             order=query.order,
             # Blocks may be swapped while a request runs: it may have met those of either time.
-            expected=self._expected(classified.route, foreign | self._foreign_blocks()),
+            expected=self._expected(
+                classified.route, foreign | self._foreign_blocks(), named=query.order is not None
+            ),
             total_ms=(self._clock() - begun) * _MILLI,
         )
 
@@ -252,8 +260,15 @@ class RequestScheduler:
         cell = Cell(most, way.passes, min(way.parallel, most)) if most else None
         return self._expected_with(cell, foreign & places)
 
-    def _expected(self, route: Route, foreign: ForeignBlocks) -> tuple[Expected | None, str]:
-        """The accuracy to expect of the answer of `route`, or why it is not known."""
+    def _expected(
+        self, route: Route, foreign: ForeignBlocks, *, named: bool
+    ) -> tuple[Expected | None, str]:
+        """The accuracy to expect of the answer of `route`, or why it is not known.
+
+        `named`: its client named the steps, and nobody saw to it that such were measured.
+        """
+        if named and self.calibration is not None and not in_whole_passes(route.order):
+            return None, UNMEASURED
         answered = [hop for hop in route.hops if hop.outcome == "answered"] if foreign else []
         places = {(hop.host, block) for hop in answered for block in hop.blocks}
         return self._expected_with(cell_of(route.steps) if route.order else None, foreign & places)

@@ -5,7 +5,8 @@ No torch, no web framework: clients read answers with the same classes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -183,7 +184,7 @@ def classification(
     *,
     labels: Sequence[str],
     top_k: int,
-    order: tuple[int, ...] | None,
+    order: Iterable[int] | None,
     expected: tuple[Expected | None, str],
     total_ms: float,
 ) -> Classification:
@@ -221,13 +222,16 @@ def classification(
     )
 
 
-def is_degraded(route: Route, *, order: tuple[int, ...] | None) -> bool:
-    """Whether a block is missing that was to run: all of them, or those of the `order` asked for.
+def is_degraded(route: Route, *, order: Iterable[int] | None) -> bool:
+    """Whether a block is missing that was to run: all of them, or those of the `order` asked for,
+    as often as it names them.
 
     A route may end as complete although a block in the middle of the order had no host.
     """
-    # As sets, because any order of the blocks is a whole answer.
-    return set(route.order) != set(range(route.depth) if order is None else order)
+    if order is not None:
+        return Counter(route.order) != Counter(order)
+    # As sets, because any order of the blocks is a whole answer, and some ran again.
+    return set(route.order) != set(range(route.depth))
 
 
 def hosts_of(swarm: Swarm, carriers: Mapping[str, Carrier], *, now: float) -> list[Host]:

@@ -1,7 +1,7 @@
 """Models in this process that answer in any order: what the page tries orders on.
 
-Other than the hosts of a swarm, they run blocks side by side and several times, and tell how many
-test pairs come out right in an order, because a hundred of them are one small batch here.
+Other than the hosts of a swarm, they tell how many test pairs come out right in an order, because a
+hundred of them are one small batch here.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from layershuffle.data.view import PixelFinish
 from layershuffle.errors import UsageError
 from layershuffle.models import class_names_of, file_view, load, logits_of, num_classes_of
 from layershuffle.models.files import weights_digest
-from layershuffle.orders import ExecutionOrder, order_of
+from layershuffle.orders import ExecutionOrder
 from layershuffle.stack import depth_of, running, wrap
 from layershuffle.swarm.calibration import Calibration, calibration_path, read_calibration
-from layershuffle.swarm.expectations import NEVER, expected_at
-from layershuffle.swarm.rounds import cell_of
+from layershuffle.swarm.expectations import NEVER, UNMEASURED, expected_at
+from layershuffle.swarm.rounds import cell_of, in_whole_passes
 from layershuffle.swarm.server.errors import busy, unprocessable
 from layershuffle.swarm.server.limits import GatewayLimits
-from layershuffle.swarm.server.requests import Decoder, read_form
+from layershuffle.swarm.server.requests import Decoder, read_form, read_order
 from layershuffle.swarm.server.scheduler import Clients
 
 Role = Literal["ours", "ordinary"]
@@ -43,7 +43,6 @@ OURS, ORDINARY = "bundled:digits-swarm", "bundled:digits"
 _OPEN = 32  # requests at one time, so that their bodies take 256 MB at most
 _TOP = 5
 _PAIR = (1, 12, 20)  # as data/digits.py has it, which imports scikit-learn
-_PASSES = 8  # times the depth: steps of an order, at most
 _SCORES = 256  # orders whose scores are remembered
 _MILLI = 1000.0
 _T = TypeVar("_T")
@@ -118,13 +117,7 @@ class Workbench:
             files, fields = await read_form(request, limits=LIMITS, take=lambda _: None)
         finally:
             self._open -= 1
-        order = order_of(fields.get("order", ""), self.depth)
-        if len(order) > _PASSES * self.depth:
-            raise UsageError(
-                f"The order has {len(order)} steps",
-                hint=f"take {_PASSES * self.depth} at most",
-            )
-        return files, order
+        return files, read_order(fields.get("order", ""), depth=self.depth)
 
     async def _run(self, work: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
@@ -161,13 +154,10 @@ class Workbench:
             return {"expected": None, "why": ""}
         if self.calibration is None:
             return {"expected": None, "why": NEVER}
-        # It was measured with all blocks of an answer in whole passes.
-        kept = len(set(order))
-        passes = [order.blocks[at : at + kept] for at in range(0, len(order), kept)]
-        whole = all(len(set(blocks)) == kept for blocks in passes)
+        whole = in_whole_passes(order.blocks)
         expected = expected_at(self.calibration, cell_of(order.steps)) if whole else None
         if expected is None:
-            return {"expected": None, "why": "no calibration of such orders"}
+            return {"expected": None, "why": UNMEASURED}
         return {"expected": asdict(expected), "why": ""}
 
 

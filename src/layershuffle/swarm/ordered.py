@@ -1,0 +1,199 @@
+"""What a request does next that names its steps: rounds, passes, steps on older states. Pure.
+
+Each step runs as soon as the state that it reads is there, so the blocks of a round run side by
+side. A visit carries one block, or several that run one after the other on one host while no other
+step reads the states between them.
+
+A step is passed over by the rule of an order of single blocks (`policy`): when no quick host can
+run it, and a later one can. Versions count the steps that ran. So what ran is an order again, and a
+step that has become one with an earlier step (one block on one state) is passed over too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from layershuffle.orders import ExecutionOrder
+from layershuffle.swarm.limits import Limits
+from layershuffle.swarm.messages import Visit
+from layershuffle.swarm.policy import (
+    Finish,
+    Progress,
+    UnderWay,
+    Wait,
+    compared,
+    nowhere,
+    turn,
+    visit_to,
+)
+from layershuffle.swarm.state import HostView, Swarm, expected, slow_above
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Where the steps of a named order stand, by their positions in it.
+
+    `ran`: for every position that is over, whether its step ran (else it was passed over).
+    `answered`: later positions whose answer is there. `under_way`: the position and the visit of
+    all that are under way.
+    """
+
+    order: ExecutionOrder
+    ran: tuple[bool, ...] = ()
+    answered: frozenset[int] = frozenset()
+    under_way: tuple[tuple[int, UnderWay], ...] = ()
+
+    def version_of(self, position: int) -> int:
+        """The version that this step reads, counted in the steps that ran."""
+        return sum(self.ran[: self.order.steps[position][1]])
+
+    def is_repeated(self, position: int) -> bool:
+        """Whether another step runs the same block on the same state.
+
+        That is one that ran or has been asked for, or an earlier one that may still run.
+        `ExecutionOrder` refuses such orders, but the steps between two may be passed over.
+        """
+        if all(self.ran):
+            return False
+        steps, over = self.order.steps, len(self.ran)
+        begun = self.answered | {at for at, _ in self.under_way}
+        return any(
+            other != position
+            and block == steps[position][0]
+            and version <= over
+            and (self.ran[other] if other < over else other < position or other in begun)
+            and self.version_of(other) == self.version_of(position)
+            for other, (block, version) in enumerate(steps)
+        )
+
+    def ready(self) -> Iterator[int]:
+        """Positions that are not over and have no answer yet, but the state that they read."""
+        over = len(self.ran)
+        for position, (_, version) in enumerate(self.order.steps):
+            if position >= over >= version and position not in self.answered:
+                yield position
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Make this visit, which begins with the step at `position`."""
+
+    position: int
+    visit: Visit
+
+
+@dataclass(frozen=True, slots=True)
+class PassOver:
+    """Go on without the first step that is not over."""
+
+
+def decide_step(
+    progress: Progress, steps: Steps, *, swarm: Swarm, now: float, limits: Limits
+) -> Ask | PassOver | Wait | Finish:
+    """The next action of a request that names its steps.
+
+    No visit's limit reaches beyond the deadline less the reserve, and no step is asked for twice at
+    one host, so a request ends.
+    """
+    order, over = steps.order, len(steps.ran)
+    left = progress.deadline - limits.reserve_ms / 1000 - now
+    if over == len(order):
+        return Finish("complete" if all(steps.ran) else "unreachable")
+    if left <= 0:
+        return Finish("deadline")
+    if steps.is_repeated(over):
+        return PassOver()
+    return _go_on(_Request(progress, steps, swarm, left=left, limits=limits), now=now)
+
+
+def _go_on(request: _Request, *, now: float) -> Ask | PassOver | Wait | Finish:
+    """What a request does next that has steps and time left."""
+    progress, steps, left = request.progress, request.steps, request.left
+    order, over = steps.order, len(steps.ran)
+    waited = {position for position, visit in steps.under_way if visit.waited}
+    ready = [p for p in steps.ready() if p not in waited and not steps.is_repeated(p)]
+    rest = [p for p in range(over, len(order)) if p not in ready and p not in steps.answered]
+    ran = {*progress.done, *(order.blocks[position] for position in steps.answered)}
+    enough = len(ran) >= progress.min_blocks
+    # Slow hosts are a last resort: of a request that waits for nothing and has too few blocks.
+    for slow in (False,) if waited or enough else (False, True):
+        too_long = False
+        for position in ready:
+            ask = request.ask(position, slow=slow)
+            if ask is not None and ask.visit.expected <= left:
+                return ask
+            too_long = too_long or ask is not None
+        # What is under way may make other steps ready, and a host may come back meanwhile.
+        if waited:
+            return Wait(now + left)
+        if too_long:
+            return Finish("deadline")
+        if any(request.holders(position, slow=slow) for position in rest):
+            return PassOver()
+    if enough:
+        return Finish("unreachable")
+    # Only what is not over is still to run.
+    missing = tuple(order.blocks[position] for position in sorted([*ready, *rest]))
+    left_over = replace(progress, order=missing, done=(), pending=bool(steps.under_way))
+    return nowhere(left_over, request.swarm, now=now, left=left, routing="order-free")
+
+
+class _Request:
+    """A request at one moment: which hosts it could ask for a step."""
+
+    def __init__(
+        self, progress: Progress, steps: Steps, swarm: Swarm, *, left: float, limits: Limits
+    ) -> None:
+        self.progress, self.steps, self.swarm = progress, steps, swarm
+        self.left, self.limits, self.pace = left, limits, swarm.pace(limits)
+        self._bound = slow_above(self.pace, limits)
+        self._asked = {(position, visit.host) for position, visit in steps.under_way}
+
+    def holders(self, position: int, *, slow: bool) -> list[HostView]:
+        """Usable hosts of the step's block that were not asked for it; quick ones, or all."""
+        block = self.steps.order.blocks[position]
+        return [
+            host
+            for host in compared(self.progress, self.swarm, blocks=(block,), limits=self.limits)
+            if (position, host.name) not in self._asked
+            # A host that nobody has measured counts as quick, or it would never be measured.
+            and (slow or (host.compute or 0.0) <= self._bound)
+        ]
+
+    def ask(self, position: int, *, slow: bool) -> Ask | None:
+        """The visit for the step to the host that is expected to answer first, if there is one."""
+        images = self.progress.images
+
+        def rank(host: HostView) -> tuple[float, float, str]:
+            # The name comes last, so that equal hosts rank alike in every run.
+            time = expected(host, 1, pace=self.pace, images=images)
+            return turn(host, images), time, host.name
+
+        host = min(self.holders(position, slow=slow), key=rank, default=None)
+        if host is None:
+            return None
+        blocks = stretch(self.steps.order, position, held=host.blocks)
+        while len(blocks) > 1 and self._to(host, blocks).expected > self.left:
+            blocks = blocks[:-1]
+        return Ask(position, self._to(host, blocks))
+
+    def _to(self, host: HostView, blocks: tuple[int, ...]) -> Visit:
+        return visit_to(
+            host, blocks, progress=self.progress, pace=self.pace, left=self.left, limits=self.limits
+        )
+
+
+def stretch(order: ExecutionOrder, position: int, *, held: frozenset[int]) -> tuple[int, ...]:
+    """The blocks from `position` on that a host which holds `held` may run in one visit.
+
+    Each reads what the one before it made, and no other step does: only the last state comes back.
+    """
+    steps, read = order.steps, order.last_readers()
+    end = position + 1
+    if steps[position][1] == position:
+        while (
+            end < len(steps) and steps[end][1] == end and end not in read and steps[end][0] in held
+        ):
+            end += 1
+    return order.blocks[position:end]
