@@ -18,6 +18,7 @@ import torch
 from _harness import Claim, Row, compare, run_claim
 from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from layershuffle.bench.timing import SMOKE, Effort, Side, gpu_timed
 from layershuffle.bench.workloads import PICO, VIT_B, WIDTH_64, WIDTH_192, Workload, make_workload
@@ -163,6 +164,13 @@ def rows(effort: Effort) -> Iterator[Row]:
             )
     if torch.cuda.is_available():
         yield from on_gpu(effort)
+    elif effort is SMOKE:
+        # As far as a CPU can try what runs on a GPU: stacked weights, without a graph.
+        workload = make_workload(PICO, batch=1)
+        _, rounds, state = rounds_of(workload, GPU_ROUND)
+        # The fused attention of a CPU cannot be batched; those of a GPU can.
+        with sdpa_kernel(SDPBackend.MATH):
+            check(workload, stacked(rounds)(state), size=GPU_ROUND)
 
 
 def on_gpu(effort: Effort) -> Iterator[Row]:

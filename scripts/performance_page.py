@@ -1,4 +1,4 @@
-"""Write the tables of docs/performance.md and docs/swarm.md from benchmarks/results.
+"""Write the tables of docs/performance.md, rounds.md and swarm.md from benchmarks/results.
 
 python scripts/performance_page.py
 """
@@ -15,7 +15,11 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from _harness import newest, with_claims, with_tables  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = {ROOT / "docs" / "performance.md": with_tables, ROOT / "docs" / "swarm.md": with_claims}
+PAGES = {
+    ROOT / "docs" / "performance.md": with_tables,
+    ROOT / "docs" / "rounds.md": with_claims,
+    ROOT / "docs" / "swarm.md": with_claims,
+}
 
 if __name__ == "__main__":
     for page, with_results in PAGES.items():

@@ -136,14 +136,14 @@ def test_the_async_client_is_the_same():
                 answer = await client.classify([picture(1), picture(2)], order=[1, 3])
                 swarm, health = await client.swarm(), await client.health()
                 with pytest.raises(SwarmError) as error:
-                    await client.classify(picture(), order="1,1")
+                    await client.classify(picture(), order="1+1")
             return answer, swarm, health, error.value
 
     answer, swarm, health, error = asyncio.run(go())
     assert answer.blocks == [1, 3]
     assert len(answer.images) == 2
     assert len(swarm.hosts) == health.usable_hosts == 3
-    assert error.cause == "A block stands twice in the order"
+    assert error.cause == "Block 1 runs twice on version 0 of the state"
 
 
 def answering(handler):
