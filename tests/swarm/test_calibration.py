@@ -329,18 +329,22 @@ def test_refused():
 
 
 def test_the_gateway_tells_it():
+    rows = made_up().rows
+    beside = rows[1].model_copy(update={"parallel": 2, "top1": 33.0})
+    calibration = made_up().model_copy(update={"rows": (*rows, beside)})
+
     async def go():
-        async with site(calibration=made_up()) as place:
+        async with site(calibration=calibration) as place:
             full = (await place.classify(file_of(picture()))).json()
             part = (await place.classify(file_of(picture()), order="2,0")).json()
             named = [
                 (await place.classify(file_of(picture()), order=order)).json()
-                for order in ("2,0,2", "2+0")
+                for order in ("2,0,2", "2+0", "3+2+0")
             ]
             swarm = (await place.client.get("/v1/swarm")).json()
             return full, part, named, swarm
 
-    full, part, (half, side), swarm = asyncio.run(go())
+    full, part, (half, two, three), swarm = asyncio.run(go())
     assert full["expected"] == {
         "top1": 80, "low": 75, "high": 82, "orders_low": 71, "orders_high": 86, "kept": 4,
         "orders": 7, "images": 90, "data": "digit-pairs", "split": "test", "effective": None,
@@ -349,7 +353,8 @@ def test_the_gateway_tells_it():
     assert full["expected_why"] == ""
     assert part["expected"]["top1"] == 40
     assert (half["expected"], half["expected_why"]) == (None, "no calibration of such orders")
-    assert side["expected"] is None, "nothing was measured side by side"
+    assert (two["expected"]["top1"], two["expected"]["parallel"]) == (33, 2)
+    assert three["expected"] is None, "three side by side were not measured"
     assert {g["label"] for g in full["images"][0]["top"]} == set("abcde")
     assert swarm["calibration"] == {
         "data": "digit-pairs", "split": "test", "orders": 7, "images": 90,

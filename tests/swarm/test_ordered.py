@@ -31,10 +31,11 @@ def order_of(text):
 def next_of(text, *hosts, ran="", answered=(), visits=(), **progress):
     """`ran`: "x" for a step that ran, "-" for one that was passed over."""
     order = order_of(text)
-    over = tuple(mark == "x" for mark in ran)
-    done = tuple(block for block, did in zip(order, over, strict=False) if did)
+    steps = Steps(order, answered=frozenset(answered), under_way=visits)
+    for mark in ran:
+        steps = steps.after(1, ran=mark == "x")
+    done = tuple(block for block, mark in zip(order, ran, strict=False) if mark == "x")
     asked = Progress(**{"depth": DEPTH, "deadline": 1.0, "order": order.blocks, **progress})
-    steps = Steps(order, over, frozenset(answered), visits)
     return decide_step(asked.after(done), steps, swarm=Swarm(hosts), now=0.0, limits=LIMITS)
 
 

@@ -17,10 +17,14 @@ from layershuffle.models import image_view
 from layershuffle.models.store import set_class_names
 from layershuffle.orders import ExecutionOrder, order_of
 from layershuffle.stack import running, wrap
+from layershuffle.swarm.bundle import make_bundle
+from layershuffle.swarm.local import LocalHosts
 from layershuffle.swarm.messages import HostFailed, HostGone
 from layershuffle.swarm.placement import Carrier
+from layershuffle.swarm.plan import HostPlan, SwarmPlan
 from layershuffle.swarm.server.limits import GatewayLimits
 from layershuffle.swarm.server.schemas import SwarmAnswer
+from layershuffle.swarm.service import Cargo, running_service
 from layershuffle.swarm.state import Swarm
 
 KEY = "a-key-of-some-length"
@@ -218,6 +222,19 @@ def test_rounds_are_refused_with_the_reason():
     assert cause.startswith("This model's blocks cannot run side by side: PostNorm does not add")
     assert passes.json()["blocks"] == [0, 1, 0]
     assert "pipeline now (sequential)" in pipeline.json()["error"]["cause"]
+
+
+def test_a_plan_of_blocks_side_by_side_is_refused_too():
+    plan = SwarmPlan(model="pico", hosts={"a": HostPlan(blocks=(0, 1, 2, 3))}, parallel=2)
+    model = post_normed()
+
+    async def go():
+        cargo = Cargo(model, {"pico": make_bundle(model)}, None)
+        async with running_service(plan, cargo, backend=LocalHosts(["a"], limits=plan.limits)):
+            pass
+
+    with pytest.raises(UsageError, match=r"runs 2 blocks side by side.*PostNorm does not add"):
+        asyncio.run(go())
 
 
 def test_a_broken_pipeline_is_lost():

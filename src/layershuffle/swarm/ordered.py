@@ -34,19 +34,29 @@ from layershuffle.swarm.state import HostView, Swarm, expected, slow_above
 class Steps:
     """Where the steps of a named order stand, by their positions in it.
 
-    `ran`: for every position that is over, whether its step ran (else it was passed over).
-    `answered`: later positions whose answer is there. `under_way`: the position and the visit of
-    all that are under way.
+    `ran`: how many of the steps before each position ran, up to the first one that is not over; the
+    others were passed over. `answered`: later positions whose answer is there. `under_way`: the
+    position and the visit of all that are under way.
     """
 
     order: ExecutionOrder
-    ran: tuple[bool, ...] = ()
+    ran: tuple[int, ...] = (0,)
     answered: frozenset[int] = frozenset()
     under_way: tuple[tuple[int, UnderWay], ...] = ()
 
+    @property
+    def over(self) -> int:
+        """The first position that is not over: the newest version of the order that is there."""
+        return len(self.ran) - 1
+
+    def after(self, count: int, *, ran: bool) -> Steps:
+        """These steps once the next `count` ran or were passed over."""
+        more = [self.ran[-1] + ran * number for number in range(1, count + 1)]
+        return replace(self, ran=(*self.ran, *more))
+
     def version_of(self, position: int) -> int:
         """The version that this step reads, counted in the steps that ran."""
-        return sum(self.ran[: self.order.steps[position][1]])
+        return self.ran[self.order.steps[position][1]]
 
     def is_repeated(self, position: int) -> bool:
         """Whether another step runs the same block on the same state.
@@ -54,24 +64,29 @@ class Steps:
         That is one that ran or has been asked for, or an earlier one that may still run.
         `ExecutionOrder` refuses such orders, but the steps between two may be passed over.
         """
-        if all(self.ran):
+        steps, over = self.order.steps, self.over
+        block, read = steps[position]
+        # The versions of the order that are one state: most of the time a single one.
+        same = [v for v in (read - 1, read + 1) if 0 <= v <= over and self.ran[v] == self.ran[read]]
+        if not same:
             return False
-        steps, over = self.order.steps, len(self.ran)
         begun = self.answered | {at for at, _ in self.under_way}
         return any(
             other != position
-            and block == steps[position][0]
+            and others_block == block
             and version <= over
-            and (self.ran[other] if other < over else other < position or other in begun)
-            and self.version_of(other) == self.version_of(position)
-            for other, (block, version) in enumerate(steps)
+            and self.ran[version] == self.ran[read]
+            and (self._did_run(other) if other < over else other < position or other in begun)
+            for other, (others_block, version) in enumerate(steps)
         )
+
+    def _did_run(self, position: int) -> bool:
+        return self.ran[position + 1] > self.ran[position]
 
     def ready(self) -> Iterator[int]:
         """Positions that are not over and have no answer yet, but the state that they read."""
-        over = len(self.ran)
         for position, (_, version) in enumerate(self.order.steps):
-            if position >= over >= version and position not in self.answered:
+            if position >= self.over >= version and position not in self.answered:
                 yield position
 
 
@@ -96,10 +111,10 @@ def decide_step(
     No visit's limit reaches beyond the deadline less the reserve, and no step is asked for twice at
     one host, so a request ends.
     """
-    order, over = steps.order, len(steps.ran)
+    order, over = steps.order, steps.over
     left = progress.deadline - limits.reserve_ms / 1000 - now
     if over == len(order):
-        return Finish("complete" if all(steps.ran) else "unreachable")
+        return Finish("complete" if steps.ran[over] == over else "unreachable")
     if left <= 0:
         return Finish("deadline")
     if steps.is_repeated(over):
@@ -110,7 +125,7 @@ def decide_step(
 def _go_on(request: _Request, *, now: float) -> Ask | PassOver | Wait | Finish:
     """What a request does next that has steps and time left."""
     progress, steps, left = request.progress, request.steps, request.left
-    order, over = steps.order, len(steps.ran)
+    order, over = steps.order, steps.over
     waited = {position for position, visit in steps.under_way if visit.waited}
     ready = [p for p in steps.ready() if p not in waited and not steps.is_repeated(p)]
     rest = [p for p in range(over, len(order)) if p not in ready and p not in steps.answered]

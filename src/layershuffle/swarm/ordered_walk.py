@@ -66,7 +66,7 @@ class OrderedWalk:
     def _ask(self, action: Ask) -> None:
         steps, position = self._steps, action.position
         version = steps.order.steps[position][1]
-        before = self._walk.state if version == len(steps.ran) else self._states[version]
+        before = self._walk.state if version == steps.over else self._states[version]
         call = self._router.call(before, action.visit, version=steps.version_of(position))
         self._calls.append((position, call))
 
@@ -90,7 +90,7 @@ class OrderedWalk:
     def _join(self) -> None:
         """Add up the answers, as far as no step before them is still open."""
         walk = self._walk
-        while answer := self._answers.pop(len(self._steps.ran), None):
+        while answer := self._answers.pop(self._steps.over, None):
             call, after = answer
             # Exactly the host's answer where it read the newest state; else what it added to its
             # own.
@@ -101,8 +101,8 @@ class OrderedWalk:
 
     def _over(self, count: int, *, ran: bool) -> None:
         """The next `count` steps are over: the state is that of another version."""
-        self._steps = replace(self._steps, ran=(*self._steps.ran, *(ran,) * count))
-        version = len(self._steps.ran)
+        self._steps = self._steps.after(count, ran=ran)
+        version = self._steps.over
         if version in self._last:
             self._states[version] = self._walk.state
         for old in [old for old in self._states if self._last[old] < version]:
@@ -110,13 +110,13 @@ class OrderedWalk:
 
     def _pass_over(self) -> None:
         """Go on without the first step that is not over; its late visits count no more."""
-        self._drop(len(self._steps.ran))
+        self._drop(self._steps.over)
         self._over(1, ran=False)
         self._join()
 
     def _end(self) -> None:
         """Add up what is there, without the steps that are not."""
-        while len(self._steps.ran) < len(self._steps.order):
+        while self._steps.over < len(self._steps.order):
             self._pass_over()
 
     def _drop(self, position: int) -> None:

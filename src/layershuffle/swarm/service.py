@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from layershuffle.errors import UsageError
 from layershuffle.models import load
 from layershuffle.models.files import weights_digest
 from layershuffle.models.spec import parse_spec
@@ -192,7 +193,7 @@ async def running_service(
 
     `session`: the connection to Ray if `backend` is a `RayHosts` on it; it is kept here. `say` gets
     a sentence for every host that is up. On leaving it ends the hosts. It takes `cargo.model` over,
-    which loses its blocks' weights.
+    which loses its blocks' weights. Raises `UsageError` for a plan that does not fit the model.
     """
     depth = cargo.bundles[plan.model].depth
     # Always there: without a fault it adds one look into a dictionary per visit (decision 014).
@@ -210,6 +211,13 @@ async def running_service(
     faults = FaultInjector(coordinator, backend=chaos)
     # The model may be refused, so before anything runs.
     remote_model = RemoteModel(cargo.model, router)
+    # A calibration measures no more than the model allows; a plan may name any number.
+    if remote_model.no_rounds and (plan.parallel or 1) > 1:
+        raise UsageError(
+            f"The plan runs {plan.parallel} blocks side by side, which this model's cannot: "
+            f"{remote_model.no_rounds}",
+            hint="leave parallel out of the plan",
+        )
     # Before `ready`, which only waits for what the watch starts.
     tasks = [asyncio.create_task(keep_watching(coordinator))]
     if session is not None:
