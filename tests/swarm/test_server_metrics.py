@@ -13,7 +13,7 @@ FILE = file_of(picture())
 
 def test_metrics():
     async def go(place):
-        await place.classify(FILE)
+        await place.classify(FILE, order="0+1,2+3,0")  # five steps of four blocks
         place.blocks.faults["b"] = HostFailed("it raised")
         await place.classify(FILE)
         await place.classify(b"no image")
@@ -25,7 +25,7 @@ def test_metrics():
         'layershuffle_requests_total{outcome="answered"} 1.0',
         'layershuffle_requests_total{outcome="degraded"} 1.0',
         'layershuffle_requests_total{outcome="refused"} 1.0',
-        'layershuffle_hops_total{host="a",outcome="answered"} 2.0',
+        'layershuffle_hops_total{host="a",outcome="answered"} 4.0',
         'layershuffle_hops_total{host="b",outcome="failed"} 1.0',
         'layershuffle_blocks_used_bucket{le="3.0"} 1.0',
         'layershuffle_blocks_used_bucket{le="4.0"} 2.0',

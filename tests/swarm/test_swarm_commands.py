@@ -49,6 +49,11 @@ def test_the_expected_accuracy_is_that_of_images_like_the_calibrations():
         "to 96.0 over 2,000 images, which count as 700 independent ones); nine of ten orders lie "
         "between 93.0 and 97.0 %. Of other images nothing is known."
     )
+    ran = describe_answer(answer, Path("a.png")).splitlines()[1]
+    assert ran == "2 of 2 blocks in 5 ms: "
+    rounds = answer.model_copy(update={"blocks": [1, 0, 1], "versions": [0, 0, 2]})
+    ran = describe_answer(rounds, Path("a.png")).splitlines()[1]
+    assert ran == "2 of 2 blocks in 5 ms, as 1+0,1: "
 
 
 def run(capsys, *words):

@@ -108,8 +108,8 @@ def decide_step(
 ) -> Ask | PassOver | Wait | Finish:
     """The next action of a request that names its steps.
 
-    No visit's limit reaches beyond the deadline less the reserve, and no step is asked for twice at
-    one host, so a request ends.
+    No visit's limit reaches beyond the deadline less the reserve, no host is asked for a step while
+    it has it, and every step is over once, so a request ends.
     """
     order, over = steps.order, steps.over
     left = progress.deadline - limits.reserve_ms / 1000 - now
@@ -150,7 +150,7 @@ def _go_on(request: _Request, *, now: float) -> Ask | PassOver | Wait | Finish:
         return Finish("unreachable")
     # Only what is not over is still to run.
     missing = tuple(order.blocks[position] for position in sorted([*ready, *rest]))
-    left_over = replace(progress, order=missing, done=(), pending=bool(steps.under_way))
+    left_over = replace(progress, order=missing, done=())
     return nowhere(left_over, request.swarm, now=now, left=left, routing="order-free")
 
 
@@ -160,7 +160,9 @@ class _Request:
     def __init__(
         self, progress: Progress, steps: Steps, swarm: Swarm, *, left: float, limits: Limits
     ) -> None:
-        self.progress, self.steps, self.swarm = progress, steps, swarm
+        visits = tuple(visit for _, visit in steps.under_way)
+        self.progress = replace(progress, under_way=visits)
+        self.steps, self.swarm = steps, swarm
         self.left, self.limits, self.pace = left, limits, swarm.pace(limits)
         self._bound = slow_above(self.pace, limits)
         self._asked = {(position, visit.host) for position, visit in steps.under_way}

@@ -71,7 +71,7 @@ function chips(blocks) {
 
 // The visits light up one after the other, as the request made them.
 function showWalk({ route, skipped, depth, blocks, ms }) {
-  say(at("walk-text"), `Newest request: ${blocks.length} of ${depth} blocks in ${ms.total.toFixed(0)} ms`);
+  say(at("walk-text"), `Newest request: ${new Set(blocks).size} of ${depth} blocks in ${ms.total.toFixed(0)} ms`);
   const hops = route.map((hop) => {
     const late = hop.outcome === "answered" ? [] : [make("em", { title: hop.why }, hop.outcome)];
     return make("li", { class: "hop" }, make("span", {}, hop.host), ...chips(hop.blocks), ...late);

@@ -16,6 +16,7 @@ from layershuffle.cli.command import Command
 from layershuffle.cli.swarm.options import read_keys
 from layershuffle.errors import UsageError
 from layershuffle.extras import require
+from layershuffle.orders import ExecutionOrder
 from layershuffle.text import counted_as, ranked, table
 
 if TYPE_CHECKING:
@@ -123,8 +124,12 @@ def describe_answer(answer: Classification, image: Path) -> str:
         f"{f'{hop.ms:.0f} ms' if hop.outcome == 'answered' else hop.outcome})"
         for hop in answer.route
     )
+    order = ExecutionOrder(tuple(answer.blocks), answer.depth, tuple(answer.versions))
+    # Hops alone do not say which blocks ran side by side, and which again.
+    plain = order.versions is None and not order.has_repeats
     lines.append(
-        f"{len(answer.blocks)} of {answer.depth} blocks in {answer.ms.total:.0f} ms: {hops}"
+        f"{len(set(order))} of {answer.depth} blocks in {answer.ms.total:.0f} ms"
+        f"{'' if plain else f', as {order}'}: {hops}"
     )
     lines += [f"block {skipped.block} skipped: {skipped.why}" for skipped in answer.skipped]
     lines.append(_describe_expected(answer.expected, answer.expected_why))

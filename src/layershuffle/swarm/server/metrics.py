@@ -121,8 +121,9 @@ class Metrics(Collector):
         """Count an answer."""
         self.requests["degraded" if answer.degraded else "answered"] += 1
         self._seconds.observe(answer.ms.total / 1000)
-        self._blocks.observe(len(answer.blocks))
-        self.blocks_used += len(answer.blocks)
+        kept = len(set(answer.blocks))  # some may have run again
+        self._blocks.observe(kept)
+        self.blocks_used += kept
         self.last = answer
 
     def count_refusal(self, status: HTTPStatus) -> None:
