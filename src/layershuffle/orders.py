@@ -96,7 +96,8 @@ class ExecutionOrder:
         try:
             fields = json.loads(data) if isinstance(data, str) else dict(data)
             blocks, depth, versions = fields["blocks"], fields["depth"], fields.get("versions")
-        except (ValueError, KeyError, TypeError) as error:
+        # json follows nested lists by recursion, and a gateway's clients may nest thousands.
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise UsageError(
                 f"This is not an execution order in JSON ({error.__class__.__name__}: {error})",
                 hint='the form is {"blocks": [3, 0, 2], "depth": 12}',

@@ -36,6 +36,8 @@ FIELDS = {
     "order of too many passes": ({"order": ",".join(["0,1,2,3"] * 9)}, "36 steps"),
     "order of old states": ({"order": "0,1,2,3,1@0"}, "reads a state of 4 steps ago"),
     "order JSON": ({"order": '{"blocks": [0]'}, "not an execution order in JSON"),
+    "order nested": ({"order": '{"blocks": ' + "[" * 4000}, "not an execution order in JSON"),
+    "order of no numbers": ({"order": '{"blocks": [[0]], "depth": 4}'}, "[0] is not a block"),
     "order of others": ({"order": '{"blocks": [0], "depth": 12}'}, "was made for 12 blocks"),
     "order empty": ({"order": ""}, "order"),
     "order words": ({"order": "a,b"}, "order"),
