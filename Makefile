@@ -52,7 +52,8 @@ bench-gpu: ## measure the GPU claims: one NVIDIA GPU, under 10 minutes, no netwo
 	  $$python -c 'import layershuffle.bench.training' 2>/dev/null && break; python=; \
 	done; \
 	test -n "$$python" || { $(MAKE) $(VENV)/.tests-installed && python=$(BIN)/python; } || exit; \
-	$$python benchmarks/gpu.py; code=$$?; $$python scripts/performance_page.py; exit $$code
+	$$python benchmarks/gpu.py; code=$$?; $$python benchmarks/rounds.py || code=$$?; \
+	$$python scripts/performance_page.py; exit $$code
 
 clean: ## remove the environment and what was built
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache

@@ -120,7 +120,8 @@ def test_the_command_needs_no_network_where_the_package_is(installed, tmp_path):
         ["make", "bench-gpu", f"PYTHON={python}"], cwd=tmp_path, capture_output=True, check=False
     )
     ran = log.read_text().splitlines()
-    measured = ["benchmarks/gpu.py", "scripts/performance_page.py"]
+    measured = [f"benchmarks/{name}.py" for name in ("gpu", "rounds")]
+    measured.append("scripts/performance_page.py")
     assert (ran[1:] == measured) is installed, done
     assert any("venv" in words for words in ran) is not installed
     assert (done.returncode == 0) is installed
