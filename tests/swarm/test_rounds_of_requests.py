@@ -5,7 +5,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layershuffle.orders import ExecutionOrder
-from layershuffle.swarm.rounds import UNEXPLAINED, Cell, Rounds, Way, cell_of, late_last, overlapped
+from layershuffle.swarm.rounds import (
+    UNEXPLAINED,
+    Cell,
+    Rounds,
+    Way,
+    cell_of,
+    cell_of_named,
+    late_last,
+    overlapped,
+)
 
 
 @pytest.mark.parametrize(
@@ -45,6 +54,24 @@ def test_what_ran_counts_late_answers_and_half_passes():
     assert cell_of(ExecutionOrder.parse("0,0,0,1", depth=4).steps) == Cell(2, 1, 1)
     # In the second pass: five versions old is more than any number under way explains.
     assert cell_of(ExecutionOrder.parse("0,1,0,1@0", depth=4).steps) == Cell(2, 2, UNEXPLAINED)
+
+
+@pytest.mark.parametrize(
+    ("text", "cell"),
+    [
+        ("4,1,0", Cell(3)),
+        ("4+1,0+2", Cell(4, 1, 2)),
+        ("0+1+2,3+4+5", Cell(6, 1, 3)),
+        ("4,1@0,0@1", Cell(3, 1, 2)),
+        ("4,1,4,1", Cell(2, 2)),
+        ("4+1,1+4,4+1", Cell(2, 3, 2)),
+        ("4,1,1", None),
+        ("4,4,1,1", None),
+        ("0,1,0,1@0", Cell(2, 2, UNEXPLAINED)),
+    ],
+)
+def test_named_steps_count_by_the_oldest_state(text, cell):
+    assert cell_of_named(ExecutionOrder.parse(text, depth=6)) == cell
 
 
 def test_ways_by_how_many_blocks_can_be_reached():

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from layershuffle.errors import UsageError
+from layershuffle.orders import ExecutionOrder
 from layershuffle.stats import mean
 from layershuffle.swarm.calibration import Calibration
-from layershuffle.swarm.rounds import Cell, Rounds, Way
+from layershuffle.swarm.rounds import Cell, Rounds, Way, cell_of_named
 
 NEVER = "the model was never calibrated (layershuffle swarm calibrate MODEL --data SPEC)"
 UNMEASURED = "no calibration of such orders"
@@ -74,6 +75,16 @@ def expected_at(calibration: Calibration, cell: Cell) -> Expected | None:
         passes=row.passes,
         parallel=row.parallel,
     )
+
+
+def expected_of_named(calibration: Calibration, order: ExecutionOrder) -> Expected | None:
+    """The accuracy to expect of steps that somebody named; `None` if such were not measured."""
+    cell = cell_of_named(order)
+    expected = None if cell is None else expected_at(calibration, cell)
+    # More passes than were measured may be named, where they do harm.
+    if expected is None or cell is None or expected.passes < cell.passes:
+        return None
+    return expected
 
 
 def useful_blocks(calibration: Calibration | None) -> int:

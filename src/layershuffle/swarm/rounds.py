@@ -118,11 +118,17 @@ def _age(steps: int, *, kept: int, parallel: int) -> int:
     return sum(min(position % kept, parallel - 1) for position in range(steps))
 
 
-def in_whole_passes(blocks: Sequence[int]) -> bool:
-    """Whether these blocks, one after the other, are whole passes through those among them.
+def cell_of_named(order: ExecutionOrder) -> Cell | None:
+    """The cell of steps that somebody named; `None` unless they are whole passes through their
+    blocks, because nothing else is measured.
 
-    A calibration measures nothing else, and an order that a client names may be anything.
+    The oldest state that was read counts, not the sum over all steps. In rounds of n blocks it is
+    as old as with n under way, and the others are newer, but the accuracy is that of n under way.
     """
-    kept = len(set(blocks))
-    passes = [blocks[at : at + kept] for at in range(0, len(blocks), kept)]
-    return all(len(set(each)) == kept for each in passes)
+    kept, steps = len(set(order)), order.steps
+    passes = [order.blocks[at : at + kept] for at in range(0, len(order), kept)]
+    if any(len(set(blocks)) < kept for blocks in passes):
+        return None
+    oldest = max(position - version for position, (_, version) in enumerate(steps))
+    # Older than a whole pass is nothing that is measured.
+    return Cell(kept, len(passes), oldest + 1 if oldest < kept else UNEXPLAINED)

@@ -19,17 +19,19 @@ from starlette.requests import ClientDisconnect, Request
 from torch import Tensor
 
 from layershuffle.models import file_view
+from layershuffle.orders import ExecutionOrder
 from layershuffle.swarm.calibration import Calibration
 from layershuffle.swarm.expectations import (
     NEVER,
     UNMEASURED,
     Expected,
     expected_at,
+    expected_of_named,
     useful_blocks,
 )
 from layershuffle.swarm.messages import Route
 from layershuffle.swarm.remote_model import Classified, NotAnswered, RemoteModel
-from layershuffle.swarm.rounds import Cell, Way, cell_of, in_whole_passes
+from layershuffle.swarm.rounds import Cell, Way, cell_of, cell_of_named
 from layershuffle.swarm.server.errors import busy
 from layershuffle.swarm.server.limits import GatewayLimits, client_of
 from layershuffle.swarm.server.requests import Bounds, Decoder, Query, read_query
@@ -267,11 +269,15 @@ class RequestScheduler:
 
         `named`: its client named the steps, and nobody saw to it that such were measured.
         """
-        if named and self.calibration is not None and not in_whole_passes(route.order):
-            return None, UNMEASURED
+        cell = cell_of(route.steps) if route.order else None
+        if named and route.order and self.calibration is not None:
+            ran = ExecutionOrder(route.order, route.depth, route.versions)
+            if expected_of_named(self.calibration, ran) is None:
+                return None, UNMEASURED
+            cell = cell_of_named(ran)
         answered = [hop for hop in route.hops if hop.outcome == "answered"] if foreign else []
         places = {(hop.host, block) for hop in answered for block in hop.blocks}
-        return self._expected_with(cell_of(route.steps) if route.order else None, foreign & places)
+        return self._expected_with(cell, foreign & places)
 
     def _expected_with(
         self, cell: Cell | None, foreign: ForeignBlocks

@@ -30,8 +30,7 @@ from layershuffle.models.files import weights_digest
 from layershuffle.orders import ExecutionOrder
 from layershuffle.stack import depth_of, running, wrap
 from layershuffle.swarm.calibration import Calibration, calibration_path, read_calibration
-from layershuffle.swarm.expectations import NEVER, UNMEASURED, expected_at
-from layershuffle.swarm.rounds import cell_of, in_whole_passes
+from layershuffle.swarm.expectations import NEVER, UNMEASURED, expected_of_named
 from layershuffle.swarm.server.errors import busy, unprocessable
 from layershuffle.swarm.server.limits import GatewayLimits
 from layershuffle.swarm.server.requests import Decoder, read_form, read_order
@@ -154,8 +153,7 @@ class Workbench:
             return {"expected": None, "why": ""}
         if self.calibration is None:
             return {"expected": None, "why": NEVER}
-        whole = in_whole_passes(order.blocks)
-        expected = expected_at(self.calibration, cell_of(order.steps)) if whole else None
+        expected = expected_of_named(self.calibration, order)
         if expected is None:
             return {"expected": None, "why": UNMEASURED}
         return {"expected": asdict(expected), "why": ""}
