@@ -1,9 +1,19 @@
 """Plans: YAML in, YAML out, and what is refused."""
 
+import subprocess
+import sys
+
 import pytest
 
 from layershuffle.errors import SettingsError, UsageError
-from layershuffle.swarm.plan import HostPlan, SwarmPlan, even_plan, plan_text, read_plan
+from layershuffle.swarm.plan import (
+    HostPlan,
+    SwarmPlan,
+    even_plan,
+    noted_depth,
+    plan_text,
+    read_plan,
+)
 
 
 def test_a_plan_survives_its_file(tmp_path):
@@ -66,3 +76,29 @@ def test_refused_plans_name_file_and_reason(tmp_path, text, words):
 def test_plans_that_do_not_fit_the_model(blocks, words):
     with pytest.raises(UsageError, match=words):
         SwarmPlan(hosts={"a": HostPlan(blocks=blocks)}).check(3)
+
+
+def test_the_depth_of_a_saved_model_is_read_from_its_record(tmp_path):
+    record = tmp_path / "layershuffle.json"
+    assert noted_depth("bundled:digits-swarm") == 12
+    assert noted_depth(str(tmp_path)) is None
+    for content, depth in (
+        ('{"depth": 7}', 7),
+        ('{"depth": "7"}', None),
+        ('{"depth": true}', None),
+        ('{"depth": 1025}', None),
+        ("[7]", None),
+        ("{", None),
+    ):
+        record.write_text(content)
+        assert noted_depth(f"dir:{tmp_path}") == noted_depth(str(tmp_path)) == depth
+    assert noted_depth("timm:vit_tiny_patch16_224?pretrained=false") is None
+
+
+def test_a_swarm_starts_ray_before_anything_imports_torch():
+    """Torch takes seconds, which the processes of Ray and of the hosts have meanwhile."""
+    modules = ["ray_session", "ray_hosts", "placement", "plan", "server.admin"]
+    imports = "; ".join(f"import layershuffle.swarm.{module}" for module in modules)
+    words = [sys.executable, "-c", f"{imports}; import sys; print('torch' in sys.modules)"]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

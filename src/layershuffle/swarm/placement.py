@@ -8,8 +8,10 @@ blocks that the fewest hosts hold.
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from statistics import median_low
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -184,6 +186,26 @@ def homes_of(nodes: Iterable[Node], hosts: Mapping[str, HostRecord]) -> dict[str
         else:
             homes[name] = node
     return homes
+
+
+@asynccontextmanager
+async def started_early(backend: HostBackend, plan: SwarmPlan) -> AsyncIterator[None]:
+    """The processes of the plan's hosts start inside, for a coordinator that is still to come.
+
+    They import torch while the model is being loaded. What fails the coordinator starts again.
+    """
+
+    async def start() -> None:
+        homes = homes_of(await backend.nodes(), {})
+        hosts = [backend.start(name, node=homes[name]) for name in plan.hosts if name in homes]
+        await asyncio.gather(*hosts, return_exceptions=True)
+
+    starting = asyncio.ensure_future(start())
+    try:
+        yield
+    finally:
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
 
 
 def _has(hosts: Mapping[str, HostRecord], name: str, node: str) -> bool:

@@ -12,6 +12,9 @@ limits: {deadline_ms: 1000}
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
+from importlib import resources
 from pathlib import Path
 from typing import Annotated
 
@@ -27,6 +30,7 @@ from layershuffle.swarm.policy import Routing
 
 BlockId = Annotated[int, Field(ge=0)]
 DEFAULT_MODEL = "bundled:digits-swarm"
+_MAX_DEPTH = 1024
 
 
 class HostPlan(Settings):
@@ -113,6 +117,25 @@ def even_plan(
         model=model,
         hosts={f"host-{host + 1}": HostPlan(blocks=tuple(ids)) for host, ids in blocks_of.items()},
     )
+
+
+def noted_depth(model: str) -> int | None:
+    """The number of blocks that the record beside a saved model states, read without torch.
+
+    `None` where there is no such number to be read. Nothing is checked here: loading the model
+    says what is wrong with it, and `SwarmPlan.check` whether its blocks fit.
+    """
+    scheme, _, place = model.partition(":")
+    if scheme == "bundled":
+        directory = Path(str(resources.files("layershuffle").joinpath("assets", place)))
+    else:  # a directory, or a model that has no record, and no directory of that name either
+        directory = Path(model.removeprefix("dir:")).expanduser()
+    with suppress(OSError, ValueError):
+        noted = json.loads((directory / "layershuffle.json").read_text(encoding="utf-8"))
+        depth = noted.get("depth") if isinstance(noted, dict) else None
+        # A plan lists its blocks: a number beyond any model's is left to what loads it.
+        return depth if type(depth) is int and 0 < depth <= _MAX_DEPTH else None
+    return None
 
 
 def read_plan(path: Path) -> SwarmPlan:

@@ -128,14 +128,15 @@ def environment(
     *,
     tls: Tls | None = None,
     store: Path | None = None,
-    threads: int = 1,
+    threads: int | None = None,
     loopback: bool = False,
     port: int | None = None,
 ) -> dict[str, str]:
     """Environment of everything that takes part, to be set before Ray is imported.
 
     `store` (head): a directory in which the head keeps its state, so that a restarted one loses
-    nothing. `loopback`: nothing listens on any other address. `threads`: of torch, per host.
+    nothing. `loopback`: nothing listens on any other address. `threads`: of torch, per host; by
+    default the variable stays as it is, because a gateway has as many as its user wants.
     `port` (host): the first of its ports, among which that of the data channel is (default: any).
     """
     variables = {
@@ -148,10 +149,11 @@ def environment(
         "RAY_gcs_rpc_server_reconnect_timeout_s": str(_HEADLESS_SECONDS),
         # Else the GCS keeps what every call did: 12.5 kB per request, 300 MB in 25,000.
         "RAY_task_events_report_interval_ms": "0",
-        "OMP_NUM_THREADS": str(threads),
         # Else Ray replaces 127.0.0.1 by an address that others reach, and listens on all of them.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0" if loopback else "1",
     }
+    if threads is not None:
+        variables["OMP_NUM_THREADS"] = str(threads)
     if port is not None:
         variables[_CHANNEL_VARIABLE] = str(port + _CHANNEL_PORT)
     if not loopback:

@@ -119,7 +119,7 @@ class RaySession:
 
 
 @contextmanager
-def local_ray(names: Sequence[str], *, threads: int = 1) -> Iterator[RaySession]:
+def local_ray(names: Sequence[str]) -> Iterator[RaySession]:
     """A cluster of this process's own for the block hosts `names`, on 127.0.0.1 alone.
 
     It has a token of its own, and ends with this process however that ends. What an earlier process
@@ -131,10 +131,7 @@ def local_ray(names: Sequence[str], *, threads: int = 1) -> Iterator[RaySession]
     try:
         # Ray reads these variables once, when it is imported.
         with (
-            _set(
-                environment(cluster.token, store=cluster.store, threads=threads, loopback=True)
-                | _outlives()
-            ),
+            _set(environment(cluster.token, store=cluster.store, loopback=True) | _outlives()),
             _session(import_ray(extra=_EXTRA), cluster) as session,
         ):
             yield session

@@ -29,9 +29,8 @@ from layershuffle.swarm.coordinator import Coordinator
 from layershuffle.swarm.expectations import rounds_of
 from layershuffle.swarm.lineage import check_blocks, lineage_of, read_block, read_lineage
 from layershuffle.swarm.messages import Wire
-from layershuffle.swarm.placement import HostBackend, homes_of
+from layershuffle.swarm.placement import HostBackend
 from layershuffle.swarm.plan import SwarmPlan
-from layershuffle.swarm.planning.hosts import ModelFacts, facts_of
 from layershuffle.swarm.program import pack_tensors, read_program
 from layershuffle.swarm.remote_model import RemoteModel, served_host
 from layershuffle.swarm.router import Router
@@ -40,6 +39,7 @@ from layershuffle.swarm.speed import stored_ms
 if TYPE_CHECKING:
     from torch import nn
 
+    from layershuffle.swarm.planning.hosts import ModelFacts
     from layershuffle.swarm.ray_session import RaySession
 
 _TIMED = 30
@@ -132,6 +132,9 @@ def model_facts(model: str, *, wire: Wire, parallel: int | None = None) -> Model
     `parallel`: blocks side by side, instead of what the calibration allows. Raises what loading
     raises.
     """
+    # It imports scipy's solvers, which take half a second and which no gateway needs.
+    from layershuffle.swarm.planning.hosts import facts_of
+
     host = served_host(load(model))
     bundle, calibration = make_bundle(host), calibration_of(model, host)
     rows = calibration.queue if calibration is not None else ()
@@ -235,26 +238,6 @@ async def running_service(
         await coordinator.close()
         # In a thread, because it waits for stems and heads that still compute.
         await asyncio.to_thread(remote_model.close)
-
-
-@asynccontextmanager
-async def started_early(backend: HostBackend, plan: SwarmPlan) -> AsyncIterator[None]:
-    """The processes of the plan's hosts start inside, for a coordinator that is still to come.
-
-    They import torch while the model is being loaded. What fails the coordinator starts again.
-    """
-
-    async def start() -> None:
-        homes = homes_of(await backend.nodes(), {})
-        hosts = [backend.start(name, node=homes[name]) for name in plan.hosts if name in homes]
-        await asyncio.gather(*hosts, return_exceptions=True)
-
-    starting = asyncio.ensure_future(start())
-    try:
-        yield
-    finally:
-        starting.cancel()
-        await asyncio.gather(starting, return_exceptions=True)
 
 
 async def keep_watching(coordinator: Coordinator) -> None:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from layershuffle.swarm.plan import SwarmPlan
     from layershuffle.swarm.ray_session import RaySession
     from layershuffle.swarm.server.gateway_page import PageOptions
-    from layershuffle.swarm.service import Service
+    from layershuffle.swarm.service import Cargo, Service
 
 
 @contextmanager
@@ -217,45 +217,51 @@ class _ServingCommand(HttpsOptions):
         import asyncio
         from concurrent.futures import ThreadPoolExecutor
 
+        from layershuffle.swarm.placement import started_early
         from layershuffle.swarm.ray_hosts import RayHosts
         from layershuffle.swarm.server.admin import state_directory
-        from layershuffle.swarm.service import load_cargo, running_service, started_early
 
         state = state_directory(self.state)
         say(f"Loading {plan.model}, and connecting to Ray ...")
-        # Side by side, because Ray mostly waits for its processes. Torch is imported by now: it
-        # takes its number of threads from a variable that the session sets for the hosts.
+        # Side by side: Ray mostly waits for its processes, and those of the hosts import torch
+        # while this one does. So nothing above may import torch.
         with ThreadPoolExecutor(1) as loader:
-            loading = loader.submit(load_cargo, plan)
+            loading = loader.submit(_loaded, plan)
             with session as ray_session:
                 backend = RayHosts(ray_session.ray, limits=plan.limits, threads=self.threads)
                 say(f"Starting {len(plan.hosts)} block hosts ...")
-                starting = started_early(backend, plan)
-                async with (
-                    starting,
-                    running_service(
-                        plan,
-                        await asyncio.wrap_future(loading),
-                        backend=backend,
-                        session=ray_session,
-                        within=wait,
-                        say=say,
-                    ) as service,
-                ):
-                    await serve_service(
-                        service,
-                        state=state,
-                        host=host,
-                        port=self.port,
-                        keys=keys,
-                        public=public,
-                        tls=tls,
-                        # With port 0 the address is only known once the server listens.
-                        ready=lambda url: self.announce(
-                            describe_service(service, url, state=self.state, keyed=bool(keys)), url
-                        ),
-                        page=self.page_options(service),
-                    )
+                async with started_early(backend, plan):
+                    cargo = await asyncio.wrap_future(loading)
+                    # It imports torch: now that is there, and the loop is not held up.
+                    from layershuffle.swarm.service import running_service
+
+                    async with running_service(
+                        plan, cargo, backend=backend, session=ray_session, within=wait, say=say
+                    ) as service:
+
+                        def ready(url: str) -> None:
+                            keyed, shown = bool(keys), self.state
+                            text = describe_service(service, url, state=shown, keyed=keyed)
+                            self.announce(text, url)
+
+                        await serve_service(
+                            service,
+                            state=state,
+                            host=host,
+                            port=self.port,
+                            keys=keys,
+                            public=public,
+                            tls=tls,
+                            ready=ready,  # with port 0 the address is known once the server listens
+                            page=self.page_options(service),
+                        )
+
+
+def _loaded(plan: SwarmPlan) -> Cargo:
+    """`service.load_cargo`, for a thread that imports torch by it."""
+    from layershuffle.swarm.service import load_cargo
+
+    return load_cargo(plan)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,26 +316,26 @@ class UpCommand(_ServingCommand):
                 "Without a page nobody can break hosts on it", hint="leave --no-page out"
             )
         check_reports(self.reports, keyed=False)
-        # Before torch is imported and hosts are started, which takes seconds.
+        # Before hosts are started, which takes seconds.
         free_socket(state_directory(self.state))
-        say("Importing torch ...")
-        plan = self._plan()
+        plan = self._plan(say)
         with ended_by_signals(), suppress(KeyboardInterrupt):
-            session = local_ray(list(plan.hosts), threads=self.threads)
-            asyncio.run(self.serve(plan, session, say=say, tls=tls))
+            asyncio.run(self.serve(plan, local_ray(list(plan.hosts)), say=say, tls=tls))
         print("The swarm has ended, with all its hosts.")
         return 0
 
-    def _plan(self) -> SwarmPlan:
-        from layershuffle.swarm.plan import SwarmPlan, even_plan, read_plan
+    def _plan(self, say: Callable[[str], None]) -> SwarmPlan:
+        from layershuffle.swarm.plan import SwarmPlan, even_plan, noted_depth, read_plan
 
         if self.plan is not None:
             return read_plan(self.plan)
+        if (depth := noted_depth(self.model)) is None:
+            say(f"Loading {self.model}, to see how many blocks it has ...")
 
-        from layershuffle.models import load
-        from layershuffle.stack import depth_of
+            from layershuffle.models import load
+            from layershuffle.stack import depth_of
 
-        depth = depth_of(load(self.model))
+            depth = depth_of(load(self.model))
         plan = even_plan(depth, self.hosts, model=self.model, replicas=self.replicas)
         # Built anew, not copied: a copy of a pydantic model would not check the two values.
         return SwarmPlan(**{**dict(plan), "routing": self.routing, "wire": self.wire})
@@ -380,7 +386,6 @@ class DeployCommand(TlsOptions, _ServingCommand):
         check_address(self.bind, keyed=bool(keys), public=self.public)
         if warning := in_clear(self.bind, keyed=bool(keys), encrypted=tls is not None):
             print(f"warning: {warning}", file=sys.stderr, flush=True)
-        say("Importing torch ...")
         with ended_by_signals(), suppress(KeyboardInterrupt):
             session = joined_ray(
                 self.address, token=self.token or default_token(), tls=tls_of(self)

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 from fastapi import FastAPI
@@ -27,7 +27,10 @@ from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.files import explained
 from layershuffle.swarm.chaos import Fault, Kind
 from layershuffle.swarm.policy import Routing
-from layershuffle.swarm.service import Service, donor_bundle
+
+if TYPE_CHECKING:
+    # It imports torch, which takes seconds, and commands look for a swarm that runs before that.
+    from layershuffle.swarm.service import Service
 
 SOCKET = "operator.sock"
 # Seconds; a swap may have to load a whole model before it answers.
@@ -82,6 +85,8 @@ def operator_app(service: Service) -> FastAPI:
     async def swap(command: SwapCommand) -> dict[str, Any]:
         block, base = command.block, coordinator.base
         # In a thread: requests go on while files are read, or a model is loaded.
+        from layershuffle.swarm.service import donor_bundle
+
         bundle = await asyncio.to_thread(donor_bundle, command.donor, base, blocks=[block])
         await coordinator.swap(command.host, block, donor=bundle)
         return {}
