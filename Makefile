@@ -39,7 +39,7 @@ $(VENV)/.tests-installed: $(VENV)/.installed
 
 CLAIMS := $(filter-out benchmarks/_harness.py benchmarks/gpu.py benchmarks/swarm_load.py,$(wildcard benchmarks/*.py))
 
-bench: $(VENV)/.tests-installed ## measure every CPU claim of docs/performance.md: about 25 minutes
+bench: $(VENV)/.tests-installed ## measure every CPU claim of docs/performance.md; each result file says how long it took
 	@for claim in $(CLAIMS); do \
 	  echo "== $$claim"; OMP_NUM_THREADS=1 $(BIN)/python $$claim || missed="$$missed $$claim"; \
 	done; \

@@ -177,7 +177,10 @@ class Claim:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """The content of a result file. `complete`: every row of the claim is there."""
+    """The content of a result file. `complete`: every row of the claim is there.
+
+    `seconds`: how long the measurement took, `None` in files of before that was noted.
+    """
 
     schema: int
     theme: str
@@ -188,6 +191,7 @@ class Result:
     versions: Mapping[str, str]
     rows: tuple[Row, ...]
     complete: bool
+    seconds: float | None = None
 
     @property
     def machine(self) -> str:
@@ -217,6 +221,7 @@ def run_claim(
     options = parser.parse_args(argv)
     effort = SMOKE if options.smoke else Effort()
     out = options.out or (None if options.smoke else Path(file).parent / "results")
+    begun = time.monotonic()
     with torch_threads(claim.threads):
         result = Result(
             schema=SCHEMA,
@@ -235,7 +240,8 @@ def run_claim(
             if out is not None:
                 part = write_result(result, out)
     if out is not None and result.rows:
-        tell(f"Written: {write_result(replace(result, complete=True), out)}")
+        result = replace(result, complete=True, seconds=round(time.monotonic() - begun, 1))
+        tell(f"Written: {write_result(result, out)}, after {result.seconds:.0f} s")
         part.unlink()
     return int(not options.smoke and any(row.holds is False for row in result.rows))
 

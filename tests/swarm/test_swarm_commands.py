@@ -143,7 +143,19 @@ def test_directories_that_others_may_enter_are_refused(tmp_path):
     assert state_directory(str(tmp_path / "new")).stat().st_mode & 0o777 == 0o700
     with pytest.raises(UsageError, match="too long for a socket"):
         state_directory(str(tmp_path / ("x" * 120)))
+
+
+def test_what_ray_opens_to_others_does_not_keep_a_machine_from_starting_again(
+    tmp_path, monkeypatch
+):
+    """Ray gives its own directory mode 0777 at every start."""
     assert len(str(scratch_directory("host-6500"))) < 40
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    scratch = scratch_directory("head-6400")
+    scratch.mkdir()
+    scratch.chmod(0o777)
+    assert scratch_directory("head-6400") == scratch
+    assert scratch.parent.stat().st_mode & 0o777 == 0o700
 
 
 PLAN = SwarmPlan(model="pico", hosts={"a": HostPlan(blocks=(0, 2)), "b": HostPlan(blocks=(1, 3))})

@@ -1,8 +1,12 @@
-"""The walk through three machines of docs/swarm.md, word for word, on three network namespaces."""
+"""The walk through three machines of docs/swarm.md, word for word, on three network namespaces.
+
+Beyond the walk, the head's Ray dies under the gateway and is started again.
+"""
 
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -25,9 +29,21 @@ pytestmark = [
 PART_SECONDS = 300.0
 HEAD, GATEWAY = "10.90.0.1:6400", "http://10.90.0.1:8000"
 BLOCKS = {"pi-1": tuple(range(0, 12, 2)), "pi-2": tuple(range(1, 12, 2))}
+# What /healthz says, whatever its status.
+HEALTH = f"""
+import urllib.error, urllib.request
+try:
+    print(urllib.request.urlopen("{GATEWAY}/healthz").read().decode())
+except urllib.error.HTTPError as error:
+    print(error.read().decode())
+"""
 PROGRAM = (sys.executable, "-m", "layershuffle")
-# On the head: the cluster's head, and beside it the gateway as soon as that answers.
-BOTH = '"${@:2:$1}" & sleep 5; until "${@:$1+2}"; do sleep 1; done'
+# On the head: the cluster's head, which starts again only when the test says so, and beside it the
+# gateway as soon as that answers.
+BOTH = """
+(while :; do "${@:3:$2}"; until [ -e "$1/again" ]; do sleep 0.2; done; done) &
+sleep 5; until "${@:$2+3}"; do sleep 1; done
+"""
 
 
 @pytest.fixture(scope="session")
@@ -79,6 +95,7 @@ class Machines:
         said = {"label": one.label, "status": self.asked("swarm", "status")}
         said["whole"] = self.classified()
         said["no_key"] = self.refused()
+        said |= self.head_dies()
         self.network.kill("h1")
         said["half"] = self.until(self.classified, lambda answer: answer["degraded"])
         said["after"] = self.asked("swarm", "status")
@@ -96,7 +113,7 @@ class Machines:
             *("--bind", "10.90.0.1", "--keys", f"{self.place}/keys"),
             *("--state", f"{self.place}/state", *self.secure),
         ]
-        words = ["bash", "-c", BOTH, "both", str(len(head)), *head, *deploy]
+        words = ["bash", "-c", BOTH, "both", str(self.place), str(len(head)), *head, *deploy]
         self.network.run("h0", words, environment=self.environment)
         self.until(lambda: self.log("h0"), lambda log: "The head is at" in log)
         for number, name in enumerate(BLOCKS, 1):
@@ -107,6 +124,33 @@ class Machines:
             ]
             self.network.run(host, words, environment=self.environment, supervised=True)
         self.until(lambda: self.log("h0"), lambda log: "answers at http" in log)
+
+    def head_dies(self):
+        """Its GCS is killed, and with that all of Ray on the head's machine ends."""
+        (gcs,) = self.processes("gcs_server")
+        os.kill(gcs, signal.SIGKILL)
+        self.until(lambda: self.processes("raylet"), lambda pids: not pids)
+        away = self.until(self.health, lambda health: "head at" in (health["why"] or ""))
+        answers = [self.classified() for _ in range(3)]
+        still_away = self.health()
+        (self.place / "again").touch()
+        back = self.until(self.health, lambda health: not health["why"])
+        (self.place / "again").unlink()
+        return {
+            "away": [away, still_away], "without_head": answers, "back": back,
+            "with_head": self.classified(),
+        }  # fmt: skip
+
+    def processes(self, name):
+        """Those of Ray's programs of that name on the head's machine."""
+        titles = (Path(f"/proc/{pid}/comm") for pid in self.network.running("h0", ""))
+        return [
+            int(path.parent.name) for path in titles if path.exists() and name in path.read_text()
+        ]
+
+    def health(self):
+        network = ("ip", "netns", "exec", f"{self.network.tag}-h2")
+        return json.loads(self.run(*network, sys.executable, "-c", HEALTH).stdout)
 
     def log(self, name):
         return (self.place / f"{name}.log").read_text()
@@ -155,6 +199,18 @@ def test_a_client_without_the_key_gets_nothing(story):
     code, said = story.no_key
     assert code == 1
     assert "key" in said
+
+
+def test_answers_go_on_while_the_head_is_away(story):
+    """Whole ones, from the same processes, and the health says what is wrong until it is not."""
+    for health in story.away:
+        assert health["ok"]
+        assert "The head at 10.90.0.1:6400 does not answer" in health["why"]
+    for answer in [*story.without_head, story.with_head]:
+        assert sorted(answer["blocks"]) == list(range(12))
+        assert not answer["degraded"]
+        assert answer["images"][0]["top"][0]["index"] == story.label
+    assert story.back["ok"]
 
 
 def test_a_machine_dies_and_answers_go_on(story):

@@ -243,8 +243,13 @@ def free_socket(state: Path) -> Path:
 
 
 def scratch_directory(name: str) -> Path:
-    """A directory with a short path for the logs and sockets of Ray; checked like the state."""
-    return state_directory(f"{tempfile.gettempdir()}/ls-{os.getuid()}-{name}")
+    """A short path for the logs and sockets of Ray, in a directory that is checked like the state.
+
+    Ray makes the directory itself, the first time.
+    """
+    # Within: Ray opens its own directory to every user, which at its next start would look like
+    # somebody else's.
+    return state_directory(f"{tempfile.gettempdir()}/ls-{os.getuid()}-{name}") / "ray"
 
 
 def listens(path: Path) -> bool:
