@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from types import SimpleNamespace
 
 import pytest
 from fake_hosts import condition, coordinated
@@ -142,6 +143,38 @@ def test_a_ray_that_does_not_start_is_tried_with_pauses(caplog):
     assert [what for _, what in cluster.calls].count("disconnect") == 4 + 3
     assert session.trouble == ""
     assert "Ray does not start" in caplog.text
+
+
+class FullMachine:
+    """Ray's node on a machine that starts no process any more."""
+
+    gcs_address = "127.0.0.1:1"
+
+    def __init__(self):
+        self._ray_params = SimpleNamespace(gcs_server_port=0)
+        self.all_processes = {"gcs_server": [SimpleNamespace(returncode=-9)], "raylet": []}
+
+    def dead_processes(self):
+        ended = self.all_processes.get("gcs_server", [])
+        return [("gcs_server", SimpleNamespace(process=p, returncode=-9)) for p in ended]
+
+    def start_gcs_server(self):
+        raise OSError("Cannot allocate memory")
+
+
+def test_a_gcs_that_does_not_start_again_is_still_a_loss():
+    """A failed revival leaves no dead process behind, and all of Ray has to be started anew."""
+    cluster = LocalCluster(["a"])
+    try:
+        cluster._node = FullMachine()
+        loss = cluster.loss()
+        with pytest.raises(LayerShuffleError, match="Cannot allocate memory"):
+            loss.revive()
+        loss = cluster.loss()
+        assert loss.renewable
+        assert loss.revive is None
+    finally:
+        cluster.remove()
 
 
 def test_a_head_that_is_away_is_waited_for():

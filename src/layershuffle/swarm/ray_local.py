@@ -98,6 +98,10 @@ class LocalCluster:
         if self._node is None:
             return Loss("Ray does not run", renewable=True)
         dead = dict(self._node.dead_processes())
+        # `_revive` takes it off the list before it starts the next one, which a machine without
+        # memory or processes to spare refuses.
+        if _GCS not in self._node.all_processes:
+            return Loss(f"Ray's {_GCS} could not be started again; all of Ray is", renewable=True)
         if not dead:
             return None
         ended = " and ".join(f"{kind} (exit code {dead[kind].returncode})" for kind in sorted(dead))
