@@ -57,7 +57,7 @@ _log = logging.getLogger(__name__)
 class BlockHostActor:
     """A `BlockHost` in a process of its own. What it imports is torch and light."""
 
-    def __init__(self, name: str, *, limits: Mapping[str, Any], threads: int) -> None:
+    def __init__(self, name: str, *, limits: Mapping[str, Any], threads: int | None) -> None:
         from layershuffle.swarm.host import BlockHost
 
         self._limits = Limits(**limits)
@@ -170,10 +170,10 @@ async def called(ray: Any, submit: Callable[[], Any], *, host: str) -> Any:
 class RayHosts:
     """The processes of block hosts on the members of a cluster (`placement.HostBackend`).
 
-    `ray`: the connected module. `threads`: of torch in each host. `only`: which of the hosts that
-    the members name are run (default: all). `channel`: whether visits go over the hosts' data
-    channels, as far as these can be reached; else over Ray alone. A call that fails raises
-    `LayerShuffleError`; callers bound its time.
+    `ray`: the connected module. `threads`: of torch in each host; `None`: what its machine's
+    `OMP_NUM_THREADS` says. `only`: which of the hosts that the members name are run (default: all).
+    `channel`: whether visits go over the hosts' data channels, as far as these can be reached; else
+    over Ray alone. A call that fails raises `LayerShuffleError`; callers bound its time.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class RayHosts:
         ray: Any,
         *,
         limits: Limits,
-        threads: int = 1,
+        threads: int | None = 1,
         only: Collection[str] | None = None,
         channel: bool = True,
     ) -> None:

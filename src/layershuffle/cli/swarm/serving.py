@@ -176,8 +176,8 @@ class _ServingCommand(HttpsOptions):
 
     port: int = 8000
     """Port of the server; 0 takes a free one."""
-    threads: int = 1
-    """Threads of torch in each host."""
+    threads: int | None = None
+    """Threads of torch in each host (default: what `swarm host --threads` says on its machine)."""
     state: str | None = None
     """Directory of the operator's socket (default: ~/.local/state/layershuffle/swarm)."""
     page: bool = True
@@ -278,6 +278,8 @@ class UpCommand(_ServingCommand):
     and --wire."""
     hosts: int = 4
     """Number of block hosts."""
+    threads: int | None = 1
+    """Threads of torch in each host."""
     replicas: int = 1
     """Hosts that hold each block."""
     routing: Routing = "order-free"
