@@ -55,12 +55,14 @@ def test_an_event_says_what_the_gateway_counted():
             assert answer.status_code == 200
         async with local(site) as client:
             assert (await client.get("/page/facts")).json()["swarm"]
-        return state_of(live.event(site.router.clock()))
+        hosts, walk = live.events(site.router.clock())
+        return state_of(hosts), walk
 
     options, _ = page()
-    state = run(test, page=options)
-    # The counters are those of another `Metrics`, which saw the hops but no answers.
-    assert (state["answered"], state["blocks"], state["walk"]) == (0, 0, None)
+    state, walk = run(test, page=options)
+    # The counters are those of another `Metrics`, which saw the hops but no answers; and nobody
+    # watched the requests.
+    assert (state["answered"], state["blocks"], walk) == (0, 0, b"")
     visits = {host["name"]: sum(host["visits"].values()) for host in state["hosts"]}
     assert set(visits) == {"a", "b", "c"}
     assert all(3 <= count <= 6 for count in visits.values())  # "a" may be visited once per block
@@ -71,9 +73,9 @@ def test_an_event_is_made_once_for_all_viewers():
     """In virtual time: twenty viewers in half a second get one event, the same bytes."""
     router = Router(None, depth=4, limits=None, clock=lambda: 0.0)
     live = Live(router, Metrics(router))
-    events = [live.event(10 * EVERY + viewer * EVERY / 20) for viewer in range(20)]
-    assert len({id(event) for event in events}) == 1
-    assert live.event(11 * EVERY) is not events[0]
+    events = [live.events(10 * EVERY + viewer * EVERY / 20) for viewer in range(20)]
+    assert len({id(hosts) for hosts, _ in events}) == 1
+    assert live.events(11 * EVERY)[0] is not events[0][0]
 
 
 def test_viewers_are_bounded_and_leave_nothing_behind():

@@ -67,7 +67,8 @@ class OrderedWalk:
         steps, position = self._steps, action.position
         version = steps.order.steps[position][1]
         before = self._walk.state if version == steps.over else self._states[version]
-        call = self._router.call(before, action.visit, version=steps.version_of(position))
+        version = steps.version_of(position)
+        call = self._router.call(self._walk, action.visit, before=before, version=version)
         self._calls.append((position, call))
 
     def _take_ended(self) -> None:

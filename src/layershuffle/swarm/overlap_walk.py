@@ -36,7 +36,8 @@ class OverlapWalk:
                     return action.ending
                 if isinstance(action, Visit):
                     version = len(walk.progress.done)
-                    self._calls.append(router.call(walk.state, action, version=version))
+                    call = router.call(walk, action, before=walk.state, version=version)
+                    self._calls.append(call)
                 else:
                     await self._wait(action)
         finally:

@@ -39,7 +39,7 @@ from layershuffle.swarm.overlap_walk import OverlapWalk
 from layershuffle.swarm.policy import FREE, Finish, Progress, Routing, Wait
 from layershuffle.swarm.rounds import QUEUE, Rounds
 from layershuffle.swarm.state import HostView, Swarm
-from layershuffle.swarm.walk import PendingVisit, Walk
+from layershuffle.swarm.walk import PendingVisit, Walk, Watcher
 from layershuffle.text import one_line
 
 NOT_FINITE = "it answered with numbers that are not finite"
@@ -58,7 +58,8 @@ class Router:
     `routing`, `rounds` (what requests in free order run side by side and again), `wire` and
     `most_blocks` (blocks that are enough in free order; default: all) may be changed at any time; a
     request keeps the routing and rounds that it began with. Each of `observers` is called with
-    every hop and the states around it (metrics and audits do so). `walks`: requests under way.
+    every hop and the states around it (metrics and audits do so). `walks`: requests under way;
+    `watcher`: who sees them walk, `None` for nobody.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Router:
         self.routing, self.wire, self.clock = routing, wire, clock
         self.most_blocks, self.rounds, self.walks = most_blocks, rounds, 0
         self.observers: list[Callable[[Visited, State, State | None], None]] = []
+        self.watcher: Watcher | None = None
         self._swarm = Swarm()
         self._changed = asyncio.Event()
         self._numbers = count()
@@ -132,7 +134,10 @@ class Router:
             most=self.most_blocks,
         )
         walk = Walk(start, progress, begun)
+        route: Route | None = None
         self.walks += 1
+        if self.watcher is not None:
+            self.watcher.begun(walk)
         try:
             if steps is not None and not queue:
                 ending = await OrderedWalk(self, walk, order=steps).run()
@@ -140,10 +145,13 @@ class Router:
                 ending = await OverlapWalk(self, walk, rounds=self.rounds).run()
             else:
                 ending = await self._run(walk, self.routing)
+            route = self._route(walk, ending)
         finally:
             self.walks -= 1
             _drop(walk.late)
-        return walk.state, self._route(walk, ending)
+            if self.watcher is not None:
+                self.watcher.over(walk, route)
+        return walk.state, route
 
     async def _run(self, walk: Walk, routing: Routing) -> Ending:
         """Make one visit after the other until the request is over."""
@@ -207,7 +215,8 @@ class Router:
         if walk.late is not None and not policy.hedges(walk.late.visit, visit):
             _drop(walk.late)
             walk.late = None
-        call = self.call(walk.state, visit, version=len(walk.progress.done))
+        version = len(walk.progress.done)
+        call = self.call(walk, visit, before=walk.state, version=version)
         racing = [call] if walk.late is None else [walk.late, call]
         while call in racing:
             left = call.ends - self.clock()
@@ -234,8 +243,8 @@ class Router:
                     return
         walk.late = racing[0] if racing else None
 
-    def call(self, before: State, visit: Visit, *, version: int) -> PendingVisit:
-        """Send the state `before`, of that version, to a host."""
+    def call(self, walk: Walk, visit: Visit, *, before: State, version: int) -> PendingVisit:
+        """Send the state `before` of a request, of that version, to a host."""
         work = len(visit.blocks) * len(before)
         self.update(visit.host, lambda host: state.sent(host, work))
         task = asyncio.ensure_future(self.transport.visit(visit, pack(before, self.wire)))
@@ -247,7 +256,10 @@ class Router:
             self.update(visit.host, lambda host: state.settled(host, work))
 
         task.add_done_callback(over)
-        return PendingVisit(visit, task, self.clock(), before, version)
+        call = PendingVisit(visit, task, self.clock(), before, version)
+        if self.watcher is not None:
+            self.watcher.sent(walk, call)
+        return call
 
     def _take(self, walk: Walk, call: PendingVisit) -> bool:
         """Whether the ended call brought a good answer, which is then the walk's state."""
@@ -278,7 +290,7 @@ class Router:
             answer.compute_ms, answer.queue_ms, images=len(after), batch=answer.batch,
             lag_ms=elapsed_ms - call.visit.expected * _MILLI,
         )  # fmt: skip
-        self._note(walk, hop, before=call.before, after=after)
+        self._note(walk, call, hop=hop, after=after)
         self.update(hop.host, lambda host: state.answered(host, hop, limits=self.limits))
         return after
 
@@ -290,7 +302,7 @@ class Router:
             images=len(call.before), lag_ms=(elapsed - call.visit.expected) * _MILLI,
         )  # fmt: skip
         if not call.reported:
-            self._note(walk, hop, before=call.before, after=None)
+            self._note(walk, call, hop=hop, after=None)
         if policy.strikes(call.visit, outcome, elapsed=elapsed, again=call.reported):
             self.report(hop)
         call.reported = True
@@ -300,10 +312,12 @@ class Router:
         now = self.clock()
         self.update(hop.host, lambda host: state.failed(host, hop, now=now, limits=self.limits))
 
-    def _note(self, walk: Walk, hop: Visited, *, before: State, after: State | None) -> None:
+    def _note(self, walk: Walk, call: PendingVisit, *, hop: Visited, after: State | None) -> None:
         walk.hops.append(hop)
         for observe in self.observers:
-            observe(hop, before, after)
+            observe(hop, call.before, after)
+        if self.watcher is not None:
+            self.watcher.noted(call, hop)
 
 
 def unpacked(answer: Answer, *, like: State, ms: float) -> tuple[State, str]:

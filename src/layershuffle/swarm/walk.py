@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from layershuffle.swarm.limits import Limits
-from layershuffle.swarm.messages import Answer, Outcome, State, Visit, Visited
+from layershuffle.swarm.messages import Answer, Outcome, Route, State, Visit, Visited
 from layershuffle.swarm.policy import Progress
 from layershuffle.swarm.state import Swarm
 
@@ -63,8 +63,8 @@ class Caller(Protocol):
     def swarm(self) -> Swarm:
         """The present state of the hosts."""
 
-    def call(self, before: State, visit: Visit, *, version: int) -> PendingVisit:
-        """Send the state `before`, of that version, to a host."""
+    def call(self, walk: Walk, visit: Visit, *, before: State, version: int) -> PendingVisit:
+        """Send the state `before` of a request, of that version, to a host."""
 
     def answer_to(self, walk: Walk, call: PendingVisit) -> State | None:
         """The state that the ended call brought; `None`, and its host is blamed, without one."""
@@ -76,3 +76,19 @@ class Caller(Protocol):
         self, tasks: Iterable[asyncio.Task[Answer]], *, until: float, changes: bool
     ) -> None:
         """Wait until one of `tasks` ends, that time comes or, with `changes`, the swarm changes."""
+
+
+class Watcher(Protocol):
+    """Who sees requests while they walk. Its methods must be quick: the request waits for them."""
+
+    def begun(self, walk: Walk) -> None:
+        """A request begins."""
+
+    def sent(self, walk: Walk, call: PendingVisit) -> None:
+        """A visit of it begins."""
+
+    def noted(self, call: PendingVisit, hop: Visited) -> None:
+        """A visit has an outcome; one that was late may have another one later."""
+
+    def over(self, walk: Walk, route: Route | None) -> None:
+        """A request ends, without a route if it was cancelled."""

@@ -1,8 +1,9 @@
-// The swarm, live: its hosts, the way of the newest request, and what came of all of them.
+// The swarm, live: its hosts, a request that walks, and what came of all of them.
 
 import { ask, at, hue, make, say } from "./dom.js";
+import { setLines, showWalk } from "./walk.js";
 
-const PAUSE = 300; // ms between test pairs, and between steps of a walk that is shown
+const PAUSE = 300; // ms between test pairs
 const AGAIN = 2000; // ms until a stream that broke is asked for anew
 const BREAKS = [["crash", "Kill"], ["freeze", "Freeze"], ["slow", "Slow down"], ["rejoin", "Bring back"]];
 const WORDS = { healthy: "works", suspect: "does not answer", "shut-out": "is shut out", draining: "takes no more", gone: "is dead" };
@@ -58,6 +59,7 @@ function showHosts(hosts) {
   if (order.some((element, i) => at("hosts").children[i] !== element) || at("hosts").children.length > order.length) {
     at("hosts").replaceChildren(...order);
   }
+  setLines(hosts.map((host) => host.name));
 }
 
 // Blocks as small tiles, in the colours of the strip.
@@ -69,27 +71,14 @@ function chips(blocks) {
   });
 }
 
-// The visits light up one after the other, as the request made them.
-function showWalk({ route, skipped, depth, blocks, ms }) {
-  say(at("walk-text"), `Newest request: ${new Set(blocks).size} of ${depth} blocks in ${ms.total.toFixed(0)} ms`);
-  const hops = route.map((hop) => {
-    const late = hop.outcome === "answered" ? [] : [make("em", { title: hop.why }, hop.outcome)];
-    return make("li", { class: "hop" }, make("span", {}, hop.host), ...chips(hop.blocks), ...late);
-  });
-  at("walk").replaceChildren(...hops);
-  const reasons = Map.groupBy(skipped, (skip) => skip.why);
-  say(at("skipped"), [...reasons].map(([why, skips]) => `Skipped ${skips.map((skip) => skip.block).join(", ")}: ${why}.`).join(" ") || "\u00a0");
-  const still = window.matchMedia("(prefers-reduced-motion: reduce)").matches;
-  hops.forEach((hop, step) => {
-    const light = () => {
-      hop.dataset.walked = true;
-      for (const [name, parts] of cards) parts.card.dataset.walked = name === route[step].host;
-    };
-    setTimeout(still ? () => { hop.dataset.walked = true; } : light, still ? 0 : (step * PAUSE) / hops.length);
-  });
+function show(state) {
+  if (state.hosts) showState(state);
+  if (!state.walk) return;
+  const busy = showWalk(state.walk);
+  for (const [name, parts] of cards) parts.card.dataset.walked = busy.has(name);
 }
 
-function show(state) {
+function showState(state) {
   showHosts(state.hosts);
   const total = state.answered + state.failed;
   const rate = before && state.at > before.at ? (state.answered - before.answered) / (state.at - before.at) : 0;
@@ -104,7 +93,6 @@ function show(state) {
     words.push(`of this page's ${sent.answered} pairs ${share.toFixed(1)} % right${expected}`);
   }
   say(at("line"), words.join(" \u00b7 "));
-  if (state.walk && (!before || state.answered > before.answered)) showWalk(state.walk);
   before = state;
 }
 
@@ -117,8 +105,9 @@ async function listen() {
     text += value;
     const events = text.split("\n\n");
     text = events.pop();
-    // Only the newest: after a pause, as of a tab in the background, the others are history.
-    if (events.length) show(JSON.parse(events.at(-1).replace("data: ", "")));
+    // Only the newest of each kind: after a pause, as of a tab in the background, the others are
+    // history.
+    show(Object.assign({}, ...events.map((event) => JSON.parse(event.replace("data: ", "")))));
   }
 }
 

@@ -1,8 +1,9 @@
-"""What a page sees of a running swarm: server-sent events, one twice a second.
+"""What a page sees of a running swarm: server-sent events of two kinds.
 
-Each event is the whole state in a few kilobytes, so that none has to be kept for anybody: a viewer
-who reads slowly gets fewer of them, and one who does not read is cut off as any other connection
-(`run.Server.cut_waiting`). It is made once for all viewers.
+Twice a second the whole state of hosts and counters, and ten times a second the request that walks,
+while one does. Each is a state in a few kilobytes, so that none has to be kept for anybody: a
+viewer who reads slowly gets fewer of them, and one who does not read is cut off as any other
+connection (`run.Server.cut_waiting`). They are made once for all viewers.
 """
 
 from __future__ import annotations
@@ -20,10 +21,13 @@ from layershuffle.swarm.placement import Carrier
 from layershuffle.swarm.router import Router
 from layershuffle.swarm.server import schemas
 from layershuffle.swarm.server.errors import busy
+from layershuffle.swarm.server.following import Following
 from layershuffle.swarm.server.limits import client_of
 from layershuffle.swarm.server.metrics import Metrics
+from layershuffle.swarm.server.page import HEADERS
 
-EVERY = 0.5  # seconds between events
+EVERY = 0.5  # seconds between events of the hosts ...
+STEP = 0.1  # ... and of the request that walks
 VIEWERS, CLIENT_VIEWERS = 64, 32
 """Most viewers at one time, in all and of one client address."""
 _ANSWERED = ("answered", "degraded")
@@ -36,52 +40,71 @@ class Live:
     def __init__(self, router: Router, metrics: Metrics) -> None:
         self._router, self._metrics = router, metrics
         self._viewers: Counter[str] = Counter()
-        self._event, self._tick = b"", -1
+        self._following = Following(router.clock, depth=router.depth)
+        self._hosts, self._walk = b"", b""
+        self._hosts_tick, self._walk_tick, self._version = -1, -1, 0
         self.ending = asyncio.Event()
 
-    def event(self, now: float) -> bytes:
-        """The event at `now`, in seconds of the router's clock; the same for half a second."""
+    def events(self, now: float) -> tuple[bytes, bytes]:
+        """The events of the hosts and of the request that walks, at `now` in seconds of the
+        router's clock. The same objects until there is news."""
         tick = int(now / EVERY)
-        if tick != self._tick:
-            self._tick = tick
-            self._event = f"data: {json.dumps(self._state(now))}\n\n".encode()
-        return self._event
+        if tick != self._hosts_tick:
+            self._hosts_tick = tick
+            self._hosts = _event(self._state(now))
+        tick, following = int(now / STEP), self._following
+        news = following.version != self._version or following.moving(now)
+        if tick != self._walk_tick and news:
+            self._walk_tick, self._version = tick, following.version
+            self._walk = _event({"walk": following.described(now)})
+        return self._hosts, self._walk
 
     async def stream(self, request: Request) -> StreamingResponse:
         """The events, until the client leaves. Raises `HTTPError` (429) for too many viewers."""
         client = client_of(request.client.host if request.client else "")
         if self._viewers.total() >= VIEWERS or self._viewers[client] >= CLIENT_VIEWERS:
             raise busy("Too many pages watch this swarm", wait=EVERY)
-        return StreamingResponse(self._events(client), media_type="text/event-stream")
+        events = self._events(client)
+        return StreamingResponse(events, headers=HEADERS, media_type="text/event-stream")
 
     async def _events(self, client: str) -> AsyncIterator[bytes]:
         self._viewers[client] += 1
+        self._router.watcher = self._following
+        seen = (b"", b"")
         try:
             while not self.ending.is_set():
-                yield self.event(self._router.clock())
+                events = self.events(self._router.clock())
+                # Whoever was slow gets what there is now, and never what there was meanwhile.
+                fresh = [new for new, old in zip(events, seen, strict=True) if new is not old]
+                if fresh:
+                    seen = events
+                    yield b"".join(fresh)
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self.ending.wait(), EVERY)
+                    await asyncio.wait_for(self.ending.wait(), STEP)
         finally:
             self._viewers[client] -= 1
             self._viewers += Counter()  # it drops the zeros, of addresses that have left
+            if not self._viewers:
+                self._router.watcher = None  # requests walk unseen, at no cost
+                self._following.forget()
 
     def _state(self, now: float) -> dict[str, object]:
         metrics, carriers = self._metrics, dict[str, Carrier]()
-        requests, last = metrics.requests, metrics.last
+        requests = metrics.requests
         hosts = []
         for host in schemas.hosts_of(self._router.swarm, carriers, now=now):
             fields = host.model_dump(include={"name", "condition", "why", "blocks", "compute_ms"})
             usable = self._router.swarm[host.name].usable
             visits = metrics.hops.get(host.name, Counter())
             hosts.append({**fields, "usable": usable, "visits": visits})
-        walk = None
-        if last is not None:
-            walk = last.model_dump(include={"route", "skipped", "blocks", "depth", "ms"})
         return {
             "at": now,
             "hosts": hosts,
             "answered": sum(requests[outcome] for outcome in _ANSWERED),
             "failed": sum(requests[outcome] for outcome in _FAILED),
             "blocks": metrics.blocks_used,
-            "walk": walk,
         }
+
+
+def _event(state: dict[str, object]) -> bytes:
+    return f"data: {json.dumps(state)}\n\n".encode()

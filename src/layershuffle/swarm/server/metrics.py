@@ -47,7 +47,6 @@ class Metrics(Collector):
         self.requests: Counter[str] = Counter()
         self.hops: dict[str, Counter[Outcome]] = {}
         self.blocks_used = 0
-        self.last: Classification | None = None  # the newest answer, which the page shows
         self._seconds = prometheus.Histogram(
             "layershuffle_request_seconds",
             "Time of answered requests.",
@@ -124,7 +123,6 @@ class Metrics(Collector):
         kept = len(set(answer.blocks))  # some may have run again
         self._blocks.observe(kept)
         self.blocks_used += kept
-        self.last = answer
 
     def count_refusal(self, status: HTTPStatus) -> None:
         """Count a classification that ended with `status`."""
