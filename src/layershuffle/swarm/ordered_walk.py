@@ -33,18 +33,19 @@ class OrderedWalk:
         try:
             while True:
                 self._take_ended()
+                now = router.clock()
                 action = decide_step(
                     walk.progress,
                     self._now(),
                     swarm=router.swarm,
-                    now=router.clock(),
+                    now=now,
                     limits=router.limits,
                 )
                 if isinstance(action, Finish):
                     self._end()
                     return action.ending
                 if isinstance(action, Ask):
-                    self._ask(action)
+                    self._ask(action, now=now)
                 elif isinstance(action, PassOver):
                     self._pass_over()
                 else:
@@ -63,11 +64,12 @@ class OrderedWalk:
             under_way=tuple((position, _under_way(call)) for position, call in self._calls),
         )
 
-    def _ask(self, action: Ask) -> None:
+    def _ask(self, action: Ask, *, now: float) -> None:
         steps, position = self._steps, action.position
         version = steps.order.steps[position][1]
         before = self._walk.state if version == steps.over else self._states[version]
-        call = self._router.call(before, action.visit, version=steps.version_of(position))
+        sent = steps.version_of(position)
+        call = self._router.call(before, action.visit, version=sent, now=now)
         self._calls.append((position, call))
 
     def _take_ended(self) -> None:

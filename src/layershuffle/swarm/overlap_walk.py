@@ -24,10 +24,11 @@ class OverlapWalk:
         try:
             while True:
                 self._take_ended()
+                now = router.clock()
                 action = decide_overlap(
                     replace(walk.progress, under_way=tuple(map(_under_way, self._calls))),
                     router.swarm,
-                    now=router.clock(),
+                    now=now,
                     limits=router.limits,
                     rounds=self._rounds,
                     walks=router.walks,
@@ -36,7 +37,7 @@ class OverlapWalk:
                     return action.ending
                 if isinstance(action, Visit):
                     version = len(walk.progress.done)
-                    self._calls.append(router.call(walk.state, action, version=version))
+                    self._calls.append(router.call(walk.state, action, version=version, now=now))
                 else:
                     await self._wait(action)
         finally:
