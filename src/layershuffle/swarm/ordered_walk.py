@@ -32,8 +32,9 @@ class OrderedWalk:
         router, walk = self._router, self._walk
         try:
             while True:
-                self._take_ended()
+                # Read once: else the deadline might pass in between, and nothing would be late.
                 now = router.clock()
+                self._take_ended(now)
                 action = decide_step(
                     walk.progress,
                     self._now(),
@@ -72,7 +73,7 @@ class OrderedWalk:
         call = self._router.call(before, action.visit, version=sent, now=now)
         self._calls.append((position, call))
 
-    def _take_ended(self) -> None:
+    def _take_ended(self, now: float) -> None:
         """Keep the answers that have come, add up those in turn, and give up what is late."""
         for position, call in self._calls[:]:
             # Another holder may have answered for this step a moment ago.
@@ -83,7 +84,6 @@ class OrderedWalk:
             if after is not None:
                 self._answers[position] = call, after
                 self._drop(position)
-        now = self._router.clock()
         for _, call in self._calls:
             if call.waited and now >= call.ends:
                 self._router.fail(self._walk, call, outcome="late", why="no answer in time")

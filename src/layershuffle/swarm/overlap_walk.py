@@ -23,8 +23,9 @@ class OverlapWalk:
         router, walk = self._router, self._walk
         try:
             while True:
-                self._take_ended()
+                # Read once: else the deadline might pass in between, and nothing would be late.
                 now = router.clock()
+                self._take_ended(now)
                 action = decide_overlap(
                     replace(walk.progress, under_way=tuple(map(_under_way, self._calls))),
                     router.swarm,
@@ -54,9 +55,8 @@ class OverlapWalk:
         several = [call for call in self._calls if call.waited and len(call.visit.blocks) > 1]
         return several or self._calls
 
-    def _take_ended(self) -> None:
+    def _take_ended(self, now: float) -> None:
         """Give up what is late, add up what has come, and drop what can no longer count."""
-        now = self._router.clock()
         # First, because answers that came wait for a visit of several blocks until it is late.
         for call in self._calls:
             if call.waited and now >= call.ends and not call.task.done():
