@@ -12,7 +12,7 @@ from test_router import Scripted
 from clock import loop_time, run_virtual
 from layershuffle.orders import ExecutionOrder
 from layershuffle.swarm.messages import HostGone
-from layershuffle.swarm.rounds import Rounds, Way
+from layershuffle.swarm.rounds import QUEUE, Rounds, Way
 from layershuffle.swarm.router import Router
 from layershuffle.swarm.state import HostView, Swarm
 
@@ -163,6 +163,40 @@ def test_a_change_of_the_swarm_wakes_every_request_that_waits():
     times = []
     run_virtual(go())
     assert times == [0.0, 5.0]
+
+
+@pytest.mark.parametrize(("act", "struck"), [(9.0, True), (0.01, False)])
+@pytest.mark.parametrize(("rounds", "order"), [(THREE, None), (QUEUE, None), (QUEUE, "0+1")])
+def test_a_host_that_falls_silent_is_blamed_though_the_deadline_is_near(act, struck, rounds, order):
+    """To send a large state takes 1 ms here, and to take b's answer, just before the end, 5.
+
+    Host a has far more time than is expected of it, so that its silence counts against it.
+    """
+    spent = 0.0
+
+    def clock():
+        nonlocal spent
+        spent += 0.001 * (loop_time() == 0)
+        return loop_time() + spent
+
+    def take(hop, before, after):
+        nonlocal spent
+        spent += 0.005 * (hop.host == "b")
+
+    async def go():
+        transport = Curved({"a": [act], "b": [0.079]})
+        router = Router(transport, depth=4, limits=LIMITS, rounds=rounds, clock=clock)
+        router.observers.append(take)
+        router.swarm = Swarm([host("a", 0), host("b", 1)])
+        _, route = await router.walk(START, deadline=0.1, order=order)
+        return route, router.swarm["a"].condition
+
+    route, condition = run_virtual(go())
+    assert route.ms <= 95
+    assert [hop.outcome for hop in route.hops if hop.host == "a"] == [
+        "late" if struck else "answered"
+    ]
+    assert condition == ("suspect" if struck else "healthy")
 
 
 def test_requests_side_by_side_do_not_mix():

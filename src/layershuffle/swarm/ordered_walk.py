@@ -32,19 +32,21 @@ class OrderedWalk:
         router, walk = self._router, self._walk
         try:
             while True:
-                self._take_ended()
+                # Read once: else the deadline might pass in between, and nothing would be late.
+                now = router.clock()
+                self._take_ended(now)
                 action = decide_step(
                     walk.progress,
                     self._now(),
                     swarm=router.swarm,
-                    now=router.clock(),
+                    now=now,
                     limits=router.limits,
                 )
                 if isinstance(action, Finish):
                     self._end()
                     return action.ending
                 if isinstance(action, Ask):
-                    self._ask(action)
+                    self._ask(action, now=now)
                 elif isinstance(action, PassOver):
                     self._pass_over()
                 else:
@@ -63,15 +65,16 @@ class OrderedWalk:
             under_way=tuple((position, _under_way(call)) for position, call in self._calls),
         )
 
-    def _ask(self, action: Ask) -> None:
+    def _ask(self, action: Ask, *, now: float) -> None:
         steps, position = self._steps, action.position
         version = steps.order.steps[position][1]
         before = self._walk.state if version == steps.over else self._states[version]
-        version = steps.version_of(position)
-        call = self._router.call(self._walk, action.visit, before=before, version=version)
+        call = self._router.call(
+            self._walk, action.visit, before=before, version=steps.version_of(position), now=now
+        )
         self._calls.append((position, call))
 
-    def _take_ended(self) -> None:
+    def _take_ended(self, now: float) -> None:
         """Keep the answers that have come, add up those in turn, and give up what is late."""
         for position, call in self._calls[:]:
             # Another holder may have answered for this step a moment ago.
@@ -82,7 +85,6 @@ class OrderedWalk:
             if after is not None:
                 self._answers[position] = call, after
                 self._drop(position)
-        now = self._router.clock()
         for _, call in self._calls:
             if call.waited and now >= call.ends:
                 self._router.fail(self._walk, call, outcome="late", why="no answer in time")

@@ -23,11 +23,13 @@ class OverlapWalk:
         router, walk = self._router, self._walk
         try:
             while True:
-                self._take_ended()
+                # Read once: else the deadline might pass in between, and nothing would be late.
+                now = router.clock()
+                self._take_ended(now)
                 action = decide_overlap(
                     replace(walk.progress, under_way=tuple(map(_under_way, self._calls))),
                     router.swarm,
-                    now=router.clock(),
+                    now=now,
                     limits=router.limits,
                     rounds=self._rounds,
                     walks=router.walks,
@@ -36,7 +38,7 @@ class OverlapWalk:
                     return action.ending
                 if isinstance(action, Visit):
                     version = len(walk.progress.done)
-                    call = router.call(walk, action, before=walk.state, version=version)
+                    call = router.call(walk, action, before=walk.state, version=version, now=now)
                     self._calls.append(call)
                 else:
                     await self._wait(action)
@@ -54,9 +56,8 @@ class OverlapWalk:
         several = [call for call in self._calls if call.waited and len(call.visit.blocks) > 1]
         return several or self._calls
 
-    def _take_ended(self) -> None:
+    def _take_ended(self, now: float) -> None:
         """Give up what is late, add up what has come, and drop what can no longer count."""
-        now = self._router.clock()
         # First, because answers that came wait for a visit of several blocks until it is late.
         for call in self._calls:
             if call.waited and now >= call.ends and not call.task.done():

@@ -345,14 +345,15 @@ def hedges(late: Visit, visit: Visit) -> bool:
     return not set(late.blocks).isdisjoint(visit.blocks)
 
 
-def strikes(visit: Visit, outcome: Outcome, *, elapsed: float, again: bool) -> bool:
-    """Whether a visit that failed after `elapsed` seconds is held against its host.
+def strikes(visit: Visit, outcome: Outcome, *, over: bool, again: bool) -> bool:
+    """Whether a visit that failed is held against its host.
 
-    `again`: it was already, and only a death is news. A lateness that the deadline caused is not.
+    `over`: its limit was. `again`: it was held against the host already, and only a death is news.
+    A lateness that the deadline caused is not.
     """
     if outcome == "lost":
         return True
-    excused = outcome == "late" and not visit.fair and elapsed >= visit.limit
+    excused = outcome == "late" and not visit.fair and over
     return not again and not excused
 
 

@@ -156,10 +156,11 @@ class Router:
     async def _run(self, walk: Walk, routing: Routing) -> Ending:
         """Make one visit after the other until the request is over."""
         while True:
+            now = self.clock()
             action = policy.decide(
                 replace(walk.progress, pending=walk.late is not None),
                 self._swarm,
-                now=self.clock(),
+                now=now,
                 limits=self.limits,
                 routing=routing,
             )
@@ -168,7 +169,7 @@ class Router:
             if isinstance(action, Wait):
                 await self._wait(walk, action.until)
             else:
-                await self._step(walk, action)
+                await self._step(walk, action, now=now)
 
     def _route(self, walk: Walk, ending: Ending) -> Route:
         done, versions = walk.progress.done, walk.progress.versions
@@ -209,14 +210,17 @@ class Router:
         finally:
             changed.cancel()
 
-    async def _step(self, walk: Walk, visit: Visit) -> None:
-        """Make one visit. A late visit that it repeats runs on beside it: the first answer wins."""
+    async def _step(self, walk: Walk, visit: Visit, *, now: float) -> None:
+        """Make one visit, decided at `now`.
+
+        A late visit that it repeats runs on beside it: the first answer wins.
+        """
         # The state moves on with this visit, and the late answer to the old state fits no more.
         if walk.late is not None and not policy.hedges(walk.late.visit, visit):
             _drop(walk.late)
             walk.late = None
         version = len(walk.progress.done)
-        call = self.call(walk, visit, before=walk.state, version=version)
+        call = self.call(walk, visit, before=walk.state, version=version, now=now)
         racing = [call] if walk.late is None else [walk.late, call]
         while call in racing:
             left = call.ends - self.clock()
@@ -243,8 +247,10 @@ class Router:
                     return
         walk.late = racing[0] if racing else None
 
-    def call(self, walk: Walk, visit: Visit, *, before: State, version: int) -> PendingVisit:
-        """Send the state `before` of a request, of that version, to a host."""
+    def call(
+        self, walk: Walk, visit: Visit, *, before: State, version: int, now: float
+    ) -> PendingVisit:
+        """Send the state `before` of a request, of that version, to a host, as decided at `now`."""
         work = len(visit.blocks) * len(before)
         self.update(visit.host, lambda host: state.sent(host, work))
         task = asyncio.ensure_future(self.transport.visit(visit, pack(before, self.wire)))
@@ -256,7 +262,9 @@ class Router:
             self.update(visit.host, lambda host: state.settled(host, work))
 
         task.add_done_callback(over)
-        call = PendingVisit(visit, task, self.clock(), before, version)
+        # To send a large state takes time, by which the limit would go beyond the deadline.
+        ends = now + visit.limit
+        call = PendingVisit(visit, task, self.clock(), before, version, ends)
         if self.watcher is not None:
             self.watcher.sent(walk, call)
         return call
@@ -296,14 +304,15 @@ class Router:
 
     def fail(self, walk: Walk, call: PendingVisit, *, outcome: Outcome, why: str) -> None:
         """Note a failed visit: one hop and at most one strike, however often it fails."""
-        elapsed = self.clock() - call.started
+        now = self.clock()
+        elapsed = now - call.started
         hop = Visited(
             call.visit.host, call.visit.blocks, outcome, elapsed * _MILLI, why=why,
             images=len(call.before), lag_ms=(elapsed - call.visit.expected) * _MILLI,
         )  # fmt: skip
         if not call.reported:
             self._note(walk, call, hop=hop, after=None)
-        if policy.strikes(call.visit, outcome, elapsed=elapsed, again=call.reported):
+        if policy.strikes(call.visit, outcome, over=now >= call.ends, again=call.reported):
             self.report(hop)
         call.reported = True
 

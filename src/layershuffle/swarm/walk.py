@@ -17,7 +17,8 @@ from layershuffle.swarm.state import Swarm
 class PendingVisit:
     """A visit under way with the state `before`, of that version.
 
-    `reported`: its lateness has already counted against its host.
+    `ends`: when it is late, in seconds of the router's clock. `reported`: its lateness has already
+    counted against its host.
     """
 
     visit: Visit
@@ -25,12 +26,8 @@ class PendingVisit:
     started: float
     before: State
     version: int
+    ends: float
     reported: bool = False
-
-    @property
-    def ends(self) -> float:
-        """When it is late, in seconds of the router's clock."""
-        return self.started + self.visit.limit
 
     @property
     def waited(self) -> bool:
@@ -63,8 +60,10 @@ class Caller(Protocol):
     def swarm(self) -> Swarm:
         """The present state of the hosts."""
 
-    def call(self, walk: Walk, visit: Visit, *, before: State, version: int) -> PendingVisit:
-        """Send the state `before` of a request, of that version, to a host."""
+    def call(
+        self, walk: Walk, visit: Visit, *, before: State, version: int, now: float
+    ) -> PendingVisit:
+        """Send the state `before` of a request, of that version, to a host, as decided at `now`."""
 
     def answer_to(self, walk: Walk, call: PendingVisit) -> State | None:
         """The state that the ended call brought; `None`, and its host is blamed, without one."""
