@@ -99,6 +99,23 @@ def test_the_sentences_on_methods_are_measured(repository, measured):
     assert f"and {by_kept[3]} with 3." in page
 
 
+def test_the_sentence_on_rounds_is_measured(repository):
+    page = words(repository / "docs" / "methods.md")
+    report = rows_of(repository / "docs" / "results" / "digits-rounds" / "report.md")
+    (head,) = [row for row in report if row[:3] == ["Arm", "Order", "12 rounds"]]
+    queue, four = head.index("12 rounds"), head.index("4 rounds")
+    for arm, sentence in (
+        ("LayerShuffle", "where `layershuffle` reaches {} % and {} %."),
+        (
+            "LayerShuffle-parallel",
+            "it reaches {} % one block after the other and {} % in four rounds,",
+        ),
+    ):
+        (row,) = [row for row in report if row[:2] == [arm, "arbitrary"] and len(row) == len(head)]
+        means = [row[column].split()[0] for column in (queue, four)]
+        assert sentence.format(*means) in page
+
+
 def test_the_readme_counts_the_claims_that_hold(repository):
     text = (repository / "docs" / "results" / "digits-paper" / "claims.md").read_text()
     verdicts = ("Holds.", "Holds partly.", "Does not hold.", "Undecided.")
