@@ -6,6 +6,7 @@ import statistics
 from pathlib import Path
 
 import pytest
+import yaml
 
 from layershuffle.bundled import asset
 from layershuffle.recipes import read_recipe
@@ -186,6 +187,18 @@ def test_the_steps_of_the_cifar_study_are_those_of_its_plan(repository):
     plan = planned("cifar100-paper", only=None, test_images=10_000)
     page = words(repository / "docs" / "imagenet.md")
     assert f"{plan.work.steps:,.0f} steps of 128 images" in page
+
+
+def test_the_recipes_of_the_pages_are_those_that_ship(repository):
+    """By name: after `pip install` there is no directory `recipes` to name a file in."""
+    commands = repository / "docs" / "commands"
+    listed = {row[0].strip("`") for row in rows_of(commands / "reproduce.md")}
+    shipped = asset("recipes").glob("*.yaml")
+    studies = {path.stem for path in shipped if "arms" in yaml.safe_load(path.read_text())}
+    assert not studies - listed
+    pages = [repository / "README.md", *(repository / "docs").glob("*.md"), *commands.glob("*.md")]
+    history = repository / "docs" / "log.md"
+    assert [path for path in pages if path != history and "recipes/" in path.read_text()] == []
 
 
 def test_the_example_files_are_read_by_our_readers(repository):
