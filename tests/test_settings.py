@@ -76,7 +76,7 @@ def test_hostile_recipes(tmp_path, text, phrase):
 
 
 def test_recipe_that_is_absent_or_huge(tmp_path):
-    with pytest.raises(UsageError, match="cannot be read"):
+    with pytest.raises(UsageError, match="There is no such file"):
         read_recipe(tmp_path / "none.yaml")
     huge = tmp_path / "huge.yaml"
     huge.write_text("a: " + "b" * (1 << 20))

@@ -24,6 +24,11 @@ def read_recipe(path: Path) -> dict[str, Any]:
         if path.stat().st_size > _MAX_RECIPE_BYTES:
             raise UsageError("A recipe is a small YAML file, and this file is not", place=path)
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        # Plans and lists of hosts are read here, too: they have no steps.
+        raise UsageError(
+            "There is no such file", place=path, hint="name a YAML file that exists"
+        ) from error
     # A few hundred nested brackets are enough for yaml's parser to end in a RecursionError.
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         raise UsageError(

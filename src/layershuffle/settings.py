@@ -301,9 +301,12 @@ def _problem(kind: type[Settings], error: dict[str, Any]) -> str:
 def _unknown(kind: type[Settings], name: str) -> str:
     group, _, word = name.rpartition(".")
     # Keys of other groups come last: `modle` is as near to `modes` as it is to `model`.
-    match = nearest(word, _names_in(kind, group)) or next(
-        filter(None, (nearest(word, _names_in(kind, other)) for other in kind.model_fields)), None
-    )
+    match = nearest(word, _names_in(kind, group))
+    for other in () if match else kind.model_fields:
+        # With its group: a key that is right there and wrong here would be "corrected" to itself.
+        if elsewhere := nearest(word, _names_in(kind, other)):
+            match = f"{other}.{elsewhere}"
+            break
     return f"{name!r} is not a setting" + (f", did you mean {match!r}?" if match else "")
 
 

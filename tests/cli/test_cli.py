@@ -176,6 +176,39 @@ def test_unknown_key_in_a_recipe(capsys, tmp_path):
     assert "r.yaml" in err
 
 
+@pytest.mark.parametrize(
+    ("words", "cause", "next_command"),
+    [
+        ("reproduce digits-base", "the recipe of one training", "layershuffle fit --recipe "),
+        ("pretrain digits-quick", "the recipe of a study", "layershuffle reproduce digits-quick"),
+        ("fit --recipe digits-quick", "the recipe of a study", "layershuffle reproduce digits-qui"),
+    ],
+)
+def test_a_recipe_of_another_command(capsys, tmp_path, words, cause, next_command):
+    code, _, err = run(capsys, *words.split(), "--out", str(tmp_path / "o"))
+    assert code == 2
+    assert f"This is {cause}, and not of " in err
+    assert f"Next: {next_command}" in err
+
+
+def test_a_key_that_belongs_to_a_group_is_named_with_it(capsys, tmp_path):
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("arms: [{method: baseline}]\nnum_orders: 3\n")
+    code, _, err = run(capsys, "reproduce", str(recipe), "--out", str(tmp_path / "o"))
+    assert code == 2
+    assert "'num_orders' is not a setting, did you mean 'evaluate.num_orders'?" in err
+
+
+def test_files_that_are_not_there(capsys, tmp_path):
+    for words in ("swarm plan", "swarm simulate", f"merge --out {tmp_path / 'm'}"):
+        code, _, err = run(capsys, *words.split(), str(tmp_path / "no.yaml"))
+        assert code == 2
+        assert f"There is no such file. Where: {tmp_path / 'no.yaml'}. Next: name a " in err
+    code, _, err = run(capsys, "predict", "bundled:digits", str(tmp_path))
+    assert code == 1
+    assert f"cannot read image (Is a directory). Where: {tmp_path}." in err
+
+
 @pytest.mark.parametrize("command", ["fit --recipe", "reproduce"])
 def test_a_misspelt_key_is_named_before_what_is_missing(capsys, tmp_path, command):
     recipe = tmp_path / "r.yaml"

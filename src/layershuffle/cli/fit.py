@@ -130,6 +130,12 @@ class PretrainCommand(_Training):
 def _defaults(recipe: Path | None) -> FitSettings:
     """The recipe's settings over the defaults, unchecked as a whole: flags may complete them."""
     fields = read_recipe(recipe_file(recipe)) if recipe else {}
+    if "arms" in fields:
+        raise UsageError(
+            "This is the recipe of a study, and not of one training",
+            place=recipe,
+            hint=f"layershuffle reproduce {quote(str(recipe))}",
+        )
     check_known(FitSettings, fields)
     values: dict[str, Any] = {}
     for name, field in FitSettings.model_fields.items():

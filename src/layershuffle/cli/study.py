@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
@@ -114,6 +115,12 @@ class ReportCommand(Command):
 
 def _read_study(recipe: Path, *, data: str | None) -> StudySettings:
     fields = read_recipe(recipe)
+    if "method" in fields and "arms" not in fields:
+        raise UsageError(
+            "This is the recipe of one training, and not of a study",
+            place=recipe,
+            hint=f"layershuffle fit --recipe {quote(str(recipe))} --out DIR",
+        )
     if data is not None:
         fields["data"] = data
     try:

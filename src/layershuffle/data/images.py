@@ -64,7 +64,8 @@ def read_image(
 
 def unreadable(error: Exception, place: str | Path) -> DataError:
     """What to raise for an image that cannot be read because of `error`."""
-    reason = str(error) or type(error).__name__
+    # The text of an error of the system repeats the place.
+    reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
     return DataError(f"cannot read image ({reason})", place=place, hint=SKIP_HINT)
 
 
