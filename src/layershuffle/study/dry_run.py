@@ -91,7 +91,8 @@ def plan_text(
         orders = orders_of(scored, fitted.kept or subjects[of_arm[0].name].depth)
         length = f"{fitted.steps or 0:,} steps"
         if fitted.steps is None:
-            length = f"{fitted.epochs or DEFAULT_EPOCHS:g} epochs"
+            epochs = fitted.epochs or DEFAULT_EPOCHS
+            length = "1 epoch" if epochs == 1 else f"{epochs:g} epochs"
         lines.append(
             f"  {arm}: {fitted.method}{model}, seeds "
             f"{', '.join(str(run.settings.seed) for run in of_arm)}; {length} of "
@@ -334,9 +335,11 @@ def forecast_text(forecast: Forecast, out: Path) -> str:
         )
     work = "Work: not known, because the number of images is not"
     if forecast.work is not None:
+        # Three digits are known of a forecast; written out, since few read powers of ten.
+        block_runs = float(f"{forecast.work.block_runs:.3g}")
         work = (
             f"Work: {forecast.work.steps:,.0f} training steps, and "
-            f"{forecast.work.block_runs:.3g} runs of a block on an image in scoring"
+            f"{block_runs:,.0f} runs of a block on an image in scoring"
         )
     return "\n".join(
         [
