@@ -225,6 +225,13 @@ def test_doctor(capsys):
     assert "Next: layershuffle predict" in out
     for name, extra in EXTRAS.items():
         assert re.search(rf"ok  extra {name} +{extra.brings}\n", out)
+    code, out, _ = run(capsys, "doctor", "--json")
+    report = json.loads(out)
+    assert code == 0
+    assert all(finding["ok"] for finding in report["findings"])
+    assert [(extra["name"], extra["missing"]) for extra in report["extras"]] == [
+        (name, []) for name in EXTRAS
+    ]
 
 
 def test_doctor_names_what_a_bare_installation_lacks(tmp_path):

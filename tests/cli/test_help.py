@@ -252,7 +252,7 @@ FLAGS = {
     "classify": "IMAGE address api-key api-key-file authority deadline-ms json min-blocks order "
     "top-k",
     "completion": "SHELL",
-    "doctor": "",
+    "doctor": "json",
     "swarm up": "hosts https-certificate https-key model page page-may-break plan port replicas "
     "reports routing state threads wire",
     "swarm demo": "deadline-ms hosts requests seed",
@@ -265,10 +265,10 @@ FLAGS = {
     "swarm drain": "HOST state",
     "swarm readmit": "HOST state",
     "swarm swap": "BLOCK HOST donor state",
-    "swarm drill": "PLAN address api-key api-key-file authority concurrency data deadline-ms kill "
-    "kinds requests routings scenarios seed state",
+    "swarm drill": "PLAN address api-key api-key-file authority concurrency data deadline-ms json "
+    "kill kinds requests routings scenarios seed state",
     "swarm plan": "HOSTS floor model objective out reach replicas time-limit wire",
-    "swarm simulate": "PLAN churn clients hosts kill min-blocks profile rate requests "
+    "swarm simulate": "PLAN churn clients hosts json kill min-blocks profile rate requests "
     "routings seed",
     "swarm calibrate": "MODEL data device images json orders seed threads",
 }

@@ -1,6 +1,7 @@
 """Drills: when faults happen, and their figures against hand-made replies."""
 
 import asyncio
+import json
 import math
 import time
 from statistics import NormalDist
@@ -20,6 +21,7 @@ from layershuffle.swarm.drill import (
     Foreseen,
     Reply,
     calibrated_data,
+    drill_json,
     drill_report,
     foreseen,
     judged,
@@ -166,6 +168,28 @@ def test_the_report_puts_what_happened_beside_what_was_foreseen():
     assert "accuracy not judged: never calibrated" in unjudged
 
 
+def test_the_report_as_json_holds_the_same_figures_and_no_nan():
+    replies = [Reply("answered", True, 2, 5.0)] * 3 + [Reply("degraded", True, 1, 9.0)]
+    drill = Drill(dict(enumerate(replies)), [(Fault(2, "a", "crash"), 0.5)])
+    judgement = judged(replies, calibration(50.0, 90.0))
+    report = drill_json(drill, Foreseen(50.0, 0.0), judgement=judgement, routing="order-free")
+    assert report["requests"] == 4
+    assert report["percent"] == {"answered": 75.0, "degraded": 25.0, "failed": 0.0, "late": 0.0}
+    assert report["ms"] == {"median": 5.0, "p99": 9.0}
+    assert report["foreseen_percent"] == {"degraded": 50.0, "failed": 0.0}
+    assert report["faults"] == [{"at": 2, "host": "a", "kind": "crash", "seconds": 0.5}]
+    accuracy = report["accuracy"]
+    assert (accuracy["answers"], accuracy["top1"], accuracy["expected"]) == (4, 100.0, 80.0)
+    assert accuracy["inside"]
+
+    # Nobody answered: no accuracy, and no time.
+    empty = drill_json(
+        Drill(), Foreseen(0, 100), judgement=judged([], calibration(50.0)), routing="sequential"
+    )
+    assert empty["accuracy"] is empty["ms"]["median"] is None
+    json.dumps([report, empty], allow_nan=False)
+
+
 def test_images_are_those_of_the_calibration_and_of_others_nothing_is_judged():
     stored = calibration(50.0, 60.0, 70.0)
     assert calibrated_data(stored, model="dir:m") == "d"
@@ -252,6 +276,21 @@ def drilled(monkeypatch, operator, ask, plan=PLAN, **options):
     monkeypatch.setattr("layershuffle.swarm.client.AsyncSwarmClient", Client)
     plan = plan.model_copy(update={"model": "timm:vit_tiny_patch16_224"})
     return DrillCommand(kinds=("crash", "freeze"), data="some", **options).drill(plan, operator)
+
+
+def test_with_json_the_output_is_json_and_what_happens_goes_to_standard_error(monkeypatch, capsys):
+    operator = FakeOperator()
+    options = {"requests": 40, "routings": ("order-free", "sequential"), "json": True}
+    assert asyncio.run(drilled(monkeypatch, operator, answered, **options)) == 0
+    output = capsys.readouterr()
+    report = json.loads(output.out)
+    assert report["hosts"] == 3
+    assert [routing["routing"] for routing in report["routings"]] == ["order-free", "sequential"]
+    for routing in report["routings"]:
+        assert routing["percent"]["answered"] == 100.0
+        assert routing["accuracy_why"] == "the model was never calibrated"
+        assert [fault["kind"] for fault in routing["faults"]] == ["crash", "freeze"]
+    assert "before request" in output.err
 
 
 async def answered(number):

@@ -18,7 +18,14 @@ from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.swarm.chaos import ChaosTransport
 from layershuffle.swarm.drill import Reply
 from layershuffle.swarm.messages import Answer, Visit, pack, unpack
-from layershuffle.swarm.scenarios import MAY_FAIL, SCENARIOS, Scenario, play, scenario_report
+from layershuffle.swarm.scenarios import (
+    MAY_FAIL,
+    SCENARIOS,
+    Scenario,
+    play,
+    scenario_json,
+    scenario_report,
+)
 from layershuffle.swarm.server.limits import GatewayLimits
 
 HOSTS = ("a", "b", "c")
@@ -112,6 +119,11 @@ def test_the_table():
     assert first.split()[:6] == ["unread", "20", "5.0", "5.0", "5.0", "52.6"]
     assert "50.0 (" in first
     assert second.endswith("not seen")
+    first, second = map(scenario_json, results)
+    assert (first["scenario"], first["requests"]) == ("unread", 20)
+    assert first["percent"] == {"answered": 85.0, "degraded": 5.0, "failed": 5.0, "late": 5.0}
+    assert round(first["accuracy"]["top1"], 1) == 52.6
+    assert (second["passed"], second["whole_s"]) == (False, None)
 
 
 def test_the_names_of_help_are_those_of_the_module():

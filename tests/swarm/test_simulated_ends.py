@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
 
@@ -14,8 +15,9 @@ from layershuffle.swarm.drill import Reply, run_drill
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.local import LocalHosts
 from layershuffle.swarm.plan import HostPlan, SwarmPlan
+from layershuffle.swarm.rounds import Cell
 from layershuffle.swarm.router import Router
-from layershuffle.swarm.simulation import Arrivals, HostTimes, Profile, simulate
+from layershuffle.swarm.simulation import Arrivals, HostTimes, Profile, outcome_json, simulate
 from layershuffle.swarm.simulation.outcome import ENDED
 from waiting import HANGS
 
@@ -93,3 +95,19 @@ def test_requests_end_as_on_real_hosts(routing, wanted):
         count = wanted.get(end, 0)
         assert simulated.ended[end] == pytest.approx(count, abs=CLIENTS)
         assert real.share(end) * PICO_REQUESTS / 100 == pytest.approx(count, abs=CLIENTS)
+
+
+def test_json_holds_the_figures_of_the_outcome_and_no_nan():
+    options = {"profile": Profile(), "requests": 40, "accuracy": {Cell(1): 10.0, Cell(4): 85.0}}
+    outcome = simulate(PICO, **options)
+    report = outcome_json(outcome)
+    assert report["percent"] == {"answered": 100.0, "degraded": 0.0, "late": 0.0, "failed": 0.0}
+    assert report["ms"]["p99"] == outcome.quantile(0.99)
+    assert report["answers_by_blocks"] == {"4": 40}
+    assert report["right_of_requests"] == 85.0
+
+    dead = tuple(Fault(0, name, "crash") for name in PICO.hosts)
+    nothing = outcome_json(simulate(PICO, faults=dead, **options))
+    assert nothing["percent"]["failed"] == 100.0
+    assert nothing["mean_blocks"] is nothing["right_of_answers"] is None
+    json.dumps([report, nothing], allow_nan=False)

@@ -1,6 +1,7 @@
 """`layershuffle swarm ...` and `classify` as a user meets them, and the operator's door."""
 
 import asyncio
+import json
 import re
 import tempfile
 import threading
@@ -122,6 +123,12 @@ def test_plan_and_simulate(capsys, tmp_path):
     table = {line.split("  ")[0]: line.split()[-3:] for line in first.splitlines()}
     assert table["% failed"][0] == "0.00"
     assert float(table["% failed"][1]) > 10
+    code, out, _ = run(capsys, *words, "--profile", str(hosts), "--json")
+    assert code == 0
+    report = json.loads(out)
+    assert (report["hosts"], report["seed"], len(report["faults"])) == (4, 0, 2)
+    failed = [f"{routing['percent']['failed']:.2f}" for routing in report["routings"]]
+    assert failed[-3:] == table["% failed"]
 
 
 def test_both_kinds_of_failures_at_once_are_refused(capsys, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -26,9 +27,16 @@ class DoctorCommand(Command):
     """Show what this machine has: versions, extras, GPU, bf16, caches, writable places, ports; and
     what to type next."""
 
+    json: bool = False
+    """Print JSON."""
+
     def run(self) -> int:
         """Print the findings; exit code 1 if something needed is missing."""
         findings = list(_findings())
+        code = 0 if all(good for _, good, _ in findings) else 1
+        if self.json:
+            print(json.dumps(_as_json(findings), indent=2))
+            return code
         rows = [(f"{'ok ' if good else 'NO '} {name}", text) for name, good, text in findings]
         rows += [_extra(name) for name in EXTRAS]
         install = "pip install 'layershuffle[study]' && " if missing("study") else ""
@@ -41,7 +49,17 @@ class DoctorCommand(Command):
             "      layershuffle fit --method layershuffle --model timm:NAME --data folder:DIR "
             "--out DIR"
         )
-        return 0 if all(good for _, good, _ in findings) else 1
+        return code
+
+
+def _as_json(findings: list[tuple[str, bool, str]]) -> dict[str, object]:
+    return {
+        "findings": [{"name": name, "ok": good, "text": text} for name, good, text in findings],
+        "extras": [
+            {"name": name, "missing": list(missing(name)), "brings": extra.brings}
+            for name, extra in EXTRAS.items()
+        ],
+    }
 
 
 def _extra(name: str) -> tuple[str, str]:
@@ -120,7 +138,7 @@ def _accelerator() -> Iterator[tuple[str, bool, str]]:
     unused = f"none that torch can use, though there is a driver; this torch {built}"
     yield "gpu", True, unused if driver else "none: the digits recipes need none"
     has = "the processor has it" if cpu_has_bf16() else "the processor lacks it, and would be slow"
-    yield "bf16", True, f"{has}; fp32 is used on CPUs"
+    yield "bf16", True, f"{has}; fit tries which is faster, else fp32 is used"
 
 
 def _hub_cache() -> str:

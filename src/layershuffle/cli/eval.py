@@ -147,7 +147,7 @@ def _text(report: dict[str, Any]) -> str:
             f"{report['hardware']['precision']}, "
             + ("compiled blocks" if reason is None else f"eager mode: {reason}"),
             table(header, rows),
-            f"{images} each. sd: over orders. 95 %: t-interval over orders"
+            f"{images} each. sd: over orders. 95 %: t-interval over orders, of these images"
             f"{single if over_images else ''}. --json lists the orders.",
             *report["notes"],
         ]

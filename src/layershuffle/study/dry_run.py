@@ -80,10 +80,9 @@ def plan_text(
 ) -> str:
     """The tasks in words: a line per arm, merging and analysis. `subjects`: of every task."""
     runs = [task for task in tasks if isinstance(task, RunSpec)]
-    lines = [
-        f"{study.name}: {counted(len(runs), 'run')}, {len(tasks) - len(runs)} mergings and "
-        f"analyses, on {study.data} from {study.model}"
-    ]
+    others = len(tasks) - len(runs)
+    also = f", {others} mergings and analyses" if others else ""
+    lines = [f"{study.name}: {counted(len(runs), 'run')}{also}, on {study.data} from {study.model}"]
     for arm in dict.fromkeys(run.arm for run in runs):
         of_arm = [run for run in runs if run.arm == arm]
         fitted, scored = of_arm[0].settings, of_arm[0].evaluate
@@ -91,12 +90,15 @@ def plan_text(
         orders = orders_of(scored, fitted.kept or subjects[of_arm[0].name].depth)
         length = f"{fitted.steps or 0:,} steps"
         if fitted.steps is None:
-            length = f"{fitted.epochs or DEFAULT_EPOCHS:g} epochs"
+            epochs = fitted.epochs or DEFAULT_EPOCHS
+            length = "1 epoch" if epochs == 1 else f"{epochs:g} epochs"
+        seeds = [str(run.settings.seed) for run in of_arm]
+        images = "all" if scored.max_images is None else f"{scored.max_images:,}"
         lines.append(
-            f"  {arm}: {fitted.method}{model}, seeds "
-            f"{', '.join(str(run.settings.seed) for run in of_arm)}; {length} of "
+            f"  {arm}: {fitted.method}{model}, seed{'s' if len(seeds) > 1 else ''} "
+            f"{', '.join(seeds)}; {length} of "
             f"{fitted.batch_size} images at {fitted.lr:g}; scored under {orders} "
-            f"orders, one per {scored.draw}, on {scored.max_images or 'all'} test images"
+            f"orders, one per {scored.draw}, on {images} test images"
         )
     for task in tasks:
         if isinstance(task, MergingSpec):
@@ -334,9 +336,11 @@ def forecast_text(forecast: Forecast, out: Path) -> str:
         )
     work = "Work: not known, because the number of images is not"
     if forecast.work is not None:
+        # Three digits are known of a forecast; written out, since few read powers of ten.
+        block_runs = float(f"{forecast.work.block_runs:.3g}")
         work = (
             f"Work: {forecast.work.steps:,.0f} training steps, and "
-            f"{forecast.work.block_runs:.3g} runs of a block on an image in scoring"
+            f"{block_runs:,.0f} runs of a block on an image in scoring"
         )
     return "\n".join(
         [

@@ -10,9 +10,9 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from shlex import quote
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 from layershuffle.errors import UsageError
 from layershuffle.swarm.calibration import Calibration
@@ -244,3 +244,35 @@ def drill_report(
             f"expect: {judgement.expected:.1f} % ({judgement.low:.1f} to {judgement.high:.1f})"
         )
     return "\n".join(lines)
+
+
+def ends_json(drill: Drill, judgement: Judgement | None) -> dict[str, object]:
+    """How the requests of a drill ended, for `json.dumps`; shares and accuracy in percent.
+
+    `accuracy` is `None` where it was not judged, as JSON has no NaN.
+    """
+    judged_by = judgement if judgement is not None and judgement.answers else None
+    replied = bool(drill.replies)
+    return {
+        "requests": len(drill.replies),
+        "percent": {end: drill.share(end) for end in get_args(Ended)},
+        "ms": {
+            "median": drill.quantile(0.5) if replied else None,
+            "p99": drill.quantile(0.99) if replied else None,
+        },
+        "accuracy": judged_by and {**asdict(judged_by), "inside": judged_by.inside},
+    }
+
+
+def drill_json(
+    drill: Drill, seen: Foreseen, *, judgement: Judgement | str, routing: Routing
+) -> dict[str, object]:
+    """What `drill_report` says, for `json.dumps`."""
+    why = judgement if isinstance(judgement, str) else ""
+    return {
+        "routing": routing,
+        **ends_json(drill, None if isinstance(judgement, str) else judgement),
+        "accuracy_why": why,
+        "foreseen_percent": asdict(seen),
+        "faults": [{**asdict(fault), "seconds": seconds} for fault, seconds in drill.fired],
+    }

@@ -16,7 +16,7 @@ from typing import Literal, Protocol, get_args
 
 from layershuffle.swarm.calibration import Calibration
 from layershuffle.swarm.chaos import Kind
-from layershuffle.swarm.drill import Drill, Judgement, Reply, judged, run_drill
+from layershuffle.swarm.drill import Drill, Judgement, Reply, ends_json, judged, run_drill
 from layershuffle.text import table
 
 Scenario = Literal[
@@ -178,6 +178,17 @@ def scenario_report(results: Sequence[ScenarioResult]) -> str:
     ]
     head = ("scenario", "requests", "% failed", "% late", "% in part", "% right", "expected")
     return table((*head, "whole after"), rows)
+
+
+def scenario_json(result: ScenarioResult) -> dict[str, object]:
+    """A row of the table, for `json.dumps`; `whole_s`: seconds, `None` if it was not seen."""
+    ends = ends_json(result.drill, result.judgement)
+    return {
+        "scenario": result.scenario,
+        "passed": result.passed,
+        **ends,
+        "whole_s": result.whole,
+    }
 
 
 def _accuracy(judgement: Judgement | None) -> tuple[str, str]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import json
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -60,6 +62,8 @@ class DrillCommand(ServerOptions):
     """Seed of the failures."""
     state: str | None = None
     """Directory of the operator's socket (default: ~/.local/state/layershuffle/swarm)."""
+    json: bool = False
+    """Print JSON when all is over; what happens meanwhile goes to standard error."""
 
     def run(self) -> int:
         """Drill; exit code 1 if a request was lost or late in free order."""
@@ -84,6 +88,7 @@ class DrillCommand(ServerOptions):
         from layershuffle.swarm.client import AsyncSwarmClient
         from layershuffle.swarm.drill import (
             calibrated_data,
+            drill_json,
             drill_report,
             foreseen,
             judged,
@@ -103,21 +108,21 @@ class DrillCommand(ServerOptions):
         images = labelled_images(model, data, count=min(self.requests, 1000))
         if self.scenarios:
             if why:
-                print(f"Accuracy not judged: {why}")
+                self.say(f"Accuracy not judged: {why}")
             return await self._play(list(plan.hosts), operator, images, calibration)
         faults = self._faults(list(plan.hosts))
         if self.kill is not None:
-            print(crashes_text(faults, share=self.kill, hosts=len(plan.hosts)))
-        print(
+            self.say(crashes_text(faults, share=self.kill, hosts=len(plan.hosts)))
+        self.say(
             "\n".join(f"before request {fault.at}: {fault.kind} {fault.host}" for fault in faults)
         )
-        lost = 0.0
+        lost, reports = 0.0, []
         # A drill that fails or is interrupted must leave the swarm as it was: faults are mended,
         # and the clients of the running service get the routing back that they had.
         routing_before = operator.routing(self.routings[0])
         async with AsyncSwarmClient(self.address, **client_options(self)) as client:
             ask = load_client(client, images, deadline_ms=self.deadline_ms)
-            engine = _Remote(operator, client, cure=self._cure())
+            engine = _Remote(operator, client, cure=self._cure(), say=self.say)
             try:
                 for routing in self.routings:
                     operator.routing(routing)
@@ -132,10 +137,15 @@ class DrillCommand(ServerOptions):
                         expected = foreseen(plan, faults, requests=self.requests, routing=routing)
                         replies = list(drill.replies.values())
                         verdict = judged(replies, calibration) if calibration else why
-                        report = drill_report(drill, expected, judgement=verdict, routing=routing)
-                        print(f"\n{report}", flush=True)
+                        reports.append(
+                            drill_json(drill, expected, judgement=verdict, routing=routing)
+                        )
+                        # Text at once: people wait for each routing.
+                        if not self.json:
+                            text = drill_report(drill, expected, judgement=verdict, routing=routing)
+                            print(f"\n{text}", flush=True)
                         if calibration and any(fault.kind == "wrong" for fault in faults):
-                            print(
+                            self.say(
                                 "One host gave wrong answers for a while; those given until it was "
                                 "found count."
                             )
@@ -146,7 +156,13 @@ class DrillCommand(ServerOptions):
                         await engine.mend()
             finally:
                 operator.routing(routing_before)
+        if self.json:
+            print(json.dumps({"hosts": len(plan.hosts), "routings": reports}, indent=2))
         return 1 if lost else 0
+
+    def say(self, text: str) -> None:
+        """Print what happens: with --json to standard error, so that the output stays JSON."""
+        print(text, file=sys.stderr if self.json else sys.stdout, flush=True)
 
     def _cure(self) -> str:
         return (
@@ -166,17 +182,23 @@ class DrillCommand(ServerOptions):
         from layershuffle.swarm.chaos import Fault
         from layershuffle.swarm.client import AsyncSwarmClient
         from layershuffle.swarm.load_client import load_client
-        from layershuffle.swarm.scenarios import LIES, ScenarioResult, play, scenario_report
+        from layershuffle.swarm.scenarios import (
+            LIES,
+            ScenarioResult,
+            play,
+            scenario_json,
+            scenario_report,
+        )
         from layershuffle.swarm.server.admin import SOCKET, state_directory
 
         results: list[ScenarioResult] = []
         socket_path = state_directory(self.state) / SOCKET
         async with AsyncSwarmClient(self.address, **client_options(self)) as client:
             ask = load_client(client, images, deadline_ms=self.deadline_ms)
-            engine = _Remote(operator, client, cure=self._cure())
+            engine = _Remote(operator, client, cure=self._cure(), say=self.say)
             swarm = RunningSwarm(operator, client, socket_path=socket_path, address=self.address)
             for scenario in self.scenarios:
-                print(f"{scenario} ...", flush=True)
+                self.say(f"{scenario} ...")
                 try:
                     results.append(
                         await play(
@@ -194,7 +216,11 @@ class DrillCommand(ServerOptions):
                     # A liar that was found out stays out until somebody readmits it.
                     if scenario in LIES:
                         await engine.inject(Fault(0, hosts[-1], "rejoin"))
-        print(scenario_report(results))
+        if self.json:
+            rows = [scenario_json(result) for result in results]
+            print(json.dumps({"hosts": len(hosts), "scenarios": rows}, indent=2))
+        else:
+            print(scenario_report(results))
         return 0 if all(result.passed for result in results) else 1
 
     def _faults(self, hosts: Sequence[str]) -> tuple[Fault, ...]:
@@ -208,11 +234,18 @@ class DrillCommand(ServerOptions):
 class _Remote:
     """The hosts of a running swarm, through the operator's socket (`drill.Engine`).
 
-    `cure`: what to type where hosts stay away.
+    `cure`: what to type where hosts stay away. `say` prints what happens.
     """
 
-    def __init__(self, operator: Operator, client: AsyncSwarmClient, *, cure: str) -> None:
-        self._operator, self._client, self._cure = operator, client, cure
+    def __init__(
+        self,
+        operator: Operator,
+        client: AsyncSwarmClient,
+        *,
+        cure: str,
+        say: Callable[[str], None],
+    ) -> None:
+        self._operator, self._client, self._cure, self._say = operator, client, cure, say
         self._hit: set[str] = set()
         self._order: asyncio.Future[None] | None = None
 
@@ -245,7 +278,7 @@ class _Remote:
             await asyncio.wait({self._order}, timeout=_BACK_SECONDS)
         hit, self._hit = sorted(self._hit), set()
         if hit:
-            print(f"Bringing back {', '.join(hit)}.", flush=True)
+            self._say(f"Bringing back {', '.join(hit)}.")
         # All at once: hosts that start one after the other would each have to be waited for.
         orders = [asyncio.ensure_future(self._ordered(name, "rejoin")) for name in hit]
         if orders:

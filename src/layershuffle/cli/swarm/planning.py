@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -116,6 +117,8 @@ class SimulateCommand(Command):
     """Fewest blocks of an answer."""
     seed: int = 0
     """Seed of arrivals and failures."""
+    json: bool = False
+    """Print JSON."""
 
     def run(self) -> int:
         """Simulate every routing, and print them side by side."""
@@ -130,6 +133,7 @@ class SimulateCommand(Command):
             Arrivals,
             Churn,
             Profile,
+            outcome_json,
             outcome_report,
             profile_of,
             scaled,
@@ -166,6 +170,15 @@ class SimulateCommand(Command):
             )
             for routing in self.routings
         }
+        if self.json:
+            report = {
+                "hosts": len(names),
+                "seed": self.seed,
+                "faults": [asdict(fault) for fault in faults],
+                "routings": [outcome_json(outcome) for outcome in outcomes.values()],
+            }
+            print(json.dumps(report, indent=2))
+            return 0
         killed = counted(len(names), "host")
         if self.kill is not None:
             killed = crashes_text(faults, share=self.kill, hosts=len(names))

@@ -6,7 +6,11 @@
 
 from __future__ import annotations
 
-from layershuffle.swarm.simulation.outcome import SimulationOutcome, outcome_report
+from layershuffle.swarm.simulation.outcome import (
+    SimulationOutcome,
+    outcome_json,
+    outcome_report,
+)
 from layershuffle.swarm.simulation.run import simulate
 from layershuffle.swarm.simulation.scenario import (
     Arrivals,
@@ -23,6 +27,7 @@ __all__ = [
     "HostTimes",
     "Profile",
     "SimulationOutcome",
+    "outcome_json",
     "outcome_report",
     "profile_of",
     "scaled",

@@ -152,5 +152,29 @@ def outcome_report(outcomes: Mapping[str, SimulationOutcome]) -> str:
     return f"{table(('', *outcomes), rows)}\n\n{used_blocks}"
 
 
+def outcome_json(outcome: SimulationOutcome) -> dict[str, object]:
+    """The figures of the report for `json.dumps`; shares in percent, times in milliseconds.
+
+    What is not known without answers or a calibration is `None`, as JSON has no NaN.
+    """
+    return {
+        "routing": outcome.routing,
+        "requests": outcome.requests,
+        "percent": {end: outcome.share(end) for end in ENDED},
+        "ms": {
+            "median": outcome.quantile(0.5),
+            "p95": outcome.quantile(0.95),
+            "p99": outcome.quantile(0.99),
+            "longest": outcome.ms[-1],
+        },
+        "mean_blocks": None if math.isnan(outcome.mean_blocks) else outcome.mean_blocks,
+        "answers_by_blocks": {str(kept): count for kept, count in outcome.blocks.items()},
+        "right_of_answers": outcome.accuracy,
+        "right_of_requests": outcome.right,
+        "false_answers": outcome.false,
+        "visits_per_request": outcome.hops,
+    }
+
+
 def _cell(value: float | None, form: str) -> str:
     return "-" if value is None or math.isnan(value) else format(value, form)
