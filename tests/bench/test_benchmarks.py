@@ -71,7 +71,7 @@ def test_the_page_says_what_the_result_files_say():
         claims = (ROOT / "docs" / f"{name}.md").read_text()
         assert claims == with_claims(claims, results), "run scripts/performance_page.py"
     swarm = (ROOT / "docs" / "swarm.md").read_text()
-    assert swarm.count("<!-- begin: swarm-") == 3
+    assert swarm.count("<!-- begin: swarm-") == 4
     measured_on_gpu = any(result.theme == "gpu" for result in results)
     assert ("not measured yet" in page) == (not measured_on_gpu)
 
@@ -83,7 +83,7 @@ def test_every_claim_has_a_result_and_every_result_a_claim():
     files = {path.name for path in FILES}
     assert commands <= files
     # Not measured yet: no GPU, and no cores without other work, which rounds and precision need.
-    assert files - commands <= {"gpu.py", "rounds.py", "precision.py", "swarm_rounds.py"}
+    assert files - commands <= {"gpu.py", "rounds.py", "precision.py"}
 
 
 def example(**changes):
