@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import runpy
+import time
 
 import httpx
 import pytest
@@ -197,6 +198,24 @@ def test_a_client_that_asks_too_often_has_to_wait(workbench):
     with pytest.raises(HTTPError) as refusal:
         fresh.admit("127.0.0.2", now=0.0)
     assert refusal.value.retry_after > 0
+
+
+def test_a_refusal_says_when_to_come_again(workbench):
+    fresh = Workbench(workbench.models, names=workbench.names)
+    fresh.clients.at("127.0.0.1").wait(time.monotonic())
+    while not fresh.clients.at("127.0.0.1").wait(time.monotonic()):
+        pass
+    answer = ask(fresh, "GET", "/page/facts")
+    assert (answer.status_code, answer.headers["Retry-After"]) == (429, "1")
+
+
+@pytest.mark.parametrize("site", ["cross-site", "same-site", "same-origin", "none"])
+def test_forms_of_other_sites_keep_no_model_busy(workbench, site):
+    headers = {"Sec-Fetch-Site": site}
+    for path in ("/page/score", "/page/answer"):
+        files = {"order": (None, "0"), "image": ("a.png", asset("digit-pair.png").read_bytes())}
+        answer = ask(workbench, "POST", path, files=files, headers=headers)
+        assert answer.status_code == (200 if site in ("same-origin", "none") else 403)
 
 
 def test_models_that_differ_do_not_share_a_page(workbench):

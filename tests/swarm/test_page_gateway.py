@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import socket
 from contextlib import AsyncExitStack
 
 import httpx
@@ -15,6 +17,7 @@ from layershuffle.swarm.server.gateway_page import PageOptions
 from layershuffle.swarm.server.limits import GatewayLimits
 from layershuffle.swarm.server.live import CLIENT_VIEWERS, EVERY, VIEWERS, Live
 from layershuffle.swarm.server.metrics import Metrics
+from waiting import until
 
 KEY = "a-key-of-some-length"
 
@@ -110,6 +113,39 @@ def test_viewers_are_bounded_and_leave_nothing_behind():
     assert live._viewers.total() == 0
 
 
+def test_a_viewer_who_never_reads_is_dropped_and_holds_nobody_up():
+    """Events of 100 kB fill what sockets hold; the server keeps two of them at most."""
+    many = {"a": {0, 1, 2, 3}, **{f"host-{number}": {0} for number in range(500)}}
+
+    async def test(site):
+        limits = GatewayLimits(head_ms=1000)
+        async with listening(site.app, limits) as (server, port):
+            await until(lambda: server.started)
+            for listener in server.servers:
+                for end in listener.sockets:
+                    end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+            viewer = socket.create_connection(("127.0.0.1", port))
+            viewer.sendall(b"GET /page/live HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+            await until(lambda: site.router.watcher is not None)
+            unsent, statuses = [], []
+
+            def dropped():
+                open_now = list(server.server_state.connections)
+                unsent.extend(one.transport.get_write_buffer_size() for one in open_now)
+                return site.router.watcher is None and not open_now
+
+            for seed in range(3):
+                statuses.append((await classify(site.client, file_of(picture(seed)))).status_code)
+            await until(dropped)
+            viewer.close()
+        return statuses, max(unsent), len(Live(site.router, Metrics(site.router)).events(0.0)[0])
+
+    statuses, unsent, event = run(test, many, page=PageOptions())
+    assert statuses == [200] * 3
+    assert event > 50_000
+    assert 0 < unsent <= 2 * event + (1 << 16)
+
+
 def test_a_viewer_does_not_hold_up_the_end_of_the_server():
     """The stream comes to its end; a server that had to cancel it would break it off."""
 
@@ -195,6 +231,67 @@ def test_nobody_else_breaks_hosts(way):
     assert broken == []
 
 
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Origin": "http://127.0.0.1:8000", "Sec-Fetch-Site": "same-origin"}, 200),
+        ({"Origin": "http://127.0.0.1:3000", "Sec-Fetch-Site": "same-site"}, 403),
+        ({"Origin": "https://swarm.example"}, 403),  # by a proxy, which looks like this machine
+        ({"Origin": "https://127.0.0.1:8000"}, 403),
+        ({"Origin": "null"}, 403),  # a form in a sandbox
+        ({"Sec-Fetch-Site": "cross-site"}, 403),
+    ],
+)
+def test_the_token_works_from_the_page_itself_alone(headers, status):
+    options, broken = page()
+
+    async def test(site):
+        async with local(site) as client:
+            token = (await client.get("/page/facts")).json()["token"]
+            form = {"host": (None, "a"), "kind": (None, "crash")}
+            headers["X-Page-Token"] = token
+            return (await client.post("/page/break", files=form, headers=headers)).status_code
+
+    assert run(test, page=options) == status
+    assert broken == [("a", "crash")] * (status == 200)
+
+
+def test_a_form_breaks_nothing_and_wrong_methods_are_refused():
+    """What any site may send without asking: GET, and a form without headers of its own."""
+    options, broken = page()
+
+    async def test(site):
+        async with local(site) as client:
+            token = (await client.get("/page/facts")).json()["token"]
+            form = {"host": "a", "kind": "crash", "X-Page-Token": token, "token": token}
+            statuses = [(await client.post("/page/break", data=form)).status_code]
+            for method in ("GET", "HEAD", "OPTIONS", "PUT", "DELETE"):
+                statuses.append((await client.request(method, "/page/break")).status_code)
+            preflight = {"Origin": "http://evil.test", "Access-Control-Request-Method": "POST"}
+            asked = await client.options("/page/break", headers=preflight)
+            head = await client.head("/")
+        return statuses, asked, head
+
+    statuses, asked, head = run(test, page=options)
+    assert statuses == [403, 404, 404, 405, 405, 405]
+    assert not [name for name in asked.headers if name.startswith("access-control")]
+    assert (head.status_code, head.content) == (200, b"")
+    assert "frame-ancestors 'none'" in head.headers["Content-Security-Policy"]
+    assert broken == []
+
+
+def test_what_has_a_token_is_shared_with_no_other_site():
+    async def test(site):
+        async with local(site) as client:
+            return (await client.get("/page/facts", headers={"Origin": "http://evil.test"})).headers
+
+    headers = run(test, page=page()[0])
+    assert "access-control-allow-origin" not in headers
+    assert headers["cross-origin-resource-policy"] == "same-origin"
+    assert headers["cache-control"] == "no-cache"
+    assert headers["x-content-type-options"] == "nosniff"
+
+
 def test_a_page_that_may_break_nothing_has_no_token():
     async def test(site):
         async with local(site) as client:
@@ -227,3 +324,68 @@ def test_reports_are_found_by_name_and_nothing_else_is(tmp_path):
     assert "default-src 'none'" in report.headers["Content-Security-Policy"]
     assert HEADERS["X-Content-Type-Options"] == report.headers["X-Content-Type-Options"]
     assert others == [404] * 3
+
+
+def test_the_report_of_the_directory_itself_is_linked(tmp_path):
+    (tmp_path / "report.html").write_text("<p>all</p>", encoding="utf-8")
+
+    async def test(site):
+        links = (await site.client.get("/page/facts")).json()["links"]
+        return links[1], (await site.client.get(f"/{links[1][1]}")).text
+
+    link, text = run(test, page=PageOptions(reports=tmp_path))
+    assert (link, text) == ([f"Report: {tmp_path.name}", "reports/"], "<p>all</p>")
+
+
+def test_links_out_of_the_directory_and_names_that_are_no_text_are_left_out(tmp_path):
+    """A report comes from whoever ran a study: it must not show other files of this machine."""
+    reports, elsewhere = tmp_path / "reports", tmp_path / "elsewhere"
+    for folder in (reports / "good", reports / "linked", reports / "folder", elsewhere):
+        folder.mkdir(parents=True)
+    for file in (elsewhere, reports / "good"):
+        (file / "report.html").write_text("text", encoding="utf-8")
+    (reports / "linked" / "report.html").symlink_to(elsewhere / "report.html")
+    (reports / "away").symlink_to(elsewhere)
+    (reports / "same").symlink_to(reports / "good")
+    (reports / "folder" / "report.html").mkdir()
+    for name in (b"\xff", b"line\nbreak"):
+        odd = os.fsencode(reports) + b"/" + name
+        os.mkdir(odd)
+        with open(odd + b"/report.html", "w") as file:
+            file.write("text")
+
+    async def test(site):
+        facts = await site.client.get("/page/facts")
+        paths = [
+            "linked",
+            "away",
+            "folder",
+            "",
+            "..",
+            "%2e%2e",
+            "good/..",
+            "%2fetc%2fpasswd",
+            "%ff",
+        ]
+        return facts.json()["links"], [
+            (await site.client.get(f"/reports/{path}")).status_code for path in paths
+        ]
+
+    links, statuses = run(test, page=PageOptions(reports=reports))
+    assert [text for text, _ in links] == ["API", "Report: good", "Report: same"]
+    # httpx resolves "..": /reports/.. is the page itself.
+    assert [status for status in statuses if status != 404] == [200]
+
+
+def test_a_report_has_no_script_no_origin_and_no_frame(tmp_path):
+    (tmp_path / "report.html").write_text("<script>alert(1)</script>", encoding="utf-8")
+
+    async def test(site):
+        return (await site.client.get("/reports/")).headers
+
+    headers = run(test, page=PageOptions(reports=tmp_path))
+    policy = headers["Content-Security-Policy"].split("; ")
+    assert {"default-src 'none'", "frame-ancestors 'none'", "form-action 'none'"} < set(policy)
+    assert "sandbox" in policy  # without allow-scripts and allow-same-origin
+    assert not [rule for rule in policy if rule.startswith(("script-src", "connect-src"))]
+    assert headers["Content-Type"] == "text/html; charset=utf-8"

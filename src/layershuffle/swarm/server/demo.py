@@ -6,6 +6,7 @@ The page is there at once; what needs the models waits until they are loaded.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from http import HTTPStatus
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from layershuffle.errors import LayerShuffleError
-from layershuffle.swarm.server.page import Answering, PageFacts, page_routes
+from layershuffle.swarm.server.page import HEADERS, Answering, PageFacts, page_routes
 
 if TYPE_CHECKING:
     from layershuffle.swarm.server.workbench import Workbench
@@ -61,11 +62,13 @@ def facts_of(workbench: Workbench) -> PageFacts:
 
 async def _answer_error(request: Request, error: Exception) -> Response:
     # Imported here: it needs torch, which is loaded by the time that anything can fail.
-    from layershuffle.swarm.server.errors import error_body, status_of
+    from layershuffle.swarm.server.errors import HTTPError, error_body, status_of
 
     del request
     assert isinstance(error, LayerShuffleError)
     status = status_of(error)
     if status == HTTPStatus.INTERNAL_SERVER_ERROR:
         raise error
-    return JSONResponse(error_body(error.cause, error.hint or ""), status)
+    wait = error.retry_after if isinstance(error, HTTPError) else None
+    headers = {} if wait is None else {"Retry-After": str(max(1, math.ceil(wait)))}
+    return JSONResponse(error_body(error.cause, error.hint or ""), status, {**HEADERS, **headers})

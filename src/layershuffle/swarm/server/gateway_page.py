@@ -28,7 +28,7 @@ from layershuffle.models import file_view
 from layershuffle.swarm.chaos import Kind
 from layershuffle.swarm.server.errors import HTTPError
 from layershuffle.swarm.server.live import Live
-from layershuffle.swarm.server.page import HEADERS, PageFacts, page_routes
+from layershuffle.swarm.server.page import HEADERS, PageFacts, is_foreign, page_routes
 from layershuffle.swarm.server.requests import read_form
 from layershuffle.swarm.server.tls import is_loopback
 from layershuffle.swarm.server.workbench import LIMITS, Workbench, takes_pairs, workbench_of
@@ -44,7 +44,9 @@ _TOKEN_BYTES = 24
 # A report is one file with its style and pictures in it, and has no scripts.
 _REPORT_HEADERS = {
     **HEADERS,
-    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; img-src data:",
+    # The sandbox gives it an origin of its own: whoever wrote it, it cannot ask the gateway.
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; sandbox",
 }
 
 
@@ -84,6 +86,7 @@ class GatewayPage:
         app.router.routes += [
             Route("/page/live", self._stream),
             Route("/page/break", self._break, methods=["POST"]),
+            Route("/reports/", self._report),
             Route("/reports/{name}", self._report),
             *page_routes(facts=self._facts, answering=self._answering, admit=self.admit),
         ]
@@ -97,7 +100,8 @@ class GatewayPage:
             workbench = await self._answering()
             inside, models = tuple(workbench.models), workbench.names
         links = [("API", "docs")]
-        links += [(f"Report: {name}", f"reports/{quote(name)}") for name in self._reports()]
+        for name, path in self._reports().items():
+            links.append((f"Report: {path.parent.name}", f"reports/{quote(name)}"))
         return PageFacts(
             depth=remote.depth,
             width=view.width,
@@ -127,7 +131,8 @@ class GatewayPage:
         given = request.headers.get("x-page-token", "").encode()
         # In constant time, as keys are compared.
         allowed = bool(self.token) and hmac.compare_digest(given, self.token.encode())
-        if self.options.break_host is None or not allowed or not _is_local(request):
+        allowed = allowed and _is_local(request) and _is_own(request)
+        if self.options.break_host is None or not allowed:
             raise HTTPError(
                 HTTPStatus.FORBIDDEN,
                 "Hosts cannot be broken from here",
@@ -147,18 +152,38 @@ class GatewayPage:
         )
 
     def _reports(self) -> dict[str, Path]:
-        """The reports by the names of their studies; looked for anew, as studies come to an end."""
+        """The reports by the names of their studies, "" for that of the directory itself.
+
+        Looked for anew, as studies come to an end.
+        """
         if self.options.reports is None:
             return {}
-        files = self.options.reports.glob(f"*/{REPORT}")
-        return {path.parent.name: path for path in sorted(files)}
+        root = self.options.reports.resolve()
+        reports = {}
+        for path in (root / REPORT, *sorted(root.glob(f"*/{REPORT}"))):
+            name = "" if path.parent == root else path.parent.name
+            # A link may lead out of the directory, and names that are no text fit in no address.
+            inside = path.is_file() and path.resolve().is_relative_to(root)
+            if inside and path.parent.name.isprintable():
+                reports[name] = path
+        return reports
 
     async def _report(self, request: Request) -> Response:
         # Looked up by name among those that are there: no path of a client reaches the disk.
-        path = self._reports().get(request.path_params["name"])
+        path = self._reports().get(request.path_params.get("name", ""))
         if path is None:
             return Response("There is no such report", 404, HEADERS, "text/plain")
         return FileResponse(path, headers=_REPORT_HEADERS, media_type="text/html; charset=utf-8")
+
+
+def _is_own(request: Request) -> bool:
+    """Whether a request comes from the page itself, or from no page at all.
+
+    A proxy on this machine looks local for everybody whom it lets in, but not the page's address.
+    """
+    origin = request.headers.get("origin")
+    own = f"{request.scope['scheme']}://{request.headers.get('host', '')}"
+    return origin in (None, own) and not is_foreign(request)
 
 
 def _is_local(request: Request) -> bool:

@@ -30,9 +30,12 @@ HEADERS = {
     "frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
+    # No other site may load it as a script or a picture, whatever it could read out of it.
+    "Cross-Origin-Resource-Policy": "same-origin",
     # Asked for anew every time: another version of this package may answer at the same address.
     "Cache-Control": "no-cache",
 }
+FOREIGN = "Another site's page sent this request"
 TITLES = {"ours": "LayerShuffle", "ordinary": "Ordinary model"}
 
 
@@ -91,10 +94,14 @@ def page_routes(
         return JSONResponse((await facts(request)).model_dump(), headers=HEADERS)
 
     async def answer(request: Request) -> Response:
+        if is_foreign(request):
+            return Response(FOREIGN, 403, HEADERS, "text/plain")
         await admit(request)
         return JSONResponse(await (await answering()).answer(request), headers=HEADERS)
 
     async def score(request: Request) -> Response:
+        if is_foreign(request):
+            return Response(FOREIGN, 403, HEADERS, "text/plain")
         await admit(request)
         return JSONResponse(await (await answering()).score(request), headers=HEADERS)
 
@@ -105,3 +112,11 @@ def page_routes(
         Route("/page/score", score, methods=["POST"]),
         Route("/page/{name}", file),
     ]
+
+
+def is_foreign(request: Request) -> bool:
+    """Whether a page of another site makes this request, as its visitor's browser says.
+
+    A form of any site can be sent here, and would keep the models busy in the visitor's name.
+    """
+    return request.headers.get("sec-fetch-site", "") in ("cross-site", "same-site")
