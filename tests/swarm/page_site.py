@@ -48,6 +48,47 @@ def served(make: Callable[[], Any], *, leave: Callable[[], Any] | None = None) -
         thread.join()
 
 
+# By the formula of WCAG 2: (lighter + 0.05) / (darker + 0.05) of relative luminances, for all text
+# against the nearest ground above it. Colours are painted, because they may come as oklch().
+READABLE = 4.5
+CONTRASTS = """() => {
+  const pen = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
+  const paint = (colour) => {
+    pen.clearRect(0, 0, 1, 1);
+    pen.fillStyle = colour;
+    pen.fillRect(0, 0, 1, 1);
+    return pen.getImageData(0, 0, 1, 1).data;
+  };
+  const light = (colour) => [0.2126, 0.7152, 0.0722].reduce((sum, weight, i) => {
+    const part = paint(colour)[i] / 255;
+    return sum + weight * (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4);
+  }, 0);
+  const ground = (element) => {
+    for (let at = element; at; at = at.parentElement) {
+      const colour = getComputedStyle(at).backgroundColor;
+      if (paint(colour)[3] === 255) return colour;
+    }
+    return "#fff";
+  };
+  const ratios = {};
+  for (const element of document.querySelectorAll("body *")) {
+    const own = [...element.childNodes].filter((node) => node.nodeType === 3 && node.data.trim());
+    if (!own.length || !element.checkVisibility()) continue;
+    const [a, b] = [light(getComputedStyle(element).color), light(ground(element))];
+    ratios[own[0].data.trim()] = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+  }
+  return ratios;
+}"""
+
+# Of what the visitor did not do: moves within half a second of an input do not count for browsers.
+SHIFTS = """
+window.shifted = 0;
+new PerformanceObserver((list) => {
+  for (const entry of list.getEntries()) if (!entry.hadRecentInput) window.shifted += entry.value;
+}).observe({ type: "layout-shift", buffered: true });
+"""
+
+
 @dataclass
 class Visit:
     """A tab on the page, and what a visitor must never see: errors and foreign requests."""
@@ -66,6 +107,29 @@ class Visit:
         """The order in the field below the strip."""
         value: str = self.page.input_value("#order")
         return value
+
+    def faint(self) -> dict[str, float]:
+        """The texts on the page whose contrast is below that of WCAG 2, AA, with their contrast."""
+        ratios: dict[str, float] = self.page.evaluate(CONTRASTS)
+        return {text: ratio for text, ratio in ratios.items() if ratio < READABLE}
+
+    def shifts(self) -> float:
+        """How far things moved by themselves since the first answers, as browsers score it."""
+        shifts: float = self.page.evaluate("() => window.shifted")
+        return shifts
+
+    def swipe(self, box: dict[str, float], end: tuple[float, float]) -> None:
+        """Move a finger from the middle of `box` to `end`."""
+        touch = self.page.context.new_cdp_session(self.page)
+        begin = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+        places = [
+            tuple(a + (b - a) * step / 4 for a, b in zip(begin, end, strict=True))
+            for step in range(5)
+        ]
+        for kind, (x, y) in zip(["touchStart", *["touchMove"] * 4], places, strict=True):
+            points = [{"x": x, "y": y}]
+            touch.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
+        touch.send("Input.dispatchTouchEvent", {"type": "touchEnd", "touchPoints": []})
 
     def settled(self) -> None:
         """Wait until both the answer and the test pairs of the present order are there."""
@@ -99,6 +163,7 @@ def visit(browser: Any, address: str, **options: Any) -> Iterator[Visit]:
         "request",
         lambda asked: asked.url.startswith(address) or seen.foreign.append(asked.url),
     )
+    tab.add_init_script(SHIFTS)
     tab.goto(address)
     yield seen
     context.close()

@@ -190,40 +190,30 @@ def test_nothing_is_cut_off_or_moves_when_answers_come(browser, address, size, s
             tab.page.click("text=Next pair")
         tab.settled()
         assert tab.page.locator("#strip").bounding_box() == place
-        contrasts = tab.page.evaluate(CONTRASTS)
-        assert {text: ratio for text, ratio in contrasts.items() if ratio < 4.5} == {}
+        assert tab.faint() == {}
+        assert tab.shifts() == 0
 
 
-# By the formula of WCAG 2: (lighter + 0.05) / (darker + 0.05) of relative luminances, for all text
-# against the nearest ground above it. Colours are painted, because they may come as oklch().
-CONTRASTS = """() => {
-  const pen = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
-  const paint = (colour) => {
-    pen.clearRect(0, 0, 1, 1);
-    pen.fillStyle = colour;
-    pen.fillRect(0, 0, 1, 1);
-    return pen.getImageData(0, 0, 1, 1).data;
-  };
-  const light = (colour) => [0.2126, 0.7152, 0.0722].reduce((sum, weight, i) => {
-    const part = paint(colour)[i] / 255;
-    return sum + weight * (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4);
-  }, 0);
-  const ground = (element) => {
-    for (let at = element; at; at = at.parentElement) {
-      const colour = getComputedStyle(at).backgroundColor;
-      if (paint(colour)[3] === 255) return colour;
-    }
-    return "#fff";
-  };
-  const ratios = {};
-  for (const element of document.querySelectorAll("body *")) {
-    const own = [...element.childNodes].filter((node) => node.nodeType === 3 && node.data.trim());
-    if (!own.length || !element.checkVisibility()) continue;
-    const [a, b] = [light(getComputedStyle(element).color), light(ground(element))];
-    ratios[own[0].data.trim()] = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
-  }
-  return ratios;
-}"""
+def test_a_finger_drags_blocks_and_draws(browser, address):
+    with visit(browser, address, viewport=NARROW, has_touch=True, is_mobile=True) as tab:
+        tab.settled()
+        tab.page.tap("text=Sequential")
+        assert tab.order() == SEQUENTIAL
+        tile = tab.page.locator("#strip >> text='0'")
+        tile.scroll_into_view_if_needed()
+        target = tab.page.locator("#strip li:nth-child(4)").bounding_box()
+        tab.swipe(tile.bounding_box(), (target["x"] + 0.9 * target["width"], target["y"] + 20))
+        assert tab.order().startswith("1,2,3,0,4")
+        tab.page.tap("text=Draw")
+        canvas = tab.page.locator("#canvas")
+        canvas.scroll_into_view_if_needed()
+        box = canvas.bounding_box()
+        before = tab.page.evaluate("() => window.scrollY")
+        with tab.page.expect_response("**/page/answer") as answered:
+            tab.swipe(box, (box["x"] + box["width"] / 2, box["y"] + box["height"] - 6))
+        assert answered.value.status == 200
+        tab.page.locator("#ours .guess", has_text=re.compile("[0-9]{2}")).wait_for()
+        assert tab.page.evaluate("() => window.scrollY") == before  # it drew and did not scroll
 
 
 def test_motion_is_left_out_where_it_is_not_wanted(browser, address):

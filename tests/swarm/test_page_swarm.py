@@ -1,11 +1,12 @@
 """The page of a running swarm in chromium: hosts are killed by a click while pairs are answered."""
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 from gateway_site import site
-from page_site import NARROW, chromium, served, visit
+from page_site import NARROW, WIDE, chromium, served, visit
 
 from layershuffle.swarm.chaos import Fault
 from layershuffle.swarm.plan import even_plan
@@ -61,6 +62,7 @@ def test_a_host_dies_by_a_click_and_the_answers_go_on(address):
         assert tab.text("#skipped").startswith("Skipped 0, 4, 8: host host-1 is gone")
         tab.page.locator("#line", has_text="100.0 % of").wait_for()
         tab.page.locator("#line", has_text="% right").wait_for()
+        assert tab.shifts() == 0
         if pictures := os.environ.get("PAGE_PICTURES"):
             tab.page.screenshot(path=Path(pictures) / "page-swarm.png", full_page=True)
         first.get_by_role("button", name="Bring back").focus()
@@ -69,11 +71,48 @@ def test_a_host_dies_by_a_click_and_the_answers_go_on(address):
         tab.page.uncheck("#send")
 
 
-def test_the_swarm_fits_on_a_small_screen(address):
-    with chromium() as browser, visit(browser, address, viewport=NARROW) as tab:
-        tab.page.locator("#hosts .host").first.wait_for()
+MARKUP = "<img src=x onerror=alert(1)>"
+
+
+def one_of_each():
+    """An event with a host in every condition and a visit of every outcome; names are hostile."""
+    conditions = ("healthy", "suspect", "shut-out", "draining", "gone")
+    outcomes = ("", "answered", "late", "lost", "dropped")
+    hosts, visits = [], []
+    for place, (condition, outcome) in enumerate(zip(conditions, outcomes, strict=True)):
+        name, blocks = f"{condition} {MARKUP}", [place, place + 5]
+        host = {"name": name, "condition": condition, "why": MARKUP, "usable": place < 2}
+        hosts.append({**host, "blocks": blocks, "compute_ms": 1.5, "visits": {"answered": 3}})
+        ended = None if outcome in ("", "late") else 30
+        visit = {"host": name, "blocks": blocks, "begun": 0, "ended": ended, "outcome": outcome}
+        visits.append({**visit, "late": outcome == "late", "why": MARKUP if place > 1 else ""})
+    walk = {"number": 1, "depth": 12, "ms": 40, "over": False, "answered": False, "blocks": 2}
+    walk |= {"skipped": [{"block": 3, "why": MARKUP}], "visits": visits}
+    counts = {"at": 0, "answered": 3, "failed": 0, "blocks": 30}
+    return f"data: {json.dumps({**counts, 'hosts': hosts, 'walk': walk})}\n\n"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", [WIDE, NARROW], ids=["1600", "360"])
+def test_hosts_in_every_condition_can_be_read_at_every_size(address, size, scheme):
+    options = {"viewport": size, "color_scheme": scheme}
+    with chromium() as browser, visit(browser, address, **options) as tab:
+        tab.page.route(
+            "**/page/live",
+            lambda route: route.fulfill(content_type="text/event-stream", body=one_of_each()),
+        )
+        tab.page.reload()
+        tab.settled()
+        tab.page.locator("#hosts .host").nth(4).wait_for()
+        if pictures := os.environ.get("PAGE_PICTURES"):
+            name = f"page-conditions-{size['width']}-{scheme}.png"
+            tab.page.screenshot(path=Path(pictures) / name, full_page=True)
+        assert tab.page.locator("#swarm img").count() == 0
+        assert MARKUP in tab.text("#hosts")
+        assert MARKUP in tab.text("#skipped")
+        assert tab.faint() == {}
         width = tab.page.evaluate("() => document.documentElement.scrollWidth")
-        assert width == NARROW["width"]
+        assert width == size["width"]
 
 
 def test_a_model_of_other_images_answers_through_the_swarm():

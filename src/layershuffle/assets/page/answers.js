@@ -6,8 +6,9 @@ const ROWS = 5;
 const percent = (share) => `${(100 * share).toFixed(share < 0.1 ? 1 : 0)} %`;
 
 export class AnswerCard {
-  constructor(card, title, model) {
+  constructor(card, title) {
     this.card = card;
+    this.model = make("span", { class: "note" }, "\u00a0");
     this.guess = make("p", { class: "guess" }, "\u2013");
     this.verdict = make("p", { class: "verdict" }, "\u00a0");
     // All rows are there from the start, so that nothing moves when answers come.
@@ -21,14 +22,17 @@ export class AnswerCard {
     this.range = make("span", { class: "range" });
     this.foot = make("p", { class: "note foot" }, "\u00a0");
     card.replaceChildren(
-      make("div", { class: "row spread" }, make("h2", {}, title), make("span", { class: "note" }, model)),
+      make("div", { class: "row spread" }, make("h2", {}, title), this.model),
       make("div", { class: "said" }, this.guess, this.verdict),
       make("ul", { class: "bars" }, ...this.rows.map((parts) => parts.row)),
       this.right,
       make("p", { class: "scale", "aria-hidden": "true" }, this.scale, this.range),
       this.foot,
     );
-    card.hidden = false;
+  }
+
+  showModel(name) {
+    say(this.model, name);
   }
 
   // `answer`: {top: [{label, probability}], ms}; `label`: the right class, or null if nobody knows.
@@ -56,8 +60,9 @@ export class AnswerCard {
   showExpected(expected) {
     this.range.hidden = !expected;
     if (!expected) return;
-    this.range.style.insetInlineStart = `${expected.low}%`;
-    this.range.style.inlineSize = `${expected.high - expected.low}%`;
+    // Painted, not placed: what moves to another place is a shift of the page for browsers.
+    this.range.style.setProperty("--low", `${expected.low}%`);
+    this.range.style.setProperty("--high", `${expected.high}%`);
   }
 
   showScore(right, of) {

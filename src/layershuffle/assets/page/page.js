@@ -10,7 +10,9 @@ const SETTLED = 120; // ms without a change before the test pairs are asked
 // The first look is out of order: drawn once, so that everybody sees the same.
 const FIRST = [7, 2, 10, 0, 5, 11, 3, 8, 1, 9, 4, 6];
 
-const cards = {};
+const TITLES = { ours: "LayerShuffle", ordinary: "Ordinary model" };
+// Made before anything is known of the models, so that nothing moves once it is.
+const cards = Object.fromEntries(Object.entries(TITLES).map(([role, title]) => [role, new AnswerCard(at(role), title)]));
 let facts;
 let picture;
 let order = "";
@@ -63,7 +65,7 @@ async function update() {
       cards[name].showExpected(answer.expected);
       cards[name].showFoot(footer(answer));
       const verdict = picture.label === null ? "" : right ? ", right" : ", wrong";
-      return `${facts.titles[name]} answers ${answer.top[0].label}${verdict}.`;
+      return `${TITLES[name]} answers ${answer.top[0].label}${verdict}.`;
     });
     say(at("status"), words.join(" "));
     await score(signal, words);
@@ -88,9 +90,12 @@ async function score(signal, words) {
 async function start() {
   facts = await (await ask("page/facts")).json();
   at("links").replaceChildren(...facts.links.map(([text, href]) => make("a", { href }, text)));
-  cards.ours = new AnswerCard(at("ours"), facts.titles.ours, facts.models.ours);
-  if (facts.models.ordinary) {
-    cards.ordinary = new AnswerCard(at("ordinary"), facts.titles.ordinary, facts.models.ordinary);
+  for (const [role, card] of Object.entries(cards)) {
+    if (facts.models[role]) card.showModel(facts.models[role]);
+    else {
+      at(role).hidden = true;
+      delete cards[role];
+    }
   }
   picture = new Picture(facts, update);
   const strip = new Strip(facts.depth, (text) => {
@@ -102,6 +107,7 @@ async function start() {
     await picture.loadPairs();
     picture.showPair(0);
   } else {
+    at("next").hidden = true;
     picture.blank();
   }
   if (facts.swarm) (await import("./swarm.js")).watch(facts, picture);

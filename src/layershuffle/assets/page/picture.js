@@ -33,7 +33,7 @@ export class Picture {
     ]);
     this.sheet = sheet;
     this.labels = labels;
-    at("next").hidden = false;
+    at("next").disabled = false;
   }
 
   showPair(number) {

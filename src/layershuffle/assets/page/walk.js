@@ -39,7 +39,7 @@ function bar(visit, depth) {
 
 function draw(element, visit, { ms }) {
   const end = visit.ended ?? ms;
-  element.style.insetInlineStart = `${(100 * visit.begun) / scale}%`;
+  element.style.setProperty("--begun", (100 * visit.begun) / scale);
   element.style.inlineSize = `${(100 * Math.max(0, end - visit.begun)) / scale}%`;
   const state = words(visit);
   element.dataset.state = visit.late && state === "under way" ? "late" : state;

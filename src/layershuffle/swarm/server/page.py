@@ -36,7 +36,6 @@ HEADERS = {
     "Cache-Control": "no-cache",
 }
 FOREIGN = "Another site's page sent this request"
-TITLES = {"ours": "LayerShuffle", "ordinary": "Ordinary model"}
 
 
 class PageFacts(BaseModel):
@@ -54,7 +53,6 @@ class PageFacts(BaseModel):
     pairs: bool
     inside: Sequence[str]
     models: dict[str, str]
-    titles: dict[str, str] = TITLES
     swarm: bool = False
     token: str = ""
     links: Sequence[tuple[str, str]] = ()
