@@ -285,6 +285,9 @@ def test_the_load_figures_of_the_swarm_page_are_the_measured_ones(repository):
     assert f"99 % within {slow['p99_slow_ms']:.0f} ms, against {slow['p99_ms']:.0f} ms" in page
     assert f"{slow['degraded']:.1f} % of the answers do without" in page
     memory = found["memory"]
+    assert f"{memory['requests']:,} requests with no host failed" in page
+    assert (memory["failed"], memory["late"]) == (0, 0)
+    assert f"{memory['degraded']:.3f} % were answered in part" in page
     grown = [memory[key][1] - memory[key][0] for key in ("gateway_mb", "hosts_mb")]
     assert f"gateway grew by {grown[0]:.1f} MB of {memory['gateway_mb'][0]:,.0f}" in page
     assert f"six hosts by {grown[1]:.1f} MB of {memory['hosts_mb'][0]:,.0f}" in page
