@@ -166,12 +166,9 @@ class Network:
 
     def running(self, name: str, title: str) -> list[int]:
         """Processes of the host whose title begins with `title`."""
-        place, mark = str(self.directory), f"LS_NAME={name}"
-        return [
-            pid
-            for pid in processes_with(place)
-            if mark in _read(pid, "environ") and _read(pid, "cmdline").startswith(title)
-        ]
+        # By their namespace: a process that sets its title may write over its environment.
+        pids = self._ip("netns", "pids", f"{self.tag}-{name}").stdout.split()
+        return [int(pid) for pid in pids if _read(pid, "cmdline").startswith(title)]
 
     @staticmethod
     def _ip(*words: str) -> subprocess.CompletedProcess[str]:
@@ -190,7 +187,7 @@ def processes_with(word: str) -> list[int]:
     return [pid for pid in pids if word in _read(pid, "environ")]
 
 
-def _read(pid: int, what: str) -> str:
+def _read(pid: int | str, what: str) -> str:
     try:
         return Path(f"/proc/{pid}/{what}").read_text(errors="replace")
     except OSError:  # it has ended
