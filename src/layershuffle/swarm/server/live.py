@@ -1,6 +1,6 @@
 """What a page sees of a running swarm: server-sent events of two kinds.
 
-Twice a second the whole state of hosts and counters, and ten times a second the request that walks,
+Twice a second the whole state of hosts and counters, and five times a second the request that walks,
 while one does. Each is a state in a few kilobytes, so that none has to be kept for anybody: a
 viewer who reads slowly gets fewer of them, and one who does not read is cut off as any other
 connection (`run.Server.cut_waiting`). They are made once for all viewers.
@@ -27,7 +27,7 @@ from layershuffle.swarm.server.metrics import Metrics
 from layershuffle.swarm.server.page import HEADERS
 
 EVERY = 0.5  # seconds between events of the hosts ...
-STEP = 0.1  # ... and of the request that walks
+STEP = 0.2  # ... and of the request that walks
 VIEWERS, CLIENT_VIEWERS = 64, 32
 """Most viewers at one time, in all and of one client address."""
 _ANSWERED = ("answered", "degraded")
