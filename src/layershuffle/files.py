@@ -127,10 +127,10 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 @contextmanager
-def explained(place: Path, *, flag: str = "--out") -> Iterator[None]:
+def explained(place: Path, *, flag: str = "place") -> Iterator[None]:
     """Turn a full disk, a read-only place or a missing permission into one paragraph.
 
-    `flag`: what the user named the place by.
+    `flag`: what the user named the place by, if that is certain: most places come from Python too.
     """
     try:
         yield
