@@ -11,6 +11,11 @@ import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
+# UMAP is compiled in every process that draws it, for 6.6 s without LLVM's optimisation and 9.4 s
+# with it; numba reads this when it is imported. On a few points the results are the same bits.
+os.environ.setdefault("NUMBA_OPT", "0")
+# Else inductor starts processes that import torch, for 6 s, to compile what no test compiles.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
 @pytest.fixture(scope="session")
@@ -33,7 +38,7 @@ FIRST = (
     "test_runner",
     "test_fit",
     "test_cache",
-    # UMAP is compiled once per process, for 16 s.
+    # UMAP is compiled once per process, for seconds.
     "test_paper_recipes",
     "test_analysis_positions",
     "test_analyze_command",

@@ -166,6 +166,7 @@ check(0, "merge", "run0", "run1", "--random", "1", "--num-orders", "1", "--data"
 check(0, "predict", "run0", "val/a/0.png")
 check(0, "predict", "bundled:digits-swarm", "bundled:digit-pair.png")
 check(0, "reproduce", "imagenet-paper", "--dry-run")
+check(0, "doctor")
 for words in (
     ["reproduce", "digits-quick"],
     ["report", "x"],
@@ -199,3 +200,8 @@ def test_the_core_alone_fits_scores_merges_and_predicts(tmp_path: Path) -> None:
     named = [re.search(r"Next: pip install 'layershuffle\[(\w+)\]'", line) for line in errors]
     extras = [match and match[1] for match in named]
     assert extras == ["study"] * 4 + ["datasets"] * 2 + ["swarm"] * 3, done.stderr
+    assert "bundled:digit-pair.png: 42 " in done.stdout
+    # Extras are no fault to `doctor`.
+    for name in EXTRAS:
+        assert f"not installed; pip install 'layershuffle[{name}]' for" in done.stdout
+    assert "pip install 'layershuffle[study]' && layershuffle reproduce digits-quick" in done.stdout

@@ -129,8 +129,8 @@ def test_help_is_quick(command):
     """Half a second of processor time on an idle machine, the best of five; a second on a busy one,
     whose cores share their caches."""
     words = [sys.executable, "-m", "layershuffle", *command.split(), "--help"]
-    times = []
-    for _ in range(5):
+    times: list[float] = []
+    while len(times) < 5 and min(times, default=1.0) >= 1.0:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = subprocess.run(words, check=True, capture_output=True, text=True)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -1,10 +1,8 @@
-"""`layershuffle predict` against a model rebuilt in the asked order, and without Ray."""
+"""`layershuffle predict` against a model rebuilt in the asked order."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -113,17 +111,3 @@ def test_what_cannot_be_answered(
     error = capsys.readouterr().err
     assert phrase in error
     assert error.count("\n") == 1
-
-
-def test_the_bundled_model_reads_the_picture_of_the_readme_without_ray() -> None:
-    """42, in a fresh process in which neither Ray nor what the server needs can be imported."""
-    words = ["predict", "bundled:digits-swarm", "bundled:digit-pair.png"]
-    code = f"""
-import sys
-sys.modules.update(dict.fromkeys(("ray", "fastapi", "uvicorn", "starlette", "httpx")))
-from layershuffle.cli import main
-sys.exit(main({words!r}))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "bundled:digit-pair.png: 42 " in done.stdout

@@ -2,7 +2,8 @@
 
 pip installs the wheel without a network; what it depends on is seen in the environment of these
 tests, and this project's own editable install there is not. Every command runs in a process of its
-own, forked from one that has imported torch: 40 processes would import it for minutes.
+own, forked from one that has imported torch: 40 processes would import it for minutes. All
+strangers share that one and its home, and each works in a directory of its own.
 """
 
 from __future__ import annotations
@@ -12,8 +13,6 @@ import os
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -25,6 +24,7 @@ import layershuffle.data.digits, layershuffle.study.runner, transformers.modelin
 from layershuffle.cli import main
 
 def command(asked):
+    os.chdir(asked["folder"])
     for number, name in ((0, os.devnull), (1, asked["out"]), (2, asked["err"])):
         os.dup2(os.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644), number)
     if asked["python"] is None:
@@ -89,31 +89,59 @@ class Done:
         return json.loads(self.out)
 
 
-class Stranger:
-    """Somebody at a shell in an empty directory, with the commands of an environment."""
+class Shell:
+    """Runs commands in `environment`, one after the other; end it when the last one is done."""
 
-    def __init__(self, environment: Path, folder: Path) -> None:
-        self.folder, self.bin = folder, environment / "bin"
-        self.variables = clean_variables(folder / "home")
-        (folder / "home").mkdir()
-        self._log = (folder / "home" / "shell.err").open("w")
-        self._shell = subprocess.Popen(
+    def __init__(self, environment: Path, home: Path) -> None:
+        self.home, self.bin = home, environment / "bin"
+        self.variables = clean_variables(home)
+        self._log = (home / "shell.err").open("w")
+        self._process = subprocess.Popen(
             [self.bin / "python", "-c", _SHELL],
-            cwd=folder, env=self.variables, text=True,
+            cwd=home, env=self.variables, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
         )  # fmt: skip
         first = self._answer()
         assert Path(first["file"]).is_relative_to(environment), "the wheel is not what is tested"
 
+    def run(self, words: tuple[str, ...], python: str | None, *, folder: Path) -> Done:
+        """A command, or lines of Python, in the directory `folder`."""
+        out, err = self.home / "out", self.home / "err"
+        asked = {"words": words, "python": python, "folder": str(folder)}
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({**asked, "out": str(out), "err": str(err)}) + "\n")
+        self._process.stdin.flush()
+        return Done(self._answer(), out.read_text(), err.read_text())
+
+    def end(self) -> None:
+        """End the process."""
+        # Killed, because torch takes seconds to leave in good order.
+        with self._process, self._log:
+            self._process.kill()
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, Path(self._log.name).read_text()
+        return json.loads(line)
+
+
+@dataclass(frozen=True)
+class Stranger:
+    """Somebody at a shell in the empty directory `folder`."""
+
+    shell: Shell
+    folder: Path
+
     def types(self, *words: str, code: int = 0, python: str | None = None) -> Done:
         """Run `layershuffle WORDS`, or lines of Python; it has to end with that exit code."""
-        done = self._run(words, python)
+        done = self.shell.run(words, python, folder=self.folder)
         assert done.code == code, (words or python, done)
         return done
 
     def refused(self, *words: str, saying: str) -> None:
         """Run a command that cannot be done: one paragraph with the cause, and exit code 1 or 2."""
-        done = self._run(words, None)
+        done = self.shell.run(words, None, folder=self.folder)
         assert done.code in (1, 2), (words, done)
         (paragraph,) = [line for line in done.err.splitlines() if line.startswith("error: ")]
         assert saying in paragraph, (words, paragraph)
@@ -122,38 +150,7 @@ class Stranger:
     def starts(self, *words: str, log: IO[str]) -> subprocess.Popen[str]:
         """A command as a process of its own, which goes on."""
         return subprocess.Popen(
-            [self.bin / "layershuffle", *words],
-            cwd=self.folder, env={**self.variables, "PYTHONUNBUFFERED": "1"},
+            [self.shell.bin / "layershuffle", *words],
+            cwd=self.folder, env={**self.shell.variables, "PYTHONUNBUFFERED": "1"},
             stdout=log, stderr=subprocess.STDOUT, text=True, start_new_session=True,
         )  # fmt: skip
-
-    def _run(self, words: tuple[str, ...], python: str | None) -> Done:
-        out, err = (self.folder / "home" / name for name in ("out", "err"))
-        asked = {"words": words, "python": python, "out": str(out), "err": str(err)}
-        assert self._shell.stdin is not None
-        self._shell.stdin.write(json.dumps(asked) + "\n")
-        self._shell.stdin.flush()
-        return Done(self._answer(), out.read_text(), err.read_text())
-
-    def leaves(self) -> None:
-        """End the shell."""
-        # Killed, because torch takes seconds to leave in good order.
-        with self._shell, self._log:
-            self._shell.kill()
-
-    def _answer(self) -> Any:
-        assert self._shell.stdout is not None
-        line = self._shell.stdout.readline()
-        assert line, Path(self._log.name).read_text()
-        return json.loads(line)
-
-
-@contextmanager
-def a_stranger(environment: Path, folder: Path) -> Iterator[Stranger]:
-    """A stranger in the new directory `folder`, gone afterwards."""
-    folder.mkdir()
-    stranger = Stranger(environment, folder)
-    try:
-        yield stranger
-    finally:
-        stranger.leaves()

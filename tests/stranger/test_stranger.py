@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from stranger_shell import Stranger, a_stranger, make_environment
+from stranger_shell import Shell, Stranger, make_environment
 
 import layershuffle as ls
 from built import built_package
@@ -49,11 +49,18 @@ def environment(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     return once(tmp_path_factory, "environment", make, room="package")
 
 
+@pytest.fixture(scope="session")
+def shell(environment: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
+    """The shell of all strangers: eight seconds to start."""
+    running = Shell(environment, tmp_path_factory.mktemp("home"))
+    yield running
+    running.end()
+
+
 @pytest.fixture
-def stranger(environment: Path, tmp_path: Path) -> Iterator[Stranger]:
+def stranger(shell: Shell, tmp_path: Path) -> Stranger:
     """Somebody in an empty directory."""
-    with a_stranger(environment, tmp_path / "folder") as somebody:
-        yield somebody
+    return Stranger(shell, tmp_path)
 
 
 def write_photos(folder: Path, *, classes: tuple[str, ...] = ("cat", "dog")) -> None:

@@ -40,11 +40,18 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.fixture(scope="module")
+def kept_once(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("kept")
+    write_kept(read_study(whole), out, plan=(whole / "plan.json").read_text())
+    write_report(out)
+    return out
+
+
 @pytest.fixture
-def kept(whole: Path, tmp_path: Path) -> Path:
-    write_kept(read_study(whole), tmp_path, plan=(whole / "plan.json").read_text())
-    write_report(tmp_path)
-    return tmp_path
+def kept(kept_once: Path, tmp_path: Path) -> Path:
+    """A copy that a test may change."""
+    return shutil.copytree(kept_once, tmp_path, dirs_exist_ok=True)
 
 
 def without_pictures(page: Path) -> list[str]:
