@@ -1,8 +1,8 @@
 """What a page sees of a running swarm: server-sent events of two kinds.
 
-Twice a second the whole state of hosts and counters, and five times a second the request that walks,
-while one does. Each is a state in a few kilobytes, so that none has to be kept for anybody: a
-viewer who reads slowly gets fewer of them, and one who does not read is cut off as any other
+Twice a second the whole state of hosts and counters, and five times a second the request that
+walks, while one does. Each is a state in a few kilobytes, so that none has to be kept for anybody:
+a viewer who reads slowly gets fewer of them, and one who does not read is cut off as any other
 connection (`run.Server.cut_waiting`). They are made once for all viewers.
 """
 

@@ -1,0 +1,174 @@
+"""Write the tables and the figure of docs/science.md from docs/results/digits-tied.
+
+python scripts/science_page.py
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from layershuffle.files import write_bytes, write_text
+from layershuffle.plotting import INK, RULE, figure_bytes, legend_below, new_figure, style_axes
+from layershuffle.stats import Difference, compare, estimate, mean
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "docs" / "results" / "digits-tied" / "results.csv"
+PAGE, FIGURE = ROOT / "docs" / "science.md", ROOT / "docs" / "science.png"
+PLACES, IMAGES = 12, 2000
+
+Cell = tuple[str, str, int, int]  # arm, order, places alive, passes
+Scores = dict[Cell, dict[int, list[float]]]  # of each seed, one top-1 per drawn order
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """An arm of the study. `different`: how many of its twelve blocks differ."""
+
+    name: str
+    label: str
+    different: int
+
+
+ARMS = (
+    Arm(name="baseline", label="ordinary training", different=12),
+    Arm(name="layershuffle", label="LayerShuffle", different=12),
+    Arm(name="layershuffle-depth", label="LayerShuffle-depth", different=12),
+    Arm(name="layershuffle-tied-6", label="tied, six blocks", different=6),
+    Arm(name="layershuffle-tied-3", label="tied, three blocks", different=3),
+    Arm(name="layershuffle-tied", label="tied, one block", different=1),
+)
+COLUMNS = {
+    "in order": ("sequential", 12, 1),
+    "any order": ("arbitrary", 12, 1),
+    "6 alive, once": ("arbitrary", 6, 1),
+    "6 alive, twice": ("arbitrary", 6, 2),
+    "3 alive, once": ("arbitrary", 3, 1),
+    "3 alive, twice": ("arbitrary", 3, 2),
+    "3 alive, 4 times": ("arbitrary", 3, 4),
+}
+ANY, ORDERED = COLUMNS["any order"], COLUMNS["in order"]
+QUESTIONS = (
+    ("any order, all places", "layershuffle-tied", ANY, "layershuffle", ANY),
+    ("any order, all places", "layershuffle-tied-3", ANY, "layershuffle", ANY),
+    ("any order, all places", "layershuffle-tied-6", ANY, "layershuffle", ANY),
+    ("in order", "layershuffle-tied-3", ORDERED, "layershuffle", ORDERED),
+    (
+        "6 of 12 alive, each at its best",
+        *("layershuffle-tied", COLUMNS["6 alive, twice"]),
+        *("layershuffle-depth", COLUMNS["6 alive, twice"]),
+    ),
+    (
+        "3 of 12 alive, each at its best",
+        *("layershuffle-tied", COLUMNS["3 alive, 4 times"]),
+        *("layershuffle-depth", COLUMNS["3 alive, twice"]),
+    ),
+    (
+        "3 of 12 alive, each at its best",
+        *("layershuffle-tied-3", COLUMNS["3 alive, 4 times"]),
+        *("layershuffle-depth", COLUMNS["3 alive, twice"]),
+    ),
+)
+
+
+def read_scores(path: Path = RESULTS) -> Scores:
+    """The top-1 of every arm and mode, in percent."""
+    scores: Scores = defaultdict(lambda: defaultdict(list))
+    with path.open(encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            order = "sequential" if row["mode"] == "sequential" else "arbitrary"
+            cell = (row["method"], order, int(row["kept"]), int(row["passes"]))
+            scores[cell][int(row["seed"])].append(float(row["top1"]))
+    return scores
+
+
+def verdict(difference: Difference) -> str:
+    """The criterion: the 95 % interval of the difference, in pairs over seeds, excludes 0."""
+    if difference.low > 0:
+        return "better"
+    return "worse" if difference.high < 0 else "not told apart"
+
+
+def accuracy_table(scores: Scores) -> str:
+    """Mean top-1 over models, with its 95 % interval."""
+    lines = [
+        "| arm | different blocks | " + " | ".join(COLUMNS) + " |",
+        "|:--|--:|" + "--:|" * len(COLUMNS),
+    ]
+    for arm in ARMS:
+        cells = [estimate(scores[arm.name, *column], images=IMAGES) for column in COLUMNS.values()]
+        texts = [f"{cell.mean:.1f} ({cell.low:.1f}-{cell.high:.1f})" for cell in cells]
+        lines.append(f"| {arm.label} | {arm.different} | " + " | ".join(texts) + " |")
+    return "\n".join(lines)
+
+
+def verdict_table(scores: Scores) -> str:
+    """Each question with the difference that decides it."""
+    labels = {arm.name: arm.label for arm in ARMS}
+    lines = ["| where | is this arm | better than | by points of top-1 | verdict |"]
+    lines.append("|:--|:--|:--|--:|:--|")
+    for where, sample, of_sample, reference, of_reference in QUESTIONS:
+        difference = compare(
+            {seed: mean(values) for seed, values in scores[sample, *of_sample].items()},
+            {seed: mean(values) for seed, values in scores[reference, *of_reference].items()},
+        )
+        points = f"{difference.points:+.1f} ({difference.low:+.1f} to {difference.high:+.1f})"
+        names = f"{labels[sample]} | {labels[reference]}"
+        lines.append(f"| {where} | {names} | {points} | **{verdict(difference)}** |")
+    return "\n".join(lines)
+
+
+def draw(scores: Scores) -> Figure:
+    """Accuracy against the number of different blocks; each device holds one of the twelve."""
+    figure = new_figure(6.6, 4.4)
+    axes = figure.subplots()
+    style_axes(axes, "Twelve devices of one block each")
+    shuffled = [arm for arm in ARMS if arm.name not in ("baseline", "layershuffle-depth")]
+    depth = [arm for arm in ARMS if arm.name == "layershuffle-depth"]
+    lines = (
+        ("all alive, any order", ANY, "#1b6ca8", "o"),
+        ("3 alive, each runs 4 times", COLUMNS["3 alive, 4 times"], "#b3541e", "s"),
+    )
+    entries = []
+    for name, column, colour, marker in lines:
+        for arms, face, style in ((shuffled, colour, "-"), (depth, "none", "")):
+            cells = [estimate(scores[arm.name, *column], images=IMAGES) for arm in arms]
+            means = [cell.mean for cell in cells]
+            handle = axes.errorbar(
+                [arm.different for arm in arms],
+                means,
+                yerr=[
+                    [cell.mean - cell.low for cell in cells],
+                    [cell.high - cell.mean for cell in cells],
+                ],
+                color=colour, marker=marker, markerfacecolor=face, linestyle=style, capsize=2.5,
+            )  # fmt: skip
+            entries.append((handle, name if arms is shuffled else f"{name}: LayerShuffle-depth"))
+    axes.set_xticks([arm.different for arm in shuffled])
+    axes.set_ylim(0, 102)
+    axes.set_xlabel("different blocks among them", color=INK)
+    axes.set_ylabel("top-1 accuracy (%)", color=INK)
+    axes.grid(axis="y", color=RULE, linewidth=0.8)
+    legend_below(figure, entries)
+    return figure
+
+
+def with_tables(page: str, scores: Scores) -> str:
+    """`page` with new tables between its marks."""
+    for name, text in (("accuracy", accuracy_table(scores)), ("verdicts", verdict_table(scores))):
+        begin, end = f"<!-- begin: {name} -->", f"<!-- end: {name} -->"
+        pattern = re.compile(f"{begin}.*{end}", re.DOTALL)
+        page = pattern.sub(f"{begin}\n\n{text}\n\n{end}", page)
+    return page
+
+
+if __name__ == "__main__":
+    measured = read_scores()
+    write_text(PAGE, with_tables(PAGE.read_text(encoding="utf-8"), measured))
+    write_bytes(FIGURE, figure_bytes(draw(measured), "png", dpi=110))
+    print(f"Written: {PAGE} and {FIGURE}")

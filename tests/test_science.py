@@ -1,0 +1,74 @@
+"""docs/science.md says what the committed results of `digits-tied` say."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from layershuffle.stats import Difference
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+import science_page  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    return science_page.PAGE.read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def scores() -> science_page.Scores:
+    return science_page.read_scores()
+
+
+def test_tables_are_made_of_the_results(page: str, scores: science_page.Scores) -> None:
+    assert page == science_page.with_tables(page, scores), "run scripts/science_page.py"
+    assert page.count("| **") == len(science_page.QUESTIONS)
+
+
+def test_every_arm_has_three_models_and_twelve_orders(scores: science_page.Scores) -> None:
+    for arm in science_page.ARMS:
+        for column in science_page.COLUMNS.values():
+            seeds = scores[arm.name, *column]
+            assert sorted(seeds) == [0, 1, 2]
+            drawn = 1 if column == science_page.ORDERED else 12
+            assert all(len(values) == drawn for values in seeds.values())
+
+
+def test_the_words_name_numbers_of_the_tables(page: str) -> None:
+    """Percentages of the verdict and of README stand in the table of accuracies."""
+    verdict, _, rest = page.partition("## The study")
+    table = rest.partition("<!-- begin: accuracy -->")[2].partition("<!-- end")[0]
+    assert len(re.findall(r"\d\d\.\d", verdict)) == 4
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    sentence = re.search(r"tie its places:[^)]*\)", readme)
+    assert sentence is not None
+    for number in re.findall(r"\d\d\.\d", verdict + sentence[0]):
+        assert f"| {number} (" in table, number
+
+
+def test_the_best_column_is_compared(scores: science_page.Scores) -> None:
+    """ "At its best" is the column with the highest mean among those with as many places alive."""
+    for where, *sides in science_page.QUESTIONS:
+        if "at its best" not in where:
+            continue
+        for arm, column in (sides[:2], sides[2:]):
+            rivals = [other for other in science_page.COLUMNS.values() if other[1] == column[1]]
+            means = {
+                other: science_page.estimate(scores[arm, *other], images=2000).mean
+                for other in rivals
+            }
+            assert max(means, key=lambda other: means[other]) == column
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "wanted"),
+    [(0.1, 2.0, "better"), (-2.0, -0.1, "worse"), (-0.1, 2.0, "not told apart")],
+)
+def test_the_criterion(low: float, high: float, wanted: str) -> None:
+    difference = Difference(points=(low + high) / 2, low=low, high=high, seeds=3)
+    assert science_page.verdict(difference) == wanted
