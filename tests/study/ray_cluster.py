@@ -1,7 +1,7 @@
 """Run a study on a local Ray cluster that loses a node: `python ray_cluster.py RECIPE OUT`.
 
 A program of its own, because Ray leaves threads and handlers in the process that starts it. The
-second node dies while it trains; its run must go on elsewhere.
+node that trains dies; its run must go on elsewhere.
 """
 
 import contextlib
@@ -15,38 +15,44 @@ from ray.cluster_utils import Cluster
 from layershuffle.cli import main
 
 
-def kill_when_training(cluster, node, out):
-    """Take the node down without a word as soon as the run that it has trains."""
-    (raylet,) = node.all_processes["raylet"]
+def kill_when_training(cluster, nodes, out):
+    """Take the node whose run trains down without a word."""
     deadline = time.monotonic() + 120
-    while not any((out / "runs" / task / "progress.json").exists() for task in tasks_of(raylet)):
+    while not (busy := [node for node in nodes if trains(node, out)]):
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    cluster.remove_node(node, allow_graceful=False)
+    cluster.remove_node(busy[0], allow_graceful=False)
     print("node killed", flush=True)
+
+
+def trains(node, out):
+    """Whether a run of this node has taken a step."""
+    (raylet,) = node.all_processes["raylet"]
+    return any((out / "runs" / task / "progress.json").exists() for task in tasks_of(raylet))
 
 
 def tasks_of(raylet):
     """Names of the tasks whose processes descend from a node's raylet."""
-    waiting, found = [raylet.process.pid], []
+    waiting, tasks = [raylet.process.pid], []
     while waiting:
         place = Path(f"/proc/{waiting.pop()}")
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             waiting += (place / "task" / place.name / "children").read_text().split()
             words = (place / "cmdline").read_text().split("\0")
-            found += [words[-2]] if "layershuffle.study.worker" in words else []
-    return found
+            tasks += [words[-2]] if "layershuffle.study.worker" in words else []
+    return tasks
 
 
 def run(recipe, out):
     # Nobody looks at a dashboard, and its server takes as long to start as the rest of the head.
-    head = {"num_cpus": 1, "num_gpus": 0, "include_dashboard": False}
+    # Without a CPU, no task goes to the head, which has to stay.
+    head = {"num_cpus": 0, "num_gpus": 0, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
-        second = cluster.add_node(num_cpus=1, num_gpus=0)
+        nodes = [cluster.add_node(num_cpus=1, num_gpus=0) for _ in range(2)]
         cluster.wait_for_nodes()
         threading.Thread(
-            target=kill_when_training, args=(cluster, second, Path(out)), daemon=True
+            target=kill_when_training, args=(cluster, nodes, Path(out)), daemon=True
         ).start()
         return main(["reproduce", recipe, "--out", out, "--ray", cluster.address])
     finally:

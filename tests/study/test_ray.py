@@ -1,4 +1,7 @@
-"""The same study on a local two-node Ray cluster, one of whose machines dies."""
+"""The same study on a local Ray cluster, of which the machine that trains dies.
+
+Of one arm: every task is a process that imports torch for ten seconds, and one of them dies.
+"""
 
 import os
 import subprocess
@@ -14,6 +17,7 @@ from layershuffle.study.settings import StudySettings
 
 RECIPE = {
     **TINY,
+    "arms": [{"method": "layershuffle"}],
     "fit": {**TINY["fit"], "steps": 40, "eval_every": 10},
     "evaluate": {"modes": "sequential,arbitrary", "num_orders": 2},
 }
