@@ -174,7 +174,9 @@ class BlockHost:
         # Weights are arguments of their own because Ray hands those over without another copy.
         programs = {block.program.digest: block.program for block in self._blocks.values()}
         code = programs.get(digest_of(program)) or read_program(program)
-        new = {block: code.bind(content) for block, content in zip(blocks, tensors, strict=True)}
+        # Tied places share their weights here too.
+        bound = {content: code.bind(content) for content in dict.fromkeys(tensors)}
+        new = {block: bound[content] for block, content in zip(blocks, tensors, strict=True)}
         rest = [block.program.shape for id_, block in self._blocks.items() if id_ not in new]
         if any(shape != code.shape for shape in rest):
             raise UsageError(

@@ -13,6 +13,7 @@ limits: {deadline_ms: 1000}
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib import resources
 from pathlib import Path
@@ -92,6 +93,23 @@ class SwarmPlan(Settings):
                 f"No host holds block {', '.join(map(str, missing))}",
                 hint="give every block to a host; `layershuffle swarm plan` makes a whole plan",
             )
+
+    def with_tied_places(self, digests: Mapping[int, str]) -> SwarmPlan:
+        """This plan, in which a host that holds a block can run all places with its weights.
+
+        `digests`: of the weights of every place of the plan's model. Blocks of donors stand for
+        their own place alone.
+        """
+        hosts = {}
+        for name, host in self.hosts.items():
+            weights = {digests[block] for block in host.blocks if block not in host.donors}
+            tied = (
+                place
+                for place in sorted(digests)
+                if digests[place] in weights and place not in host.blocks
+            )
+            hosts[name] = host.model_copy(update={"blocks": (*host.blocks, *tied)})
+        return self.model_copy(update={"hosts": hosts})
 
 
 def even_plan(

@@ -198,12 +198,14 @@ async def running_service(
     a sentence for every host that is up. On leaving it ends the hosts. It takes `cargo.model` over,
     which loses its blocks' weights. Raises `UsageError` for a plan that does not fit the model.
     """
-    depth = cargo.bundles[plan.model].depth
+    base = cargo.bundles[plan.model]
+    # Their weights are there once, so that they cost a host nothing.
+    plan = plan.with_tied_places(base.digests)
     # Always there: without a fault it adds one look into a dictionary per visit (decision 014).
     chaos = ChaosBackend(backend, ray=None if session is None else session.ray)
     router = Router(
         chaos.transport,
-        depth=depth,
+        depth=base.depth,
         limits=plan.limits,
         routing=plan.routing,
         wire=plan.wire,
