@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from layershuffle.cli.command import Command
 from layershuffle.cli.swarm.serving import UpCommand
 from layershuffle.extras import require
+from layershuffle.machine import collector_paused
 
 if TYPE_CHECKING:
     from layershuffle.swarm.server.workbench import Workbench
@@ -82,6 +83,7 @@ def _open(url: str) -> None:
 
 
 def _load() -> Workbench:
-    from layershuffle.swarm.server.workbench import digits_workbench
+    with collector_paused():
+        from layershuffle.swarm.server.workbench import digits_workbench
 
-    return digits_workbench()
+        return digits_workbench()

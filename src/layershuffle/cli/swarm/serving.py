@@ -34,6 +34,7 @@ from layershuffle.cli.swarm.options import (
 )
 from layershuffle.errors import Interrupted, UsageError
 from layershuffle.extras import require
+from layershuffle.machine import collector_paused
 from layershuffle.text import listing
 
 if TYPE_CHECKING:
@@ -259,9 +260,10 @@ class _ServingCommand(HttpsOptions):
 
 def _loaded(plan: SwarmPlan) -> Cargo:
     """`service.load_cargo`, for a thread that imports torch by it."""
-    from layershuffle.swarm.service import load_cargo
+    with collector_paused():
+        from layershuffle.swarm.service import load_cargo
 
-    return load_cargo(plan)
+        return load_cargo(plan)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,20 @@
+"""What a process says of its machine, and does to it."""
+
+import gc
+
+import pytest
+
+from layershuffle.machine import collector_paused
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_is_afterwards_as_it_was(enabled: bool) -> None:
+    try:
+        if not enabled:
+            gc.disable()
+        with pytest.raises(ZeroDivisionError), collector_paused():
+            assert not gc.isenabled()
+            raise ZeroDivisionError
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable()
