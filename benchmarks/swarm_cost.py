@@ -159,8 +159,8 @@ async def asked(port: int, body: bytes, *, count: int) -> None:
     client = await asyncio.create_subprocess_exec(
         *words, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
-    said, _ = await client.communicate(body)
-    assert said.startswith(b"0 "), said
+    output, _ = await client.communicate(body)
+    assert output.startswith(b"0 "), output
 
 
 @torch.inference_mode()

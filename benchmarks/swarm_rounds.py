@@ -112,9 +112,11 @@ def survivors(swarms: Swarms, *, requests: int) -> Row:
     drills: Drills = {routing: [] for routing in FREE}
     for left in plan.hosts:
         dead = [name for name in plan.hosts if name != left]
-        found = asyncio.run(drilled(swarms, plan, slow={}, dead=dead, requests=requests, repeats=1))
+        of_routings = asyncio.run(
+            drilled(swarms, plan, slow={}, dead=dead, requests=requests, repeats=1)
+        )
         for routing in FREE:
-            drills[routing] += found[routing]
+            drills[routing] += of_routings[routing]
     return Row(
         name="9 of 12 blocks dead",
         what="right answers, order-free,",

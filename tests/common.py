@@ -142,11 +142,11 @@ def gradients(model: nn.Module) -> dict[str, Tensor | None]:
     }
 
 
-def same(one: Tensor | None, two: Tensor | None) -> bool:
+def same(left: Tensor | None, right: Tensor | None) -> bool:
     """Both absent, or equal bit for bit."""
-    if one is None or two is None:
-        return one is two
-    return torch.equal(one, two)
+    if left is None or right is None:
+        return left is right
+    return torch.equal(left, right)
 
 
 def assert_same_gradients(got: dict[str, Tensor | None], wanted: dict[str, Tensor | None]) -> None:

@@ -456,7 +456,7 @@ def assert_close_gradients(got: Gradients, wanted: Gradients, *, tolerance: floa
 
 
 def check_per_sample_orders_under_checkpointing(family: Family) -> None:
-    orders = [ls.ExecutionOrder(one, DEPTH) for one in (PERMUTED, PRUNED, REPEATED)]
+    orders = [ls.ExecutionOrder(blocks, DEPTH) for blocks in (PERMUTED, PRUNED, REPEATED)]
     plain, other = family.wrapped().train(), family.wrapped().train()
     checkpointing(other, family=family)
     answers = []
@@ -535,7 +535,7 @@ def _assert_taps(got: Sequence[TapRecord], wanted: Sequence[TapRecord]) -> None:
 def check_tap_of_per_sample_orders(family: Family) -> None:
     """Every sample's outputs, position by position, as when it runs alone; replays keep nothing."""
     ids = (PERMUTED, PRUNED, (2,))
-    orders = [ls.ExecutionOrder(one, DEPTH) for one in ids]
+    orders = [ls.ExecutionOrder(blocks, DEPTH) for blocks in ids]
     model = family.wrapped()
     with ls.running(model, orders), ls.tap(model) as tap:
         answer(model)
@@ -552,7 +552,7 @@ def check_tap_of_per_sample_orders(family: Family) -> None:
 
 
 def check_tap_of_per_sample_orders_under_checkpointing(family: Family) -> None:
-    orders = [ls.ExecutionOrder(one, DEPTH) for one in (PERMUTED, PRUNED, (2,))]
+    orders = [ls.ExecutionOrder(blocks, DEPTH) for blocks in (PERMUTED, PRUNED, (2,))]
     model = checkpointing(family.wrapped(), family=family).train()
     with ls.running(model, orders), ls.tap(model) as tap:
         output = call(model)
@@ -611,11 +611,11 @@ def check_encoding_equals_the_slow_path(family: Family) -> None:
         rebuilt, model = Rebuilt(family, order), positioned(family.wrapped())
         twin = copy.deepcopy(model.encoding)
         container = family.container(rebuilt.model)
-        told = [
+        blocks = [
             Told(block, position, encoding_weights(twin, order[position]))
             for position, block in enumerate(container)
         ]
-        rebuilt.install(nn.Sequential(*told) if isinstance(container, nn.Sequential) else told)
+        rebuilt.install(nn.Sequential(*blocks) if isinstance(container, nn.Sequential) else blocks)
         wanted = step(rebuilt.model)
         with ls.running(model, order):
             got = step(model)

@@ -168,8 +168,8 @@ def test_replay_of_a_plain_stack_is_allowed() -> None:
     assert _backward_error(score(model(images()))) == []
     wanted = TORCHVISION.plain()
     score(wanted(images())).backward()
-    for one, two in zip(model.parameters(), wanted.parameters(), strict=True):
-        assert torch.equal(one.grad, two.grad)
+    for left, right in zip(model.parameters(), wanted.parameters(), strict=True):
+        assert torch.equal(left.grad, right.grad)
 
 
 def test_replay_of_the_stack_without_its_parts_is_refused_by_torch() -> None:

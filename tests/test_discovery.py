@@ -199,9 +199,9 @@ def test_of_several_stacks_the_chosen_is_said(
     make: Callable[[], nn.Module], words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     path, _ = find_blocks(make())
-    said = [record.message for record in caplog.records if "several stacks" in record.message]
-    assert len(said) == bool(words)
-    assert all(words in message for message in said)
+    messages = [record.message for record in caplog.records if "several stacks" in record.message]
+    assert len(messages) == bool(words)
+    assert all(words in message for message in messages)
     caplog.clear()
     find_blocks(make(), path)
     assert not caplog.records, "what was named need not be said"

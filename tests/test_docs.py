@@ -56,12 +56,12 @@ def test_the_measured_table_keeps_its_promises(rows):
     """The bounds that the quick study must meet (expected on any machine)."""
 
     def mean(arm, mode):
-        found = [
+        top1 = [
             float(row["top1"])
             for row in rows
             if (row["method"], row["mode"], row["kept"]) == (arm, mode, "12")
         ]
-        return statistics.mean(found)
+        return statistics.mean(top1)
 
     assert mean("baseline", "arbitrary") <= 10
     assert mean("layershuffle", "arbitrary") >= 65
@@ -231,20 +231,20 @@ def test_the_budget_in_readme_and_log_is_the_measured_one(repository):
     readme = " ".join((repository / "README.md").read_text().split())
     log = (repository / "docs" / "log.md").read_text()
     pairs = {steps: pair(steps) for steps in (500, 1000, 2000, 4000, 8000)}
-    gaps = {steps: f"{one - two:.1f}" for steps, (one, two) in pairs.items()}
-    one, two = (f"{value:.1f}" for value in pairs[2000])
+    gaps = {steps: f"{plain - shuffled:.1f}" for steps, (plain, shuffled) in pairs.items()}
+    plain, shuffled = (f"{value:.1f}" for value in pairs[2000])
     assert (
-        f"At 2,000 steps shuffling costs {gaps[2000]} points ({one} in order against {two}"
+        f"At 2,000 steps shuffling costs {gaps[2000]} points ({plain} in order against {shuffled}"
         in readme
     )
-    one, two = (f"{value:.1f}" for value in pairs[8000])
+    plain, shuffled = (f"{value:.1f}" for value in pairs[8000])
     assert (
-        f"500 steps it costs {gaps[500]}, at 8,000 steps {gaps[8000]} ({one} against {two})"
+        f"500 steps it costs {gaps[500]}, at 8,000 steps {gaps[8000]} ({plain} against {shuffled})"
         in readme
     )
     for title, values in (
-        ("baseline, sequential", [f"{one:.1f}" for one, _ in pairs.values()]),
-        ("LayerShuffle, arbitrary", [f"{two:.1f}" for _, two in pairs.values()]),
+        ("baseline, sequential", [f"{plain:.1f}" for plain, _ in pairs.values()]),
+        ("LayerShuffle, arbitrary", [f"{shuffled:.1f}" for _, shuffled in pairs.values()]),
         ("gap", list(gaps.values())),
     ):
         assert f"| {title} | {' | '.join(values)} |" in log
@@ -270,21 +270,24 @@ def test_the_calibration_in_the_swarm_page_is_that_of_the_bundled_model(reposito
 
 def test_the_load_figures_of_the_swarm_page_are_the_measured_ones(repository):
     (path,) = (repository / "benchmarks" / "results").glob("swarm-load_*.json")
-    found = json.loads(path.read_text())
-    free, fixed, slow = found["order-free"], found["sequential"], found["slow"]
+    facts = json.loads(path.read_text())
+    free, fixed, slow = facts["order-free"], facts["sequential"], facts["slow"]
     page = " ".join((repository / "docs" / "swarm.md").read_text().split())
     for title, key in (("answered in full", "answered"), ("failed", "failed"), ("late", "late")):
         assert f"| {title}, % | {free[key]:.1f} | {fixed[key]:.1f} |" in page
     assert f"blocks missing, % | {free['degraded']:.1f} | {fixed['degraded']:.1f} |" in page
-    times = [f"{one['p50_ms']:.0f}, {one['p99_ms']:.0f}" for one in (free, fixed)]
+    times = [f"{figures['p50_ms']:.0f}, {figures['p99_ms']:.0f}" for figures in (free, fixed)]
     assert f"99 % within, ms | {times[0]} | {times[1]} |" in page
-    right = [one["accuracy"] for one in (free, fixed)]
+    right = [figures["accuracy"] for figures in (free, fixed)]
     assert f"right, % of the answers | {right[0]['top1']:.1f} | {right[1]['top1']:.1f} |" in page
-    bounds = [f"{one['expected']:.1f} ({one['low']:.1f} to {one['high']:.1f})" for one in right]
+    bounds = [
+        f"{figures['expected']:.1f} ({figures['low']:.1f} to {figures['high']:.1f})"
+        for figures in right
+    ]
     assert f"lets expect, % | {bounds[0]} | {bounds[1]} |" in page
     assert f"99 % within {slow['p99_slow_ms']:.0f} ms, against {slow['p99_ms']:.0f} ms" in page
     assert f"{slow['degraded']:.1f} % of the answers do without" in page
-    memory = found["memory"]
+    memory = facts["memory"]
     assert f"{memory['requests']:,} requests with no host failed" in page
     assert (memory["failed"], memory["late"]) == (0, 0)
     assert f"{memory['degraded']:.3f} % were answered in part" in page

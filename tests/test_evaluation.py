@@ -179,9 +179,9 @@ def test_a_batch_is_scored_in_parts_that_fit_the_cache(monkeypatch):
     monkeypatch.setattr("layershuffle.trie._LEAST_IMAGES", 2)
     parts = evaluate(model, BATCHES, modes="arbitrary,kept:2", num_orders=3)
     assert set(seen) == {1, 2}
-    for one, other in zip(whole, parts, strict=True):
-        assert (one.order, one.images, one.top1) == (other.order, other.images, other.top1)
-        assert one.cross_entropy == pytest.approx(other.cross_entropy, rel=1e-6)
+    for score, other in zip(whole, parts, strict=True):
+        assert (score.order, score.images, score.top1) == (other.order, other.images, other.top1)
+        assert score.cross_entropy == pytest.approx(other.cross_entropy, rel=1e-6)
 
 
 def test_autocast_around_it_runs_the_blocks_in_bf16():

@@ -44,7 +44,7 @@ def test_a_failed_directory_leaves_the_old_one(tmp_path):
 @pytest.mark.parametrize("swaps", [True, False])
 def test_a_directory_is_replaced_whole(tmp_path, monkeypatch, swaps):
     if not swaps:
-        monkeypatch.setattr("layershuffle.files._exchange", lambda one, two: False)
+        monkeypatch.setattr("layershuffle.files._exchange", lambda left, right: False)
     final = tmp_path / "model"
     for text, name in (("old", "a"), ("new", "b")):
         with staged_directory(final) as stage:

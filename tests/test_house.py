@@ -87,13 +87,13 @@ def layer(module: str) -> int:
 @cache
 def imports(module: str) -> frozenset[str]:
     """Modules of this package that `module` imports, also inside functions."""
-    found = set()
+    modules = set()
     for node in nodes(module):
         if isinstance(node, ast.ImportFrom):
-            found |= set(_targets(node))
+            modules |= set(_targets(node))
         elif isinstance(node, ast.Import):
-            found |= {a.name.partition(".")[2] for a in node.names if _ours(a.name)}
-    return frozenset(found)
+            modules |= {a.name.partition(".")[2] for a in node.names if _ours(a.name)}
+    return frozenset(modules)
 
 
 def _targets(node: ast.ImportFrom) -> Iterator[str]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import lightning
 import pytest
 import torch
 import torch.nn.functional as F
@@ -100,6 +99,8 @@ def test_a_sequential_loop_ends_elsewhere() -> None:
 
 @pytest.mark.parametrize("family", LOOP_FAMILIES[:2], ids=lambda family: family.name)
 def test_lightning_fabric(family: Family) -> None:
+    import lightning  # two seconds, which one worker needs to spend
+
     fabric = lightning.Fabric(accelerator="cpu", devices=1)
     host = ls.wrap(family.plain()).train()
     model, optimiser = fabric.setup(host, torch.optim.SGD(host.parameters(), lr=RATE))

@@ -134,8 +134,8 @@ def test_scores_are_those_of_rebuilt_models(
             )
     for score, order in zip(scores, orders, strict=True):
         assert score.cross_entropy == pytest.approx(slow_loss(family, order), rel=1e-5), order
-    said = [record for record in caplog.records if "orders run one by one" in record.message]
-    assert len(said) == (family.name in LOOPS)
+    warnings = [record for record in caplog.records if "orders run one by one" in record.message]
+    assert len(warnings) == (family.name in LOOPS)
 
 
 @pytest.mark.parametrize("name", ["own-injection", "own-injectioninplace", "own-gates"])

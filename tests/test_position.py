@@ -234,7 +234,7 @@ def _guesses(model: Any, order: Any, batch: Tensor | None = None) -> Any:
     batch = images() if batch is None else batch
     order = range(DEPTH) if order is None else order
     if isinstance(order[0], tuple):
-        order = [ls.ExecutionOrder(one, DEPTH) for one in order]
+        order = [ls.ExecutionOrder(blocks, DEPTH) for blocks in order]
     with ls.running(model, order), model.guessing() as guesses:
         model(batch)
     return guesses
@@ -420,7 +420,10 @@ def test_impossible_forms() -> None:
 def test_a_second_forward_does_not_double_the_loss() -> None:
     """The guesses are those of the last forward, as a tap's records are."""
     model = _positioned(prediction=MEAN)
-    for order in (PERMUTED, [ls.ExecutionOrder(one, DEPTH) for one in (PERMUTED, PRUNED, (2,))]):
+    for order in (
+        PERMUTED,
+        [ls.ExecutionOrder(blocks, DEPTH) for blocks in (PERMUTED, PRUNED, (2,))],
+    ):
         single = _guesses(model, order)
         with ls.running(model, order), model.guessing() as guesses:
             model(images(seed=8))

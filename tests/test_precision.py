@@ -41,11 +41,11 @@ def check_bf16(model):
     """Bit-equal to one by one in bf16; cross-entropies within 1 % of fp32's (found: 0.3 %)."""
     exact = evaluate(model, BATCHES, modes=MODES, num_orders=2)
     rough = evaluate(model.to(torch.bfloat16), BATCHES, modes=MODES, num_orders=2)
-    for one, other in zip(exact, rough, strict=True):
+    for score, other in zip(exact, rough, strict=True):
         scores = (other.top1, other.top5, other.cross_entropy)
         assert scores == one_by_one(model, other.order), other.order
-        assert other.cross_entropy == pytest.approx(one.cross_entropy, rel=0.01)
-        assert other.cross_entropy != one.cross_entropy
+        assert other.cross_entropy == pytest.approx(score.cross_entropy, rel=0.01)
+        assert other.cross_entropy != score.cross_entropy
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -80,7 +80,7 @@ def test_an_ensemble_of_bf16_models_averages_in_fp32():
 
 
 @pytest.mark.parametrize(
-    ("precision", "device", "has_bf16", "said"),
+    ("precision", "device", "has_bf16", "warned"),
     [
         ("bf16", "cpu", False, True),
         ("bf16", "cpu", True, False),
@@ -88,24 +88,24 @@ def test_an_ensemble_of_bf16_models_averages_in_fp32():
         ("fp32", "cpu", False, False),
     ],
 )
-def test_slow_bf16_is_said(monkeypatch, caplog, precision, device, has_bf16, said):
+def test_slow_bf16_is_said(monkeypatch, caplog, precision, device, has_bf16, warned):
     monkeypatch.setattr("layershuffle.machine.cpu_has_bf16", lambda: has_bf16)
     warn_of_slow_bf16(precision, device)
-    assert ("several times slower" in caplog.text) is said
+    assert ("several times slower" in caplog.text) is warned
 
 
 @pytest.fixture
 def compilers(monkeypatch):
     """The compilers that are made, of graphs that run as they are."""
     torch._dynamo.reset()
-    made = []
+    compilers = []
 
     def make(**given):
-        made.append(BlockCompiler(backend="eager", **given))
-        return made[-1]
+        compilers.append(BlockCompiler(backend="eager", **given))
+        return compilers[-1]
 
     monkeypatch.setattr(sys.modules["layershuffle.evaluation"], "BlockCompiler", make)
-    return made
+    return compilers
 
 
 def scored(**settings):
@@ -158,10 +158,10 @@ def test_torch_compile_switched_off_is_said(compilers, caplog, how):
         else torch._dynamo.config.patch(disable=True)  # as that variable does
     )
     with off:
-        found = scored(compile=True)
-    assert found.scores == scored().scores
-    assert found.blocks["mode"] == "eager"
-    assert found.blocks["reason"].startswith("torch.compile is switched off")
+        compiled = scored(compile=True)
+    assert compiled.scores == scored().scores
+    assert compiled.blocks["mode"] == "eager"
+    assert compiled.blocks["reason"].startswith("torch.compile is switched off")
     assert caplog.text.count("NOT compiled") == 1
 
 

@@ -139,7 +139,7 @@ def test_wrong_studies(fields, phrase):
 
 
 def test_digest_is_of_the_content():
-    one, same = FitSettings(**BASE), FitSettings(**yaml.safe_load(yaml.safe_dump(BASE)))
-    assert digest(one) == digest(same)
-    assert digest(one) != digest(FitSettings(**BASE, seed=1))
-    assert digest(EvalSettings()) != digest(one)
+    first, same = FitSettings(**BASE), FitSettings(**yaml.safe_load(yaml.safe_dump(BASE)))
+    assert digest(first) == digest(same)
+    assert digest(first) != digest(FitSettings(**BASE, seed=1))
+    assert digest(EvalSettings()) != digest(first)

@@ -146,8 +146,8 @@ def test_slices_without_an_order_are_the_hosts(family: Any, index: slice) -> Non
 def test_pruning_a_wrapped_timm_model(model: nn.Module) -> None:
     """timm's `prune_intermediate_layers` cuts the stack by a slice; it stays a stack."""
     plain = VIT.plain()
-    for one in (plain, model):
-        one.prune_intermediate_layers([1], prune_norm=False, prune_head=False)
+    for host in (plain, model):
+        host.prune_intermediate_layers([1], prune_norm=False, prune_head=False)
     assert ls.depth_of(model) == 2
     assert list(model.state_dict()) == list(plain.state_dict())
     with torch.no_grad():

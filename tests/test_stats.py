@@ -85,39 +85,44 @@ def test_wilson_interval_of_the_impossible_is_refused():
 
 
 def test_one_model_with_several_orders_gets_a_t_interval_over_orders():
-    one = estimate({3: SCORES}, images=1000)
-    assert (one.low, one.high) == t_interval(SCORES)
-    assert (one.kind, one.models, one.orders, one.images) == ("orders", 1, 5, 1000)
-    assert one.sd_orders == deviation(SCORES)
-    assert one.sd_models is None
-    assert (one.least, one.most) == (59.25, 70.0)
+    interval = estimate({3: SCORES}, images=1000)
+    assert (interval.low, interval.high) == t_interval(SCORES)
+    assert (interval.kind, interval.models, interval.orders, interval.images) == (
+        "orders",
+        1,
+        5,
+        1000,
+    )
+    assert interval.sd_orders == deviation(SCORES)
+    assert interval.sd_models is None
+    assert (interval.least, interval.most) == (59.25, 70.0)
 
 
 def test_several_models_get_a_t_interval_over_their_means():
-    one = estimate({0: [10.0, 14.0], 1: [20.0, 22.0], 2: [16.0, 16.0]}, images=50)
+    interval = estimate({0: [10.0, 14.0], 1: [20.0, 22.0], 2: [16.0, 16.0]}, images=50)
     means = [12.0, 21.0, 16.0]
-    assert one.mean == mean(means)
-    assert (one.low, one.high) == t_interval(means)
-    assert one.sd_models == deviation(means)
-    assert one.sd_orders == pytest.approx(math.sqrt((8 + 2 + 0) / 3), rel=1e-15)
-    assert (one.kind, one.models, one.orders) == ("models", 3, 2)
+    assert interval.mean == mean(means)
+    assert (interval.low, interval.high) == t_interval(means)
+    assert interval.sd_models == deviation(means)
+    assert interval.sd_orders == pytest.approx(math.sqrt((8 + 2 + 0) / 3), rel=1e-15)
+    assert (interval.kind, interval.models, interval.orders) == ("models", 3, 2)
 
 
 def test_models_weigh_the_same_however_many_orders_they_have():
-    one = estimate({0: [10.0] * 9, 1: [20.0]}, images=50)
-    assert one.mean == 15.0
-    assert one.orders == 1
+    interval = estimate({0: [10.0] * 9, 1: [20.0]}, images=50)
+    assert interval.mean == 15.0
+    assert interval.orders == 1
 
 
 def test_one_score_gets_a_wilson_interval_over_images():
-    one = estimate({0: [87.5]}, images=400)
-    assert (one.low, one.high) == wilson_interval(87.5, 400)
-    assert (one.kind, one.sd_orders, one.sd_models) == ("images", None, None)
+    interval = estimate({0: [87.5]}, images=400)
+    assert (interval.low, interval.high) == wilson_interval(87.5, 400)
+    assert (interval.kind, interval.sd_orders, interval.sd_models) == ("images", None, None)
 
 
 def test_one_cross_entropy_has_no_interval():
-    one = estimate({0: [2.5]}, images=400, percent=False)
-    assert (one.mean, one.low, one.high, one.kind) == (2.5, None, None, "none")
+    interval = estimate({0: [2.5]}, images=400, percent=False)
+    assert (interval.mean, interval.low, interval.high, interval.kind) == (2.5, None, None, "none")
 
 
 def test_percentages_are_clipped_and_other_scores_are_not():

@@ -25,7 +25,7 @@ VIT = "timm-vit"
 
 
 def orders(*blocks):
-    return [ExecutionOrder(tuple(one), DEPTH) for one in blocks]
+    return [ExecutionOrder(tuple(order), DEPTH) for order in blocks]
 
 
 def ascending_without(missing):
@@ -46,10 +46,10 @@ def test_counts_of_sweeps(name, swept, runs):
 
 def test_counts_of_missing_blocks():
     base = orders(range(DEPTH))
-    one = ascending_without([{b} for b in range(DEPTH)])
-    two = ascending_without([set(pair) for pair in combinations(range(DEPTH), 2)])
-    assert block_executions(build_trie(base + one)) == 78
-    assert block_executions(build_trie(two)) == 285
+    singles = ascending_without([{b} for b in range(DEPTH)])
+    pairs = ascending_without([set(pair) for pair in combinations(range(DEPTH), 2)])
+    assert block_executions(build_trie(base + singles)) == 78
+    assert block_executions(build_trie(pairs)) == 285
 
 
 def test_count_of_random_orders():
@@ -66,17 +66,17 @@ def test_bit_equal_to_one_by_one(family):
         for blocks in [(0, 1, 2, 3), (2, 0, 3, 1), (2, 0), (2, 0, 3), (1,), (2, 0, 0, 3, 3), (2, 0)]
     ]
     batch = images(3)
-    found = {}
+    logits = {}
     with torch.inference_mode():
         for ends, out in forward_trie(
             model, batch, trie=build_trie(swept), forward=lambda x: logits_of(model(x))
         ):
-            found.update(dict.fromkeys(ends, out))
-        assert sorted(found) == list(range(len(swept)))
+            logits.update(dict.fromkeys(ends, out))
+        assert sorted(logits) == list(range(len(swept)))
         for index, order in enumerate(swept):
             with running(model, order):
                 expected = logits_of(model(batch))
-            assert torch.equal(found[index], expected), f"{family}: order {order}"
+            assert torch.equal(logits[index], expected), f"{family}: order {order}"
 
 
 def test_position_encoding_reaches_the_trie():
@@ -135,8 +135,8 @@ def test_stem_blocks_and_head_are_the_forward(family):
         state, call = run_stem(model, batch, forward=forward)
         for position, block in enumerate((2, 0, 3)):
             state = call(block, position, state, None)
-        found = run_head(model, batch, state=state, forward=forward)
+        logits = run_head(model, batch, state=state, forward=forward)
         with running(model, (2, 0, 3)):
-            assert torch.equal(found, forward(batch))
+            assert torch.equal(logits, forward(batch))
     with pytest.raises(StackError, match="never called its block stack"):
         run_stem(model, batch, forward=lambda pixels: pixels)

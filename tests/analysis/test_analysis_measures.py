@@ -138,12 +138,12 @@ def test_attention_is_seen_in_every_block(name):
         watched = logits_of(model(images()))
     assert_close(watched, plain.detach(), tolerance=1e-5)
     assert watch.grid == (4, 4)
-    assert [(one.step.position, one.step.block) for one in watch.seen] == [
+    assert [(seen.step.position, seen.step.block) for seen in watch.seen] == [
         (k, k) for k in range(DEPTH)
     ]
-    for one in watch.seen:
-        assert one.weights.shape[:2] == (3, HEADS)
-        assert_close(one.weights.sum(-1), torch.ones(one.weights.shape[:-1]), tolerance=1e-5)
+    for seen in watch.seen:
+        assert seen.weights.shape[:2] == (3, HEADS)
+        assert_close(seen.weights.sum(-1), torch.ones(seen.weights.shape[:-1]), tolerance=1e-5)
 
 
 @pytest.mark.parametrize("name", sorted(NO_ATTENTION))
@@ -311,14 +311,14 @@ def test_cka_closed_form_and_invariances():
 
 
 def test_cka_matrix_is_cka_of_every_pair():
-    one, two = features(3, 3, 20, 5), features(4, 3, 20, 5)
-    expected = [[linear_cka(a, b) for b in two] for a in one]
-    values, influences = cka_matrix(one, two)
+    left, right = features(3, 3, 20, 5), features(4, 3, 20, 5)
+    expected = [[linear_cka(a, b) for b in right] for a in left]
+    values, influences = cka_matrix(left, right)
     assert np.allclose(values, expected)
     # An image of a little more weight moves a CKA by its influence. Weights shift the mean too.
     weights = torch.ones(20, dtype=torch.double)
     weights[4] += 1e-6
-    moved = _weighted_cka(one[1], two[2], weights) - values[1, 2]
+    moved = _weighted_cka(left[1], right[2], weights) - values[1, 2]
     assert moved / 1e-6 == pytest.approx(influences[1, 2, 4], rel=1e-4)
     assert np.allclose(influences.sum(2), 0.0, atol=1e-12)
 

@@ -44,9 +44,9 @@ def test_depth_orders_in_a_row_are_a_latin_square(depth, square):
 
 def test_single_orders_are_uniform():
     """All 24 orders of 4 blocks come up as first rows, within four deviations."""
-    found = Counter(balanced_order(4, 4 * square, seed=0).blocks for square in range(2400))
-    assert len(found) == 24
-    assert all(abs(count - 100) < 4 * 10 for count in found.values())
+    counts = Counter(balanced_order(4, 4 * square, seed=0).blocks for square in range(2400))
+    assert len(counts) == 24
+    assert all(abs(count - 100) < 4 * 10 for count in counts.values())
 
 
 @pytest.mark.parametrize(

@@ -49,13 +49,13 @@ def clusters(gaps, *, each=30, noise=0.05):
 
 
 def test_numbers_of_separate_clusters():
-    found = umap.describe(*clusters([9.0, 3.0, 3.0, 3.0]), neighbours=5)
-    assert found["purity"] == 1.0
+    numbers = umap.describe(*clusters([9.0, 3.0, 3.0, 3.0]), neighbours=5)
+    assert numbers["purity"] == 1.0
     # Of 149 others: 29 at the same position, and 30 or 60 one away.
-    assert found["chance"] == pytest.approx((2 * 59 + 3 * 89) / 5 / 149)
-    assert found["silhouette"] > 0.9
-    assert found["early_gap"] == pytest.approx(3.0, rel=0.05)
-    assert found["early_held"] == 1.0
+    assert numbers["chance"] == pytest.approx((2 * 59 + 3 * 89) / 5 / 149)
+    assert numbers["silhouette"] > 0.9
+    assert numbers["early_gap"] == pytest.approx(3.0, rel=0.05)
+    assert numbers["early_held"] == 1.0
 
 
 def test_the_interval_of_purity_is_over_points():
@@ -68,21 +68,21 @@ def test_the_interval_of_purity_is_over_points():
 
 
 def test_even_steps_are_no_early_cluster():
-    found = umap.describe(*clusters([3.0, 3.0, 3.0, 3.0]), neighbours=5)
-    assert found["early_gap"] == pytest.approx(1.0, rel=0.05)
+    numbers = umap.describe(*clusters([3.0, 3.0, 3.0, 3.0]), neighbours=5)
+    assert numbers["early_gap"] == pytest.approx(1.0, rel=0.05)
 
 
 def test_mixed_points_are_at_chance():
     points, positions = clusters([0.0, 0.0, 0.0, 0.0], noise=1.0)
-    found = umap.describe(points, positions, neighbours=5)
-    assert found["purity"] == pytest.approx(found["chance"], abs=0.06)
-    assert abs(found["silhouette"]) < 0.1
+    numbers = umap.describe(points, positions, neighbours=5)
+    assert numbers["purity"] == pytest.approx(numbers["chance"], abs=0.06)
+    assert abs(numbers["silhouette"]) < 0.1
 
 
 def test_few_positions_have_no_early_ones():
-    found = umap.describe(*clusters([3.0, 3.0]), neighbours=5)
-    assert np.isnan(found["early_gap"])
-    assert np.isnan(found["early_held"])
+    numbers = umap.describe(*clusters([3.0, 3.0]), neighbours=5)
+    assert np.isnan(numbers["early_gap"])
+    assert np.isnan(numbers["early_held"])
 
 
 def test_umap_leaves_the_threads_of_torch_alone():

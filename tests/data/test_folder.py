@@ -241,7 +241,7 @@ def test_groups_of_test_images_come_from_a_file(root: Path) -> None:
         files = [Path(inner.table.name(inner.indices[row])) for row in rows]
         named = {line.split(",")[0]: line.split(",")[1] for line in lines}
         texts = [named[file.relative_to(root).as_posix()] for file in files]
-        same = [[one == other for one in texts] for other in texts]
+        same = [[text == other for text in texts] for other in texts]
         assert (groups == groups.T).tolist() == same
         assert "val: 15 images in 3 groups" in data.notes
     assert data.splits["test"].size == 15

@@ -165,12 +165,12 @@ def test_a_view_shares_every_tensor_but_the_average_ends():
     donors = donors_of("timm-vit")
     group = MergeGroup(donors)
     views = [group.merge(plan) for plan in sample_plans(4, 4, count=10, seed=0)]
-    known = {t.data_ptr() for donor in donors for t in donor.state_dict().values()}
-    new = {t.data_ptr() for view in views for t in view.state_dict().values()} - known
+    pointers = {t.data_ptr() for donor in donors for t in donor.state_dict().values()}
+    new = {t.data_ptr() for view in views for t in view.state_dict().values()} - pointers
     stem, head = ends_of(donors[0])
     assert len(new) == len(stem) + len(head)  # one set for all ten
-    one = group.merge(MergePlan((0, 1, 2, 3), stem=1, head=1))
-    assert {t.data_ptr() for t in one.state_dict().values()} <= known
+    merged = group.merge(MergePlan((0, 1, 2, 3), stem=1, head=1))
+    assert {t.data_ptr() for t in merged.state_dict().values()} <= pointers
 
 
 def test_a_hundred_merges_of_twelve_models_add_less_than_five_percent():
@@ -320,7 +320,7 @@ def test_the_record_says_what_is_shared_and_who_gives_what(tmp_path):
 
 
 def test_digest_of_weights():
-    one, two = changed(VIT), changed(VIT)
-    assert weights_digest(one) == weights_digest(copy.deepcopy(one)) != weights_digest(two)
-    half = copy.deepcopy(one).to(torch.bfloat16)
-    assert weights_digest(half) != weights_digest(one)
+    first, second = changed(VIT), changed(VIT)
+    assert weights_digest(first) == weights_digest(copy.deepcopy(first)) != weights_digest(second)
+    half = copy.deepcopy(first).to(torch.bfloat16)
+    assert weights_digest(half) != weights_digest(first)

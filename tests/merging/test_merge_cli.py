@@ -139,14 +139,14 @@ def test_recipes_that_are_wrong(capsys, work, text, phrase):
 def compilers(monkeypatch):
     """The compilers that are made, of graphs that run as they are."""
     torch._dynamo.reset()
-    made = []
+    built = []
 
     def make(**options):
-        made.append(BlockCompiler(backend="eager", **options))
-        return made[-1]
+        built.append(BlockCompiler(backend="eager", **options))
+        return built[-1]
 
     monkeypatch.setattr(sys.modules["layershuffle.evaluation"], "BlockCompiler", make)
-    return made
+    return built
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_rows_equal_the_slow_path(work, compilers, precision, graphs):
         else:
             orders = row.order.split(";")
             orders = orders * len(donors) if len(orders) == 1 else orders
-            members = [logits(*one) for one in zip(donors, orders, strict=True)]
+            members = [logits(*pair) for pair in zip(donors, orders, strict=True)]
             check(row, combined(torch.stack(members), row.name.split("-")[0]))
     seeds = [orders_seed(5, 1, index=i) for i in range(4)]
     wanted = [str(Shuffled().draw(3, seed=seed, step=0)) for seed in seeds]

@@ -113,7 +113,7 @@ def test_variants_share_their_work():
                 lambda *_, member=member: operator.setitem(calls, member, calls[member] + 1)
             )
     variants = [("logits", "same"), ("probabilities", "same"), ("logits", "independent")]
-    found = evaluate_ensembles(donors, BATCHES, variants=variants, num_orders=3, seed=1)
+    scores = evaluate_ensembles(donors, BATCHES, variants=variants, num_orders=3, seed=1)
     same, own = (
         [ls.Shuffled().draw(DEPTH, seed=1, step=step, rank=rank) for step in range(3)]
         for rank in (0, 1)
@@ -124,7 +124,7 @@ def test_variants_share_their_work():
         1 + len(BATCHES) * block_executions(build_trie(orders)) for orders in (same, same + own)
     ]
     for combine, orders in variants:
-        assert found[combine, orders] == evaluate_ensemble(
+        assert scores[combine, orders] == evaluate_ensemble(
             donors, BATCHES, num_orders=3, seed=1, orders=orders, combine=combine
         )
 

@@ -153,7 +153,7 @@ def test_own_pictures(stranger: Stranger) -> None:
     refused("eval", "a", *data, "--modes", "sequentiel", saying="'sequential'")
     refused("eval", "c", *data, saying="c")
     guess = types("predict", "a", "photos/val/cat/0.png", "--json").json()
-    assert {one["label"] for one in guess["images"][0]["top"]} == {"cat", "dog"}
+    assert {guessed["label"] for guessed in guess["images"][0]["top"]} == {"cat", "dog"}
 
     # Models of several trainings; nothing that was trained is lost to a name.
     recipe = {"slices": [{"model": "a", "blocks": [0, 2]}, {"model": "b", "blocks": [1]}]}

@@ -33,10 +33,10 @@ def summary(tmp_path_factory: pytest.TempPathFactory) -> Summary:
 
 
 def _lines(axes: Axes) -> dict[str, list[ErrorbarContainer]]:
-    found: dict[str, list[ErrorbarContainer]] = {}
+    bars: dict[str, list[ErrorbarContainer]] = {}
     for container in axes.containers:
-        found.setdefault(str(container.get_label()), []).append(container)
-    return found
+        bars.setdefault(str(container.get_label()), []).append(container)
+    return bars
 
 
 def test_axes_count_blocks_kept(summary: Summary):
@@ -74,8 +74,8 @@ def test_every_number_of_the_paper_is_drawn_hollow(summary: Summary):
             for box in boxes
             if name.startswith("paper ")
         }
-        known = {(n.method, n.value) for n in NUMBERS if n.mode == mode}
-        assert drawn == {(arm, value) for arm, value in known if arm in summary.arms}
+        measured = {(n.method, n.value) for n in NUMBERS if n.mode == mode}
+        assert drawn == {(arm, value) for arm, value in measured if arm in summary.arms}
         approximate = [n for n in NUMBERS if n.mode == mode and n.approximate]
         assert [text.get_text() for text in axes.texts] == ["~"] * len(approximate)
 

@@ -106,9 +106,11 @@ def test_numbers_of_the_page_equal_the_csv(report: Report, page: Page):
         for mode, kept in CONDITIONS
     ]
     assert shown == pytest.approx(slow, rel=1e-12)
-    intervals = [estimate(scores[arm, *one], images=5000) for arm in LEVELS for one in CONDITIONS]
-    for one in intervals:
-        assert f"{one.low:.1f}-{one.high:.1f}" in page.text
+    intervals = [
+        estimate(scores[arm, *condition], images=5000) for arm in LEVELS for condition in CONDITIONS
+    ]
+    for interval in intervals:
+        assert f"{interval.low:.1f}-{interval.high:.1f}" in page.text
 
 
 def test_numbers_of_the_markdown_equal_the_csv(report: Report):
@@ -126,7 +128,7 @@ def test_numbers_of_the_markdown_equal_the_csv(report: Report):
         means = [float(text) for text in re.findall(r"\*\*([\d.]+)\*\*", line)]
         for mean, condition in zip(means, CONDITIONS, strict=True):
             values = scores[arm, *condition].values()
-            slow = statistics.fmean(statistics.fmean(one) for one in values)
+            slow = statistics.fmean(statistics.fmean(scores_of_seed) for scores_of_seed in values)
             assert abs(mean - slow) <= 0.05 + 1e-9
 
 
@@ -140,7 +142,7 @@ def test_numbers_of_the_terminal_equal_the_csv(report: Report):
         ]
         for text, condition in zip(shown, CONDITIONS, strict=True):
             values = scores[arm, *condition].values()
-            slow = statistics.fmean(statistics.fmean(one) for one in values)
+            slow = statistics.fmean(statistics.fmean(scores_of_seed) for scores_of_seed in values)
             assert abs(float(text) - slow) <= 0.05 + 1e-9
 
 
@@ -158,9 +160,9 @@ def test_headline_is_drawn_from_the_numbers(report: Report, page: Page):
 
 
 def test_the_headline_names_a_winner_only_with_an_interval(tmp_path: Path):
-    one = write_report(write_study(tmp_path / "one"))
-    assert headline(one.summary).endswith("(too few models for an interval)")
-    assert "no arm can be called best" in key_facts(one.summary)[0]
+    first = write_report(write_study(tmp_path / "one"))
+    assert headline(first.summary).endswith("(too few models for an interval)")
+    assert "no arm can be called best" in key_facts(first.summary)[0]
     three = write_report(write_study(tmp_path / "three", seeds=(0, 1, 2))).summary
     means = [three.means(arm, "arbitrary") for arm in ("layershuffle", "baseline")]
     gap = compare(*means)
@@ -267,19 +269,19 @@ def test_settings_and_facts_are_on_the_page(report: Report, page: Page):
 
 
 def test_the_replay_command_has_a_real_order_and_its_score(report: Report, page: Page):
-    found = re.search(
+    match = re.search(
         r"gives LayerShuffle, seed 0, in arbitrary order with 12 blocks: top-1 ([\d.]+) %.*?"
         r"layershuffle eval runs/layershuffle-seed0/fit --data digit-pairs --order ([\d,]+)",
         page.text,
     )
-    assert found
+    assert match
     with (report.html.parent / "results.csv").open() as file:
         (row,) = [
             row
             for row in csv.DictReader(file)
-            if row["order"] == found[2] and (row["method"], row["seed"]) == ("layershuffle", "0")
+            if row["order"] == match[2] and (row["method"], row["seed"]) == ("layershuffle", "0")
         ]
-    assert f"{float(row['top1']):.2f}" == found[1]
+    assert f"{float(row['top1']):.2f}" == match[1]
 
 
 def test_same_results_give_the_same_bytes(tmp_path: Path):
@@ -402,7 +404,7 @@ def test_write_bytes_replaces_in_one_step(tmp_path: Path):
     write_bytes(path, b"one")
     write_bytes(path, b"\x00two")
     assert path.read_bytes() == b"\x00two"
-    assert [one.name for one in path.parent.iterdir()] == ["a.png"]
+    assert [entry.name for entry in path.parent.iterdir()] == ["a.png"]
 
 
 @pytest.mark.parametrize(

@@ -52,15 +52,15 @@ def undisturbed(tmp_path_factory, recipe):
     return once(tmp_path_factory, "undisturbed study", make, room="studies")
 
 
-def of_one_run(found):
+def of_one_run(scores):
     """What `ONE_ARM` is to leave, of what both arms left."""
-    return {name: text for name, text in found.items() if name == "layershuffle-seed0"}
+    return {name: text for name, text in scores.items() if name == "layershuffle-seed0"}
 
 
 def test_every_run_is_scored(undisturbed):
-    found = results(undisturbed)
-    assert sorted(found) == ["baseline-seed0", "layershuffle-seed0"]
-    for text in found.values():
+    scores = results(undisturbed)
+    assert sorted(scores) == ["baseline-seed0", "layershuffle-seed0"]
+    for text in scores.values():
         rows = list(csv.DictReader(io.StringIO(text)))
         assert [(row["mode"], row["kept"]) for row in rows] == [
             ("sequential", "4"),
@@ -136,18 +136,18 @@ def test_killed_at_five_random_moments(tmp_path):
     last.start()
     last.join()
     assert last.exitcode == 0
-    found, wanted = (numbers(tmp_path / name) for name in ("rough", "calm"))
+    rough_numbers, wanted = (numbers(tmp_path / name) for name in ("rough", "calm"))
     assert len(wanted) == 2 + 1 + 1
-    assert found == wanted
+    assert rough_numbers == wanted
 
 
 def numbers(out):
     """Every CSV that a task of the study left."""
     patterns = ("runs/*/results.csv", "merging/*/results.csv", "analysis/*/files/*.csv")
-    found = [path for pattern in patterns for path in out.glob(pattern)]
+    paths = [path for pattern in patterns for path in out.glob(pattern)]
     return {
         path.relative_to(out).as_posix(): path.read_text().replace(str(out), "OUT")
-        for path in sorted(found)
+        for path in sorted(paths)
     }
 
 

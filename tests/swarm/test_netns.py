@@ -54,12 +54,12 @@ LIMITS = Limits(
 @pytest.fixture(scope="session")
 def story(tmp_path_factory):
     """Everything that the head wrote, once for all pytest workers."""
-    told = once(tmp_path_factory, "netns", tell)
-    marks = json.loads((told / "marks.json").read_text())
-    return SimpleNamespace(directory=told, log=lines(told), **marks)
+    place = once(tmp_path_factory, "netns", tell)
+    marks = json.loads((place / "marks.json").read_text())
+    return SimpleNamespace(directory=place, log=lines(place), **marks)
 
 
-def tell(told):
+def tell(place):
     # Sockets lie in it, and their paths are to be short.
     directory = Path(tempfile.mkdtemp(prefix="ls-net-", dir="/tmp"))
     try:
@@ -67,7 +67,7 @@ def tell(told):
     finally:
         for scratch in directory.glob("ray*"):
             shutil.rmtree(scratch)
-        shutil.move(directory, told)
+        shutil.move(directory, place)
 
 
 def play(directory):
@@ -75,7 +75,7 @@ def play(directory):
     marks = {"place": str(directory), "tag": f"ls{os.getpid()}"}
     bundle = make_bundle(pico())
     (directory / "bundle.pickle").write_bytes(pickle.dumps(bundle))
-    hosts = {name: HostPlan(blocks=held) for name, held in BLOCKS.items()}
+    hosts = {name: HostPlan(blocks=blocks) for name, blocks in BLOCKS.items()}
     plan = SwarmPlan(model="pico", hosts=hosts, limits=LIMITS)
     (directory / "plan.json").write_text(plan.model_dump_json())
     new_token(directory / "token")
@@ -198,11 +198,11 @@ def requests(story, since, until_):
     ]
 
 
-def check_answered(found):
-    assert found
-    late = [line["ms"] for line in found if line["ms"] > DEADLINE * 1000]
+def check_answered(answered):
+    assert answered
+    late = [line["ms"] for line in answered if line["ms"] > DEADLINE * 1000]
     assert not late, late
-    assert all(line["order"] for line in found), "an answer without any block"
+    assert all(line["order"] for line in answered), "an answer without any block"
 
 
 def first_failed_hop(story, host, since):
@@ -255,33 +255,33 @@ def test_a_restarted_head_finds_its_hosts_as_they_were(story):
 
 
 def test_a_pulled_cable_costs_a_hop_and_no_request(story):
-    found = requests(story, story.cut, story.mended)
-    check_answered(found)
+    answered = requests(story, story.cut, story.mended)
+    check_answered(answered)
     print(f"cable pulled: given up after {first_failed_hop(story, 'h1', story.cut):.2f} s", end="")
     gone = next(condition(story.log, "h1", "gone", since=story.cut)) - story.cut
     print(f", Ray knew after {gone:.1f} s, back {story.back - story.mended:.1f} s after the link")
-    reasons = {line["skipped"].get("0") for line in found}
+    reasons = {line["skipped"].get("0") for line in answered}
     assert "host h1 is suspect: no answer in time" in reasons, reasons
     assert "host h1 is gone: its machine has left the swarm" in reasons
-    assert any(line["skipped"].keys() == {"0", "2"} for line in found)
+    assert any(line["skipped"].keys() == {"0", "2"} for line in answered)
 
 
 def test_the_host_is_back_after_the_cable(story):
-    found = requests(story, story.back, story.killed)
-    check_answered(found)
-    assert any(line["skipped"] == {} for line in found)
+    answered = requests(story, story.back, story.killed)
+    check_answered(answered)
+    assert any(line["skipped"] == {} for line in answered)
     assert story.actors == 1, "its process from before the cut has ended"
 
 
 def test_a_killed_host_costs_a_hop_and_no_request(story):
-    found = requests(story, story.killed, story.killed_ended)
-    check_answered(found)
+    answered = requests(story, story.killed, story.killed_ended)
+    check_answered(answered)
     print(f"killed: given up after {first_failed_hop(story, 'h2', story.killed):.2f} s", end="")
     gone = next(condition(story.log, "h2", "gone", since=story.killed)) - story.killed
     print(f", Ray knew after {gone:.2f} s")
     assert first_failed_hop(story, "h2", story.killed) < 1.0
     assert gone < 10.0
-    assert any(line["skipped"].keys() == {"1", "3"} for line in found)
+    assert any(line["skipped"].keys() == {"1", "3"} for line in answered)
 
 
 def test_a_member_begins_anew_when_an_agent_of_ray_dies(story):

@@ -45,12 +45,12 @@ def weights(out: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same_weights(
-    one: dict[str, torch.Tensor], two: dict[str, torch.Tensor], *, tolerance: float = 0.0
+    left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], *, tolerance: float = 0.0
 ) -> None:
     """Equal bit for bit, or within `tolerance`."""
-    assert one.keys() == two.keys()
-    for name, weight in one.items():
-        error = float((weight - two[name]).abs().max())
+    assert left.keys() == right.keys()
+    for name, weight in left.items():
+        error = float((weight - right[name]).abs().max())
         assert error <= tolerance, f"{name}: max error {error}"
 
 

@@ -103,14 +103,14 @@ class Counting(BlockCompiler):
 
 def made_for(monkeypatch, kind):
     """The compilers of that kind that runs are going to be given."""
-    made = []
+    compilers = []
 
     def make(**given):
-        made.append(kind(backend="eager", **given))
-        return made[-1]
+        compilers.append(kind(backend="eager", **given))
+        return compilers[-1]
 
     monkeypatch.setattr(JOB, "BlockCompiler", make)
-    return made
+    return compilers
 
 
 def test_a_partial_batch_leaves_full_ones_their_graph():
@@ -132,11 +132,11 @@ def test_a_partial_batch_leaves_full_ones_their_graph():
 
 def test_all_sizes_of_a_run_are_compiled_before_its_first_step(tmp_path, monkeypatch):
     """Epochs of four batches of 20 images and one of 16."""
-    made, graphs = made_for(monkeypatch, Counting), []
+    compilers, graphs = made_for(monkeypatch, Counting), []
 
     def listen(event):
         if event["kind"] in ("start", "log"):
-            graphs.append(made[0].graphs)
+            graphs.append(compilers[0].graphs)
 
     run = settings(compile=True, model=NO_DROPOUT, batch_size=20, steps=6, eval_every=6)
     result = fit(run, tmp_path, listeners=[listen])
@@ -149,15 +149,15 @@ def test_one_graph_for_groups_of_any_size():
     model = deep_model()
     compiler = BlockCompiler(backend="eager", dynamic=True)
     compiler.add(model)
-    one, two = [ls.ExecutionOrder(tuple(order), DEPTH) for order in orders(2, seed=2)]
+    first, second = [ls.ExecutionOrder(tuple(order), DEPTH) for order in orders(2, seed=2)]
     with compiler.limits():
-        for order in ([one] * 3 + [two] * 3, [one] * 6):  # apart, and joined
+        for order in ([first] * 3 + [second] * 3, [first] * 6):  # apart, and joined
             train(model, order, batch=6)
         before = compiler.graphs
         with torch.compiler.set_stance("fail_on_recompile"):
             for seed in range(10):
-                one, two = [ls.ExecutionOrder(tuple(o), DEPTH) for o in orders(2, seed=seed)]
-                train(model, [one] * 4 + [two] * 2, batch=6)
+                first, second = [ls.ExecutionOrder(tuple(o), DEPTH) for o in orders(2, seed=seed)]
+                train(model, [first] * 4 + [second] * 2, batch=6)
     assert compiler.graphs == before <= 2
 
 
@@ -206,16 +206,16 @@ ARMS = {
 @pytest.mark.parametrize("name", ARMS)
 def test_a_compiled_run_is_the_eager_run(tmp_path, monkeypatch, name):
     compiled_with(monkeypatch, "aot_eager")
-    one, told = fitted(tmp_path / "one", compile=True, **ARMS[name])
-    two, expected = fitted(tmp_path / "two", compile=False, **ARMS[name])
-    assert one.compile["mode"] == "compiled"
-    assert one.compile["reason"] is None
-    assert one.compile["recompiles"] == 0
-    assert 2 <= one.compile["graphs"] <= 4  # training and evaluation, offsets of groups
-    assert two.compile == {
+    compiled, compiled_losses = fitted(tmp_path / "one", compile=True, **ARMS[name])
+    eager, expected = fitted(tmp_path / "two", compile=False, **ARMS[name])
+    assert compiled.compile["mode"] == "compiled"
+    assert compiled.compile["reason"] is None
+    assert compiled.compile["recompiles"] == 0
+    assert 2 <= compiled.compile["graphs"] <= 4  # training and evaluation, offsets of groups
+    assert eager.compile == {
         "mode": "eager", "reason": "compile is off", "graphs": 0, "recompiles": 0,
     }  # fmt: skip
-    assert told == pytest.approx(expected, rel=1e-5)
+    assert compiled_losses == pytest.approx(expected, rel=1e-5)
     assert_same_weights(weights(tmp_path / "one"), weights(tmp_path / "two"), tolerance=1e-5)
 
 
@@ -275,12 +275,12 @@ def test_a_graph_that_fails_in_the_middle(tmp_path, monkeypatch, caplog, method)
 
     def forget(event):
         if event["kind"] == "log" and event["step"] == 3:
-            assert made[0].on
-            made[0].broken = "soon"
+            assert compilers[0].on
+            compilers[0].broken = "soon"
             torch._dynamo.reset()
 
     with monkeypatch.context() as patch:
-        made, events = made_for(patch, Breaking), []
+        compilers, events = made_for(patch, Breaking), []
         listeners = [events.append, forget]
         result = fit(settings(compile=True, **run), tmp_path / "one", listeners=listeners)
     assert result.compile["reason"] == "NotImplementedError: no such kernel"
@@ -340,7 +340,7 @@ def test_recomputing_keeps_gradients_and_drops_activations():
             (2, 0, 3, 1),
             [ls.ExecutionOrder((1, 0), 4)] * 2 + [ls.ExecutionOrder((3,), 4)],
         ):
-            found = {}
+            counts = {}
             for again in (False, True):
                 model, kept = FAMILIES[name].wrapped().train(), []
                 again_or_not = recomputing(model) if again else ls.running(model, order)
@@ -349,8 +349,8 @@ def test_recomputing_keeps_gradients_and_drops_activations():
                 )
                 with ls.running(model, order), again_or_not, hooks:
                     logits_of(model(images(3))).square().sum().backward()
-                found[again] = (sum(kept), [p.grad for p in model.parameters()])
-            assert found[True][0] < 0.7 * found[False][0]
-            for got, wanted in zip(found[True][1], found[False][1], strict=True):
+                counts[again] = (sum(kept), [p.grad for p in model.parameters()])
+            assert counts[True][0] < 0.7 * counts[False][0]
+            for got, wanted in zip(counts[True][1], counts[False][1], strict=True):
                 assert (got is None) == (wanted is None)
                 assert got is None or torch.equal(got, wanted)

@@ -80,8 +80,8 @@ def shares(out, monkeypatch, *, reading, scoring):
 
 def test_a_run_tells_how_long_it_waited(tmp_path, monkeypatch):
     """A batch is read ahead, and before that one more: five in the first four steps, then four."""
-    found = shares(tmp_path, monkeypatch, reading=1, scoring=500)
-    assert found == pytest.approx([100 * 5 / (5 + 12), 100 * 4 / (4 + 12)])
+    waiting = shares(tmp_path, monkeypatch, reading=1, scoring=500)
+    assert waiting == pytest.approx([100 * 5 / (5 + 12), 100 * 4 / (4 + 12)])
 
 
 def test_data_in_memory_are_not_waited_for(tmp_path, monkeypatch):

@@ -102,17 +102,17 @@ def work(rank, port, models, out, results):
     torch.set_num_threads(1)
     module = sys.modules["layershuffle.training.job"]
     module.BlockCompiler = functools.partial(BlockCompiler, backend="eager")
-    found, steps = {}, SeenForwards()
+    facts, steps = {}, SeenForwards()
     with joined("cpu") as ranks:
         pids = [0, 0]
         torch.distributed.all_gather_object(pids, os.getpid())
         for name, arm in {**ARMS, "own": OWN}.items():
             steps.clear()
-            found[f"compiled {name}"] = fit(
+            facts[f"compiled {name}"] = fit(
                 run(models, **arm), out / name, on_phase=steps.on_phase
             ).compile
-            found[f"labels {name}"] = [labels for _, labels in steps]
-            found[f"kind {name}"] = steps[0][0]
+            facts[f"labels {name}"] = [labels for _, labels in steps]
+            facts[f"kind {name}"] = steps[0][0]
         # Stopped by a signal to the second process, and taken up.
         for name, step in STOPPED.items():
             stopped, again = out / f"stopped {name}", run(models, **ARMS[name])
@@ -121,25 +121,25 @@ def work(rank, port, models, out, results):
                 listeners = [stopping_at(step - 1, pids[1])]
                 fit(again, stopped, listeners=listeners, on_phase=steps.on_phase)
             except Interrupted as error:
-                found[f"stopped {name}"] = str(error)
+                facts[f"stopped {name}"] = str(error)
             if ranks.first:
                 shutil.copytree(stopped, out / f"for one {name}")
             ranks.wait()
             fit(again, stopped, on_phase=steps.on_phase)
-            found[f"labels stopped {name}"] = [labels for _, labels in steps]
+            facts[f"labels stopped {name}"] = [labels for _, labels in steps]
         # Different seeds would draw different orders.
         for name in ("ddp", "fsdp"):
             try:
                 fit(run(models, **ARMS[name], seed=5 + rank), out / "differing")
             except TrainingError as error:
-                found[f"refused {name}"] = str(error)
-    (results / f"{rank}.json").write_text(json.dumps(found))
+                facts[f"refused {name}"] = str(error)
+    (results / f"{rank}.json").write_text(json.dumps(facts))
 
 
 def free_port():
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
@@ -155,11 +155,11 @@ def pair(models, tmp_path_factory):
     out, results = tmp_path_factory.mktemp("out"), tmp_path_factory.mktemp("results")
     given = (free_port(), models, out, results)
     both = [SERVER.Process(target=work, args=(rank, *given)) for rank in (0, 1)]
-    for one in both:
-        one.start()
-    for one in both:
-        one.join(300)
-    assert [one.exitcode for one in both] == [0, 0]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join(300)
+    assert [process.exitcode for process in both] == [0, 0]
     return out, [json.loads((results / f"{rank}.json").read_text()) for rank in (0, 1)]
 
 
@@ -170,9 +170,9 @@ def alone(models, tmp_path_factory):
 
     def place(name):
         arm = {key: value for key, value in ARMS[name].items() if key not in HIDDEN}
-        made = run(models, **arm)
-        fit(made, out / digest(made))  # once: a finished run is not repeated
-        return out / digest(made)
+        changed = run(models, **arm)
+        fit(changed, out / digest(changed))  # once: a finished run is not repeated
+        return out / digest(changed)
 
     return place
 
@@ -201,8 +201,8 @@ def test_two_processes_train_the_weights_of_one(pair, alone, name):
     ],
 )
 def test_what_wraps_the_model(pair, name, kind):
-    for found in pair[1]:
-        assert found[f"kind {name}"] == kind
+    for facts in pair[1]:
+        assert facts[f"kind {name}"] == kind
 
 
 def batches(run, ranks=1):
@@ -221,10 +221,10 @@ def batches(run, ranks=1):
 def test_each_process_sees_its_half_of_every_batch(pair, models):
     whole = [sorted(labels.tolist()) for _, labels in batches(run(models))]
     for name in ("ddp", "fsdp"):
-        one, two = (found[f"labels {name}"] for found in pair[1])
-        assert [sorted(a + b) for a, b in zip(one, two, strict=True)][:6] == whole
-        assert one[:6] != two[:6]
-        assert all(len(labels) == 8 for labels in one)
+        first, second = (facts[f"labels {name}"] for facts in pair[1])
+        assert [sorted(a + b) for a, b in zip(first, second, strict=True)][:6] == whole
+        assert first[:6] != second[:6]
+        assert all(len(labels) == 8 for labels in first)
 
 
 def test_own_orders_train_the_mean_of_two_gradients(pair, models):
@@ -248,10 +248,10 @@ def test_own_orders_train_the_mean_of_two_gradients(pair, models):
 
 @pytest.mark.parametrize("name", STOPPED)
 def test_stopped_in_one_process_and_taken_up_in_both(pair, name):
-    out, found = pair
-    for one in found:
-        assert one[f"stopped {name}"].startswith(f"Stopped at step {STOPPED[name]} of 9")
-        assert one[f"labels stopped {name}"] == one[f"labels {name}"]
+    out, both = pair
+    for facts in both:
+        assert facts[f"stopped {name}"].startswith(f"Stopped at step {STOPPED[name]} of 9")
+        assert facts[f"labels stopped {name}"] == facts[f"labels {name}"]
     assert_same_weights(weights(out / f"stopped {name}"), weights(out / name))
 
 
@@ -264,8 +264,8 @@ def test_stopped_in_two_processes_and_taken_up_by_one(pair, models, alone, name)
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
 def test_different_orders_are_refused_at_the_start(pair, name):
-    for one in pair[1]:
-        assert "differ between processes" in one[f"refused {name}"]
+    for facts in pair[1]:
+        assert "differ between processes" in facts[f"refused {name}"]
     assert not (pair[0] / "differing" / "model").exists()
 
 
@@ -278,9 +278,9 @@ def test_own_orders_are_refused_under_fsdp(models):
 
 @pytest.mark.parametrize("name", ["compiled", "fsdp"])
 def test_compiled_without_recompiles(pair, name):
-    for one in pair[1]:
-        found = one[f"compiled {name}"]
-        assert (found["mode"], found["recompiles"]) == ("compiled", 0), found["reason"]
+    for facts in pair[1]:
+        compiled = facts[f"compiled {name}"]
+        assert (compiled["mode"], compiled["recompiles"]) == ("compiled", 0), compiled["reason"]
 
 
 def test_a_batch_that_the_processes_cannot_share(tmp_path):
@@ -294,7 +294,7 @@ def test_a_batch_that_the_processes_cannot_share(tmp_path):
 def test_parameters_that_no_loss_reaches_are_found(name, idle):
     """DDP waits for the gradients of all parameters: it must be told that some get none."""
     host = FAMILIES[name].wrapped()
-    found = idle_parameters(PositionedModel(host))
-    assert len(found) == idle
-    assert all("mask_token" in parameter for parameter in found)
+    names = idle_parameters(PositionedModel(host))
+    assert len(names) == idle
+    assert all("mask_token" in parameter for parameter in names)
     assert all(parameter.grad is None for parameter in host.parameters())

@@ -47,12 +47,12 @@ GOLDEN = Path(__file__).parent.parent / "golden" / "losses.json"
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     """Runs of every arm that nobody killed: their directory and the losses of every step."""
-    found = {}
+    runs = {}
     for name, arm in ARMS.items():
         out, events = tmp_path_factory.mktemp(name), []
         fit(settings(**arm), out / "run", listeners=[events.append])
-        found[name] = (out / "run", losses(events))
-    return found
+        runs[name] = (out / "run", losses(events))
+    return runs
 
 
 def fit_until_killed(arm, out, *, kind, step):
@@ -193,12 +193,12 @@ def test_golden_losses(undisturbed):
     """
     golden = json.loads(GOLDEN.read_text())
     same_machine = golden["machine"] == machine()
-    for name, (_, told) in undisturbed.items():
+    for name, (_, heard) in undisturbed.items():
         expected = golden["losses"][name]
         if same_machine:
-            assert told == expected, name
+            assert heard == expected, name
         else:
-            assert told == pytest.approx(expected, rel=1e-4), name
+            assert heard == pytest.approx(expected, rel=1e-4), name
 
 
 def machine():

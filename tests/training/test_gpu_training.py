@@ -47,15 +47,15 @@ def test_no_step_waits_and_none_compiles_again(tmp_path, name, precision):
 
 
 def test_compiled_is_eager_to_rounding(tmp_path):
-    told = {}
+    losses_of = {}
     for compiled in (True, False):
         events = []
         out = tmp_path / str(compiled)
         model = settings().model.replace("proj_drop_rate=0.1", "proj_drop_rate=0")
         run = settings(device="cuda", precision="fp32", compile=compiled, model=model)
         fit(run, out, listeners=[events.append])
-        told[compiled] = losses(events)
-    assert told[True] == pytest.approx(told[False], rel=1e-3)
+        losses_of[compiled] = losses(events)
+    assert losses_of[True] == pytest.approx(losses_of[False], rel=1e-3)
     assert_same_weights(weights(tmp_path / "True"), weights(tmp_path / "False"), tolerance=1e-2)
 
 

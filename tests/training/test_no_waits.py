@@ -53,8 +53,8 @@ class Syncs(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def is_device(one):
-    return isinstance(one, torch.device | str)
+def is_device(value):
+    return isinstance(value, torch.device | str)
 
 
 @pytest.mark.parametrize(

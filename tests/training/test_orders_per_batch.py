@@ -87,7 +87,7 @@ def by_hand(run):
     train = data.splits["train"].dataset
     rows = list(EpochSampler(train, run.seed))
     adam = torch.optim.Adam(model.parameters(), lr=run.lr, eps=1e-6)
-    told = []
+    totals = []
     for step in range(3):
         total = 0.0
         for micro in range(2):
@@ -106,9 +106,9 @@ def by_hand(run):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         adam.step()
         adam.zero_grad()
-        told.append(total)
+        totals.append(total)
     parts = {k: v for k, v in model.state_dict().items() if not k.startswith("host.")}
-    return told, {**model.host.state_dict(), **parts}
+    return totals, {**model.host.state_dict(), **parts}
 
 
 def group_loss(model, pixels, labels, order):
@@ -142,7 +142,7 @@ def test_settings_of_older_versions_are_at_their_defaults(tmp_path):
     """A run directory from before a setting existed goes on, or is finished, as it was."""
     fit(settings(steps=1), tmp_path)
     path = tmp_path / "settings.yaml"
-    known = ("orders_per_batch", "compile", "parallel", "rank_orders")
-    old = [line for line in path.read_text().splitlines() if line.split(":")[0] not in known]
+    hidden = ("orders_per_batch", "compile", "parallel", "rank_orders")
+    old = [line for line in path.read_text().splitlines() if line.split(":")[0] not in hidden]
     path.write_text("\n".join(old) + "\n")
     assert fit(settings(steps=1), tmp_path).steps == 1

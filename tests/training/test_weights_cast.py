@@ -130,7 +130,7 @@ def run(tmp_path, name, **changes):
 
 def test_steps_too_small_for_bf16_are_not_lost(tmp_path):
     """At this rate Adam moves a weight by less than a bf16 number near one can tell."""
-    result, moved, told = run(tmp_path, "pure", lr=1e-5, warmup=0, schedule="constant")
+    result, moved, heard = run(tmp_path, "pure", lr=1e-5, warmup=0, schedule="constant")
     _, exact, exactly = run(
         tmp_path, "fp32", lr=1e-5, warmup=0, schedule="constant", precision="fp32"
     )
@@ -140,8 +140,8 @@ def test_steps_too_small_for_bf16_are_not_lost(tmp_path):
     assert torch.equal(norm.to(HALF), torch.ones_like(norm).to(HALF))
     assert 1e-5 < float((norm - 1).abs().max()) < 1e-3
     assert_same_weights(moved, exact, tolerance=16e-5)  # 8 steps of 1e-5, to either side
-    assert told == pytest.approx(exactly, rel=5e-3)
-    assert told != exactly
+    assert heard == pytest.approx(exactly, rel=5e-3)
+    assert heard != exactly
 
 
 def test_activations_computed_again_are_the_same(tmp_path):
