@@ -235,9 +235,9 @@ def image_view(model: nn.Module) -> ImageView:
 
 
 def file_view(model: nn.Module) -> ImageView:
-    """How image files are prepared for the model, as in its training. Digit pairs fill theirs."""
+    """How image files are prepared, as in the training. Images of our own fill the model's."""
     view = image_view(model)
-    if str(trained_with(host_of(model)).get("data", "")).startswith("digit-pairs"):
+    if str(trained_with(host_of(model)).get("data", "")).startswith(("digit-pairs", "formula")):
         return resized_as(view, "squash")
     return view
 
