@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import pickle
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch.utils.data import DataLoader
 
+from layershuffle.cli import main
 from layershuffle.data import DataOptions, ImageView, formula, open_data
 from layershuffle.data.batches import DeviceBatches
 from layershuffle.data.formula import MARGIN, FormulaFinish, class_table, draw_images
 from layershuffle.data.formula_kinds import KINDS, angle, length, mixed, units, wave
 from layershuffle.errors import UsageError
+from layershuffle.models import file_view, load
 
 F = np.float32
 BITS = 0xFFFFFFFF
@@ -341,3 +345,30 @@ def test_what_cannot_be_meant_is_refused(spec: str, phrase: str) -> None:
 def test_there_is_no_augmentation() -> None:
     with pytest.raises(UsageError, match="formula has no augmentation"):
         open_data("formula", PLAIN, options=DataOptions(augment=True))
+
+
+def test_a_model_learns_scores_and_answers_with_the_names_of_the_classes(
+    tmp_path, monkeypatch, capsys
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    spec = "formula?kind=coordinates&classes=3&size=16&train=24&validation=6&test=9"
+    model = (
+        "timm:vit_tiny_patch16_224?pretrained=false&num_classes=3&img_size=16&patch_size=4"
+        "&embed_dim=16&depth=2&num_heads=2&mlp_ratio=1"
+    )
+    fit = ["fit", "--method", "layershuffle", "--model", model, "--data", spec, "--out", "run"]
+    assert main([*fit, "--steps", "2", "--batch-size", "8", "--precision", "fp32"]) == 0
+    assert "24 train, 6 holdout, 9 test images of 3 classes" in capsys.readouterr().out
+    scored = []
+    for size in ("9", "2"):
+        flags = ["--num-orders", "2", "--batch-size", size, "--json"]
+        assert main(["eval", "run", "--data", spec, *flags]) == 0
+        modes = json.loads(capsys.readouterr().out)["modes"]
+        scored.append([mode["cross_entropy"]["mean"] for mode in modes])
+    assert scored[0] == pytest.approx(scored[1], rel=1e-5)  # the model rounds, the images do not
+    # As a file, at the model's size, an image is what the model was trained on, rounded to bytes.
+    assert file_view(load("run")).resize == "squash"
+    pixels = draw_images(keys((1, 5)), kind="coordinates", classes=3, size=16)[0]
+    Image.fromarray((pixels * 255).round().byte().permute(1, 2, 0).numpy()).save("one.png")
+    assert main(["predict", "run", "one.png", "--json"]) == 0
+    assert "coordinates-" in capsys.readouterr().out
