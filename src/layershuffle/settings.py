@@ -59,7 +59,7 @@ class FitSettings(Settings):
     model: str
     """Host model: bundled:digits, timm:NAME, hf:NAME_OR_DIR, torchvision:NAME or dir:PATH."""
     data: str
-    """Images: digit-pairs, folder:DIR, hf:NAME_OR_DIR, cifar100:DIR or wds:SHARDS."""
+    """Images: digit-pairs, formula, folder:DIR, hf:NAME_OR_DIR, cifar100:DIR or wds:SHARDS."""
     seed: Seed = 0
     """Seed of orders, data order, augmentation, dropout and new weights."""
     drop: float | None = None
@@ -149,8 +149,8 @@ class FitSettings(Settings):
     threads: Positive | None = None
     """CPU threads of torch (default: torch's own choice)."""
     workers: Annotated[int, Field(ge=0)] | None = None
-    """Processes that load images (default: none for digit-pairs, else one less than the CPU cores
-    and at most 16)."""
+    """Processes that load images (default: none for digit-pairs and formula, else one less than the
+    CPU cores and at most 16)."""
     compile: bool | None = None
     """Compile the blocks (default: yes on a GPU; no on a CPU, where it takes minutes and gains
     nothing)."""

@@ -27,7 +27,7 @@ def test_specs(spec: str, parts: tuple[str, str, dict[str, str]]) -> None:
 
 
 def test_the_table_lists_exactly_the_promised_sources() -> None:
-    assert list(SOURCES) == ["digit-pairs", "folder", "hf", "cifar100", "wds"]
+    assert list(SOURCES) == ["digit-pairs", "formula", "folder", "hf", "cifar100", "wds"]
     assert all(source.form.startswith(name) for name, source in SOURCES.items())
 
 

@@ -8,7 +8,8 @@ from fixture import TINY, run_rows, write_run
 import layershuffle as ls
 from layershuffle.bundled import asset
 from layershuffle.cli import main
-from layershuffle.errors import UsageError
+from layershuffle.errors import ModelFileError, UsageError
+from layershuffle.recipes import read_recipe
 from layershuffle.settings import EvalSettings
 from layershuffle.study.dry_run import (
     StudySubject,
@@ -278,6 +279,34 @@ def test_the_large_recipes_are_planned_with_nothing_at_hand(
     assert f": counted as {counted}" in text
     # 20 or 5 orders of each drawn mode, and the sequential one.
     assert f"seeds 0, 1, 2, 3, 4; 20 epochs of {128 if '100' in counted else 640} images" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "images", "runs"),
+    [
+        # Per order of all blocks 12 runs, of 9, 6 and 3 blocks 18 together; test images and orders.
+        ("formula-cpu", 3 * 2000, "64", 3 * 1000 * (12 + 8 * 12 + 2 * 8 * 18)),
+        ("formula-gpu", 3 * 2000, "512", 3 * 6000 * (12 + 10 * 12 + 2 * 10 * 18)),
+    ],
+)
+def test_a_recipe_is_planned_before_the_model_that_it_refines_is_there(
+    tmp_path, monkeypatch, capsys, name, steps, images, runs
+):
+    monkeypatch.chdir(tmp_path)
+    assert main(["reproduce", name, "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    assert f"Work: {steps:,} training steps, and " in text
+    assert f"2,000 steps of {images} images" in text
+    assert f"dir:runs/{name}-base is not on this machine: depth and size are those of its" in text
+    with pytest.raises(ModelFileError, match=f"layershuffle pretrain {name}-base --out runs/"):
+        ls.load(f"dir:runs/{name}-base")
+    with pytest.raises(ModelFileError, match="check the path"):
+        ls.load(f"dir:runs/{name}")
+    # Base and study have to have seen the same classes, and no test image.
+    base = read_recipe(asset("recipes", f"{name}-base.yaml"))
+    assert base["data"] == read_recipe(asset("recipes", f"{name}.yaml"))["data"]
+    most = int(text.split("training steps, and ")[1].split()[0].replace(",", ""))
+    assert most <= runs  # orders that begin alike share work
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ class AnalyzeCommand(ComputingCommand):
     model: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")] = None
     """Directory of a fit, or any model spec."""
     data: str | None = None
-    """Images: digit-pairs, folder:DIR, hf:NAME_OR_DIR, cifar100:DIR, wds:SHARDS."""
+    """Images: digit-pairs, formula, folder:DIR, hf:NAME_OR_DIR, cifar100:DIR, wds:SHARDS."""
     out: Path | None = None
     """Directory for tables, figures and the summary; with all, one directory in it per question."""
     # --list alone is a whole command, which is why tyro does not require the arguments above.

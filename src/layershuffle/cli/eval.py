@@ -28,8 +28,8 @@ class EvalCommand(ComputingCommand):
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """Directory of a fit, or any model spec: bundled:digits, timm:NAME, dir:PATH and others."""
     data: str
-    """Images to score, of which the test split is read: digit-pairs, folder:DIR, hf:NAME_OR_DIR,
-    cifar100:DIR, wds:SHARDS."""
+    """Images to score, of which the test split is read: digit-pairs, formula, folder:DIR,
+    hf:NAME_OR_DIR, cifar100:DIR, wds:SHARDS."""
     order: str | None = None
     """Score this one execution order ("3,0,2") instead of the modes."""
     json: bool = False

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from layershuffle.data.contract import Split
-from layershuffle.data.view import PixelFinish
+from layershuffle.data.view import Finish
 
 Place = Literal["gpu", "host"]
 # The activations of a training need the rest; ImageNet's 50,000 test images are 7.5 GB.
@@ -33,7 +33,7 @@ class DeviceBatches:
     def __init__(
         self,
         split: Split,
-        finish: PixelFinish,
+        finish: Finish,
         *,
         batch_size: int,
         device: torch.device | str,

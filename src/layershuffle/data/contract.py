@@ -1,7 +1,8 @@
 """The types that every data source shares: options in, named splits of (image, label) out.
 
-A source is a function `SourceRequest -> ImageData`. Items are pixels, a byte each; what the model
-takes is made of whole batches of them, where the model is (`ImageData.finish`).
+A source is a function `SourceRequest -> ImageData`. Items are pixels, a byte each, or for images
+that are drawn by a formula what names them; what the model takes is made of whole batches of items,
+where the model is (`ImageData.finish`).
 
 The split names say what each part is for, so that a checkpoint is never picked on the images whose
 score is reported: "train" is fitted, "holdout" (a part of the training data) picks the
@@ -19,10 +20,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
-from layershuffle.data.view import ImageView, PixelFinish
+from layershuffle.data.view import Finish, ImageView
 from layershuffle.errors import DataError, UsageError
 
-Item = tuple[Tensor, int]  # pixels uint8 [C, H, W]; class index
+Item = tuple[Tensor, int]  # pixels uint8 [C, H, W], or a key of `formula`; class index
 
 # `max_test` always takes the same images, whatever seed the run has: scores stay comparable.
 TEST_SHUFFLE_SEED = 0
@@ -35,7 +36,8 @@ HOLDOUT_SEED = 0
 class DataOptions:
     """What the caller wants from a source.
 
-    seed: drives augmentation and the shuffling of streams (never the content of `digit-pairs`).
+    seed: drives augmentation and the shuffling of streams (never the content of `digit-pairs`
+    and `formula`).
     holdout: share of the training images held out, the same ones for every seed, for sources
     without a validation split beside a test split; None trains on all of them. max_test: first n of
     one fixed shuffle. train=False opens only "test".
@@ -78,7 +80,7 @@ class Split:
 class ImageData:
     """Labelled images, fitted to a view.
 
-    `finish` makes float32 [n, *view], normalised, of a batch of pixels.
+    `finish` makes float32 [n, *view], normalised, of a batch of items.
     `notes` are sentences for the report (where the holdout came from, what was skipped);
     `skipped` counts the unreadable images that `skip_corrupt` dropped.
     """
@@ -86,7 +88,7 @@ class ImageData:
     spec: str
     classes: tuple[str, ...]
     splits: Mapping[str, Split]
-    finish: PixelFinish
+    finish: Finish
     notes: tuple[str, ...] = ()
     skipped: int = 0
 

@@ -1,6 +1,7 @@
 """`open_data`: from one spec string to labelled images that fit a model.
 
     digit-pairs                         real handwritten digits, shipped with scikit-learn
+    formula                             images made from formulas, where the model is
     folder:DIR                          class folders under DIR/train and DIR/val
     hf:NAME_OR_DIR[:CONFIG]             Hugging Face datasets, hub or local
     cifar100:DIR                        CIFAR-100 as torchvision keeps it
@@ -59,6 +60,13 @@ SOURCES: dict[str, Source] = {
         settings=("train", "validation", "test"),
         needs_place=False,
     ),
+    "formula": Source(
+        form="formula[?kind=orbits|fractal|coordinates&classes=N&size=N&train=N&validation=N&test=N]",
+        summary="images made from formulas, any number of classes, no files",
+        module="layershuffle.data.formula",
+        settings=("kind", "classes", "size", "train", "validation", "test"),
+        needs_place=False,
+    ),
     "folder": Source(
         form="folder:DIR",
         summary="one folder per class under DIR/train and DIR/val",
@@ -108,8 +116,8 @@ def parse_spec(spec: str) -> tuple[str, str, dict[str, str]]:
 def open_data(spec: str, view: ImageView, *, options: DataOptions | None = None) -> ImageData:
     """The labelled images named by `spec`, fitted to `view`.
 
-    Items of every split are (pixels uint8 [C, H, W], class index); `finish` of what is returned
-    makes the model's float32 images of a batch of pixels.
+    Items of every split are (pixels uint8 [C, H, W] or a key of `formula`, class index); `finish`
+    of what is returned makes the model's float32 images of a batch of them.
     Raises UsageError for a bad spec, DataError for missing or broken data.
     """
     scheme, place, settings = parse_spec(spec)
@@ -127,8 +135,9 @@ def open_data(spec: str, view: ImageView, *, options: DataOptions | None = None)
 
 
 def loader_processes(spec: str = "") -> int:
-    """How many processes should load images of `spec`: none for digits, which are in memory."""
-    if spec.startswith("digit-pairs"):
+    """How many processes should load images of `spec`: none for digits, which are in memory,
+    and for formulas, which are drawn where the model is."""
+    if spec.startswith(("digit-pairs", "formula")):
         return 0
     # One core stays for the process that trains; more than 16 loaders gain nothing but memory use.
     return min(16, max(0, len(os.sched_getaffinity(0)) - 1))

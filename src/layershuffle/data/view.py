@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -134,6 +134,19 @@ def fit_images(images: Tensor, view: ImageView, *, mode: str = "bilinear") -> Te
     """
     resized = resize_images(images.float(), view.size, mode=mode)
     return normalise(match_channels(resized, view.channels), view)
+
+
+class Finish(Protocol):
+    """The last step from the items of a source to what the model takes, on the items' device."""
+
+    @property
+    def view(self) -> ImageView:
+        """What the images are fitted to."""
+        ...
+
+    def __call__(self, pixels: Tensor, /) -> Tensor:
+        """A batch of items as float32 [n, *view], normalised."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,7 @@ from layershuffle.models.spec import ModelSpec, parse_spec
 from layershuffle.models.tying import places_tied, tie_again
 from layershuffle.orders import ExecutionOrder, order_of
 from layershuffle.position import PositionedModel
+from layershuffle.recipes import recipe_of_model
 from layershuffle.stack import BlockStack, depth_of, stack_of, wrap
 
 
@@ -235,9 +236,9 @@ def image_view(model: nn.Module) -> ImageView:
 
 
 def file_view(model: nn.Module) -> ImageView:
-    """How image files are prepared for the model, as in its training. Digit pairs fill theirs."""
+    """How image files are prepared, as in the training. Images of our own fill the model's."""
     view = image_view(model)
-    if str(trained_with(host_of(model)).get("data", "")).startswith("digit-pairs"):
+    if str(trained_with(host_of(model)).get("data", "")).startswith(("digit-pairs", "formula")):
         return resized_as(view, "squash")
     return view
 
@@ -395,7 +396,10 @@ def _model_directory(place: Path) -> Path:
     if place.suffix.lower() in PICKLE_SUFFIXES or place.is_dir():
         refuse_pickle(place)
     if not place.exists():
-        raise ModelFileError("There is no such directory", place=place, hint="check the path")
+        trained = recipe_of_model(place) is not None
+        train = f"layershuffle pretrain {place.name} --out {place}"
+        hint = train if trained else "check the path"
+        raise ModelFileError("There is no such directory", place=place, hint=hint)
     raise ModelFileError(
         f"There is no {METADATA_FILE} and no {CONFIG} here",
         place=place,

@@ -229,8 +229,14 @@ def architecture(model: str) -> tuple[str, tuple[str, ...]]:
     from timm import is_model
 
     from layershuffle.models.spec import parse_spec
+    from layershuffle.recipes import recipe_of_model
 
     spec = parse_spec(model)
+    recipe = None if Path(spec.place).exists() else recipe_of_model(Path(spec.place))
+    if spec.scheme == "dir" and recipe is not None:
+        return str(recipe["model"]), (
+            f"{model} is not on this machine: depth and size are those of its recipe",
+        )
     if spec.scheme not in ("timm", "hf", "torchvision"):
         return model, ()
     place, _, query = model.partition("?")

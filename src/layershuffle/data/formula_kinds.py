@@ -1,0 +1,249 @@
+"""Images from formulas: orbits, fractals and coordinate nets, a whole batch at a time.
+
+A kind turns the parameters of a class and the noise of an instance into ink, 0 to 1 per pixel:
+
+- `orbits`: wavy rings around a centre, as in VisualAtom (arXiv 2303.01112), drawn per pixel by the
+  distance to the next ring;
+- `fractal`: the points of an iterated function system of four affine maps, given by their singular
+  values as in arXiv 2110.03091. Every address of the maps is visited once, so nothing is drawn at
+  random as in a chaos game;
+- `coordinates`: a small net of waves from a pixel's place to its ink, in the manner of the
+  shaders of arXiv 2211.16412.
+
+Only + - * /, comparisons, rounding and integers are used, which every kernel rounds in the same
+way, and no sum runs over more than one pixel's values. So an image has the same bits in every
+batch, on every number of threads. torch's sine, square root (a fifth of its results is off by a
+bit where MKL computes it) and matrix products do not promise that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+_BITS = 0xFFFFFFFF
+_STRIDE = 0x9E3779B1  # odd, so that no two counters below 2 ** 32 meet
+PLACE_UNITS, COLOUR_UNITS = 5, 6
+MAPS = 4  # of a fractal
+WIDTH = 6  # units of a hidden layer of a coordinate net
+
+
+def mixed(values: Tensor) -> Tensor:
+    """Thomas Mueller's hash of 32-bit integers, held in int64: a bijection of 0..2**32-1."""
+    # The factor is below 2 ** 31: a product stays below 2 ** 63 and never overflows.
+    for _ in range(2):
+        values = (((values >> 16) ^ values) * 0x45D9F3B) & _BITS
+    return (values >> 16) ^ values
+
+
+def units(states: Tensor, count: int) -> Tensor:
+    """float32 [n, count] in [0, 1), drawn from states int64 [n]: a pure function of each state."""
+    counters = (torch.arange(count, device=states.device) * _STRIDE) & _BITS
+    drawn = mixed((states[:, None] + counters) & _BITS)
+    # 24 bits are what a float32 holds exactly.
+    return (drawn >> 8).float() * 2**-24
+
+
+def wave(turns: Tensor) -> Tensor:
+    """A sine made of two parabolas, one period per turn; within 0.06 of sin(2 pi turns)."""
+    part = turns - turns.round()
+    return part * (8.0 - 16.0 * part.abs())
+
+
+def angle(x: Tensor, y: Tensor) -> Tensor:
+    """The direction of (x, y) in turns, -0.25 to 0.75, measured along a diamond, not a circle."""
+    share = y / (x.abs() + y.abs() + 1e-6)
+    turned: Tensor = torch.where(x < 0, 2.0 - share, share)
+    return turned * 0.25
+
+
+def length(x: Tensor, y: Tensor) -> Tensor:
+    """The length of (x, y), within a thousandth: a line through it and a step of Newton's."""
+    longer, shorter = torch.maximum(x.abs(), y.abs()), torch.minimum(x.abs(), y.abs())
+    near = 0.96 * longer + 0.4 * shorter + 1e-6
+    return 0.5 * (near + (x * x + y * y) / near)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """The affine map of an instance: x' = xx x + xy y + x0, and y' alike; each [n, 1]."""
+
+    xx: Tensor
+    xy: Tensor
+    yx: Tensor
+    yy: Tensor
+    x0: Tensor
+    y0: Tensor
+
+    def __call__(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """The places [n, m] of points [n, m] or [1, m]."""
+        return self.xx * x + self.xy * y + self.x0, self.yx * x + self.yy * y + self.y0
+
+
+def placement(noise: Tensor) -> Placement:
+    """Turned, zoomed, stretched and shifted a little; `noise` [n, 5] in [-0.5, 0.5)."""
+    turn, zoom, stretch, x0, y0 = noise.unsqueeze(-1).unbind(1)
+    # At most a 24th of a turn: classes may be turned copies of each other by more than that.
+    turn = turn * (1 / 12)
+    cosine, sine = wave(turn + 0.25), wave(turn)
+    across, down = 1.0 + 0.3 * zoom + 0.2 * stretch, 1.0 + 0.3 * zoom - 0.2 * stretch
+    return Placement(
+        xx=across * cosine,
+        xy=across * -sine,
+        yx=down * sine,
+        yy=down * cosine,
+        x0=0.3 * x0,
+        y0=0.3 * y0,
+    )
+
+
+@cache
+def _pixels(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """x and y of the pixel centres, each [1, size * size], from -1 to 1."""
+    # On the CPU first: CUDA multiplies by a reciprocal where the CPU divides by a number.
+    with torch.inference_mode(False):
+        line = (2.0 * torch.arange(size) + 1.0 - size) / size
+        y, x = torch.meshgrid(line, line, indexing="ij")
+        return x.reshape(1, -1).to(device), y.reshape(1, -1).to(device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Instances:
+    """What a kind draws: parameters of classes [n, p] in [0, 1), noise [n, p] in [-0.5, 0.5)."""
+
+    classes: Tensor
+    noise: Tensor
+    place: Placement
+    size: int
+
+    def value(self, index: int, span: tuple[float, float], *, noise: float) -> Tensor:
+        """Parameter `index` [n, 1] between the ends of `span`, moved by at most `noise` / 2."""
+        base = self.classes[:, index : index + 1] * (span[1] - span[0]) + span[0]
+        return base + self.noise[:, index : index + 1] * noise
+
+    def whole(self, index: int, span: tuple[int, int]) -> Tensor:
+        """Parameter `index` [n, 1] as one of the integers from end to end of `span`, no noise."""
+        count = float(span[1] - span[0] + 1)
+        return (self.classes[:, index : index + 1] * count).floor() + float(span[0])
+
+    def places(self) -> tuple[Tensor, Tensor]:
+        """x and y [n, size * size] of the pixels, as the instance is placed."""
+        return self.place(*_pixels(self.size, self.classes.device))
+
+
+def orbits(given: Instances) -> Tensor:
+    """Ink [n, size * size] of 2 to 7 rings whose radius follows two waves around the centre."""
+    x, y = given.places()
+    turns = angle(x, y)
+    slow = wave(turns * given.whole(0, (1, 6)) + given.value(1, (0, 1), noise=0.1))
+    fast = wave(turns * given.whole(2, (7, 16)) + given.value(3, (0, 1), noise=0.2))
+    bend = slow * given.value(4, (0.05, 0.35), noise=0.05) + fast * given.value(
+        5, (0.02, 0.12), noise=0.02
+    )
+    count = given.whole(6, (2, 7))
+    inner = given.value(7, (0.1, 0.4), noise=0.05)
+    gap = (0.95 - inner) / count
+    ring = (length(x, y) - bend - inner) / gap
+    nearest = torch.minimum(ring.round().clamp(min=0.0), count - 1.0)
+    width = given.value(8, (0.12, 0.38), noise=0.05)
+    # The edge is about a pixel and a half wide, so that a ring does not dissolve into dots.
+    edge = gap * (given.size / 3)
+    return ((width - (ring - nearest).abs()) * edge + 0.5).clamp(0.0, 1.0)
+
+
+def fractal(given: Instances) -> Tensor:
+    """Ink [n, size * size]: how many of the 4 ** 7 or 4 ** 8 points of a system meet a pixel."""
+    size = given.size
+    maps = [_contraction(given, 6 * index) for index in range(MAPS)]
+    x = y = torch.zeros(len(given.classes), 1, device=given.classes.device)
+    levels = 7 if size <= 128 else 8
+    for _ in range(levels):
+        moved = [step(x, y) for step in maps]
+        x, y = torch.cat([a for a, _ in moved], dim=1), torch.cat([b for _, b in moved], dim=1)
+    # The points fill the image whatever the maps are. Extremes do not depend on an order, sums do.
+    (left, right), (top, bottom) = x.aminmax(dim=1, keepdim=True), y.aminmax(dim=1, keepdim=True)
+    scale = 1.7 / (torch.maximum(right - left, bottom - top) + 1e-6)
+    x, y = given.place((x - (left + right) * 0.5) * scale, (y - (top + bottom) * 0.5) * scale)
+    column, row = ((x + 1.0) * (size / 2)).floor(), ((y + 1.0) * (size / 2)).floor()
+    inside = (column >= 0) & (column < size) & (row >= 0) & (row < size)
+    cells = torch.where(inside, row * size + column, 0.0).long()
+    # Sums of ones are exact, in whatever order the device adds them.
+    counts = torch.zeros(len(x), size * size, device=x.device).scatter_add_(
+        1, cells, inside.float()
+    )
+    shown: Tensor = counts * (0.3 * size * size / MAPS**levels)
+    return shown.clamp(max=1.0)
+
+
+def _contraction(given: Instances, first: int) -> Placement:
+    """turn (a) * stretch (s, t) * turn (b), then a shift, from six parameters."""
+    a, b = (given.value(first + index, (0, 1), noise=0.03) for index in (0, 1))
+    s, t = (
+        given.value(first + 2, (0.45, 0.7), noise=0.04),
+        given.value(first + 3, (0.2, 0.5), noise=0.04),
+    )
+    cos_a, sin_a, cos_b, sin_b = wave(a + 0.25), wave(a), wave(b + 0.25), wave(b)
+    return Placement(
+        xx=cos_a * s * cos_b - sin_a * t * sin_b,
+        xy=-(cos_a * s * sin_b) - sin_a * t * cos_b,
+        yx=sin_a * s * cos_b + cos_a * t * sin_b,
+        yy=cos_a * t * cos_b - sin_a * s * sin_b,
+        x0=given.value(first + 4, (-1, 1), noise=0.1),
+        y0=given.value(first + 5, (-1, 1), noise=0.1),
+    )
+
+
+def coordinates(given: Instances) -> Tensor:
+    """Ink [n, size * size] of a net 2 -> 6 -> 6 -> 1 whose units are waves."""
+    layer = torch.stack(given.places(), dim=1)
+    used = 0
+    for inputs, outputs, reach in ((2, WIDTH, 1.2), (WIDTH, WIDTH, 0.35), (WIDTH, 1, 0.35)):
+        rows = []
+        for unit in range(outputs):
+            first = used + unit * (inputs + 1)
+            total = given.value(first + inputs, (0, 1), noise=0.1) + torch.zeros_like(layer[:, 0])
+            # Products one by one: a matrix product may add them in another order per batch.
+            for index in range(inputs):
+                weight = given.value(first + index, (-reach, reach), noise=0.1 * reach)
+                total = total + weight * layer[:, index]
+            rows.append(wave(total))
+        layer = torch.stack(rows, dim=1)
+        used += outputs * (inputs + 1)
+    return layer[:, 0] * 0.5 + 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A way to draw: how many parameters a class has, and its ink."""
+
+    parameters: int
+    ink: Callable[[Instances], Tensor]
+
+
+KINDS = {
+    "orbits": Kind(parameters=9, ink=orbits),
+    "fractal": Kind(parameters=6 * MAPS, ink=fractal),
+    "coordinates": Kind(parameters=3 * WIDTH + (WIDTH + 1) * (WIDTH + 1), ink=coordinates),
+}
+
+
+def ink(kind: str, classes: Tensor, *, drawn: Tensor, size: int) -> Tensor:
+    """Ink float32 [n, size, size] in [0, 1] of parameters [n, p] and instance units [n, 5 + p].
+
+    Units of 0.5 are the instance without any noise.
+    """
+    noise = drawn - 0.5
+    place, own = placement(noise[:, :PLACE_UNITS]), noise[:, PLACE_UNITS:]
+    given = Instances(classes=classes, noise=own, place=place, size=size)
+    return KINDS[kind].ink(given).view(-1, size, size)
+
+
+def painted(shown: Tensor, drawn: Tensor) -> Tensor:
+    """Images float32 [n, 3, h, w] in [0, 1]: ink in a light colour on a dark one, units [n, 6]."""
+    light, dark = (0.55 + 0.45 * drawn[:, :3]), 0.45 * drawn[:, 3:COLOUR_UNITS]
+    dark = dark[:, :, None, None]
+    return dark + (light[:, :, None, None] - dark) * shown[:, None]

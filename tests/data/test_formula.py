@@ -1,0 +1,374 @@
+"""Images from formulas against a plain loop per pixel, in every batch, class by class."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader
+
+from layershuffle.cli import main
+from layershuffle.data import DataOptions, ImageView, formula, open_data
+from layershuffle.data.batches import DeviceBatches
+from layershuffle.data.formula import MARGIN, FormulaFinish, class_table, draw_images
+from layershuffle.data.formula_kinds import KINDS, angle, length, mixed, units, wave
+from layershuffle.errors import UsageError
+from layershuffle.models import file_view, load
+
+F = np.float32
+BITS = 0xFFFFFFFF
+# Colours 0..1 as they are, so that what is finished is what was drawn.
+PLAIN = ImageView(channels=3, height=16, width=16, mean=(0.0,) * 3, std=(1.0,) * 3)
+# SHA-256 of images 0..7 of classes 0..7, 16 pixels a side, as bytes.
+GOLDEN = {
+    "orbits": "907715cf9aa1bbf0eb3997aa048efbfd716385c75c5cfb97e2a7740a155c07fc",
+    "fractal": "b090e8ded595aa834044e1b0b4dc78330565a3d497e69cce4643d091a952eed4",
+    "coordinates": "7378f44453b5e35be3f31e02207c9340e8a993aa0b15f7dc3b48d7560e6654c8",
+}
+
+
+def keys(*pairs: tuple[int, int]) -> torch.Tensor:
+    return torch.tensor(pairs)
+
+
+def finish(kind: str, *, classes: int = 12, view: ImageView = PLAIN) -> FormulaFinish:
+    return FormulaFinish(view=view, kind=kind, classes=classes, size=16)
+
+
+def slow_hash(value: int) -> int:
+    for _ in range(2):
+        value = (value ^ value >> 16) * 0x45D9F3B & BITS
+    return value ^ value >> 16
+
+
+def slow_units(state: int, count: int) -> list[np.float32]:
+    hashes = [slow_hash((state + (j * 0x9E3779B1 & BITS)) & BITS) for j in range(count)]
+    return [F(drawn >> 8) * F(2**-24) for drawn in hashes]
+
+
+def slow_wave(turns: np.float32) -> np.float32:
+    part = turns - np.round(turns)
+    return part * (F(8) - F(16) * abs(part))
+
+
+def slow_length(x: np.float32, y: np.float32) -> np.float32:
+    longer, shorter = max(abs(x), abs(y)), min(abs(x), abs(y))
+    near = F(0.96) * longer + F(0.4) * shorter + F(1e-6)
+    return F(0.5) * (near + (x * x + y * y) / near)
+
+
+class SlowImage:
+    """One image by scalars of 32 bits, in the order of the formulas."""
+
+    def __init__(self, kind: str, label: int, instance: int, *, classes: int, size: int) -> None:
+        self.size = size
+        self.classes = [F(value) for value in class_table(kind, classes).parameters[label].tolist()]
+        base = formula.derived_seed("formula", 0, kind) & BITS
+        drawn = slow_units(slow_hash(slow_hash(label ^ base) ^ instance), 6 + 5 + len(self.classes))
+        self.colours, noise = drawn[:6], [value - F(0.5) for value in drawn[6:]]
+        self.place_noise, self.noise = noise[:5], noise[5:]
+
+    def value(self, index: int, low: float, high: float, noise: float) -> np.float32:
+        base = self.classes[index] * F(high - low) + F(low)
+        return base + self.noise[index] * F(noise)
+
+    def whole(self, index: int, low: int, high: int) -> np.float32:
+        return np.floor(self.classes[index] * F(high - low + 1)) + F(low)
+
+    def placed(self, x: np.float32, y: np.float32) -> tuple[np.float32, np.float32]:
+        turn, zoom, stretch, x0, y0 = self.place_noise
+        turn = turn * F(1 / 12)
+        cosine, sine = slow_wave(turn + F(0.25)), slow_wave(turn)
+        across = F(1) + F(0.3) * zoom + F(0.2) * stretch
+        down = F(1) + F(0.3) * zoom - F(0.2) * stretch
+        return (
+            across * cosine * x + across * -sine * y + F(0.3) * x0,
+            down * sine * x + down * cosine * y + F(0.3) * y0,
+        )
+
+    def centres(self):
+        """(row, column, x, y) of every pixel."""
+        line = [F(2 * i + 1 - self.size) / F(self.size) for i in range(self.size)]
+        return (
+            (i, j, *self.placed(line[j], line[i]))
+            for i in range(len(line))
+            for j in range(len(line))
+        )
+
+    def orbits(self) -> np.ndarray:
+        shown = np.zeros((self.size, self.size), dtype=F)
+        count, inner = self.whole(6, 2, 7), self.value(7, 0.1, 0.4, 0.05)
+        gap, width = (F(0.95) - inner) / count, self.value(8, 0.12, 0.38, 0.05)
+        for i, j, x, y in self.centres():
+            share = y / (abs(x) + abs(y) + F(1e-6))
+            turns = (F(2) - share if x < 0 else share) * F(0.25)
+            slow = slow_wave(turns * self.whole(0, 1, 6) + self.value(1, 0, 1, 0.1))
+            fast = slow_wave(turns * self.whole(2, 7, 16) + self.value(3, 0, 1, 0.2))
+            bend = slow * self.value(4, 0.05, 0.35, 0.05) + fast * self.value(5, 0.02, 0.12, 0.02)
+            ring = (slow_length(x, y) - bend - inner) / gap
+            nearest = min(max(np.round(ring), F(0)), count - F(1))
+            off = (width - abs(ring - nearest)) * (gap * F(self.size / 3)) + F(0.5)
+            shown[i, j] = min(max(off, F(0)), F(1))
+        return shown
+
+    def fractal(self) -> np.ndarray:
+        maps = [self.contraction(6 * index) for index in range(4)]
+        points = [(F(0), F(0))]
+        for _ in range(7):
+            points = [
+                (a * x + b * y + x0, c * x + d * y + y0)
+                for a, b, c, d, x0, y0 in maps
+                for x, y in points
+            ]
+        (left, right), (top, bottom) = (
+            (min(line), max(line)) for line in zip(*points, strict=True)
+        )
+        scale = F(1.7) / (max(right - left, bottom - top) + F(1e-6))
+        counts = np.zeros((self.size, self.size), dtype=F)
+        for x, y in points:
+            place = self.placed(
+                (x - (left + right) * F(0.5)) * scale, (y - (top + bottom) * F(0.5)) * scale
+            )
+            column, row = ((line + F(1)) * F(self.size / 2) for line in place)
+            if 0 <= column < self.size and 0 <= row < self.size:
+                counts[int(row), int(column)] += 1
+        return np.minimum(counts * F(0.3 * self.size**2 / 4**7), F(1))
+
+    def contraction(self, first: int) -> tuple[np.float32, ...]:
+        a, b = (self.value(first + index, 0, 1, 0.03) for index in (0, 1))
+        s, t = self.value(first + 2, 0.45, 0.7, 0.04), self.value(first + 3, 0.2, 0.5, 0.04)
+        rotations = [
+            np.array([[slow_wave(turn + F(0.25)), -slow_wave(turn)],
+                      [slow_wave(turn), slow_wave(turn + F(0.25))]]) for turn in (a, b)
+        ]  # fmt: skip
+        matrix = np.zeros((2, 2), dtype=F)
+        for i in range(2):
+            for j in range(2):
+                # By singular values: the columns of one rotation times the rows of the other.
+                parts = [rotations[0][i, k] * (s, t)[k] * rotations[1][k, j] for k in range(2)]
+                matrix[i, j] = parts[0] + parts[1]
+        x0, y0 = self.value(first + 4, -1, 1, 0.1), self.value(first + 5, -1, 1, 0.1)
+        return (*matrix.flatten(), x0, y0)
+
+    def coordinates(self) -> np.ndarray:
+        shown = np.zeros((self.size, self.size), dtype=F)
+        for i, j, x, y in self.centres():
+            layer, used = [x, y], 0
+            for outputs, reach in ((6, 1.2), (6, 0.35), (1, 0.35)):
+                inputs, rows = len(layer), []
+                for unit in range(outputs):
+                    first = used + unit * (inputs + 1)
+                    total = self.value(first + inputs, 0, 1, 0.1)
+                    for index, value in enumerate(layer):
+                        total += self.value(first + index, -reach, reach, 0.1 * reach) * value
+                    rows.append(slow_wave(total))
+                layer, used = rows, used + outputs * (inputs + 1)
+            shown[i, j] = layer[0] * F(0.5) + F(0.5)
+        return shown
+
+    def image(self, kind: str) -> np.ndarray:
+        shown = getattr(self, kind)()
+        light = [F(0.55) + F(0.45) * unit for unit in self.colours[:3]]
+        dark = [F(0.45) * unit for unit in self.colours[3:]]
+        return np.stack([low + (high - low) * shown for high, low in zip(light, dark, strict=True)])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_images_are_those_of_a_loop_over_pixels(kind: str) -> None:
+    pairs = [(0, 0), (7, 3), (11, 2**31 + 5)]
+    drawn = draw_images(keys(*pairs), kind=kind, classes=12, size=16)
+    for image, (label, instance) in zip(drawn, pairs, strict=True):
+        slow = SlowImage(kind, label, instance, classes=12, size=16).image(kind)
+        off = np.abs(image.numpy() - slow)
+        assert off.max() == 0, f"{kind} {label} {instance}: at most {off.max()}, mean {off.mean()}"
+
+
+def test_draws_are_those_of_whole_numbers_of_python() -> None:
+    values = [0, 1, 12345, BITS]
+    assert mixed(torch.tensor(values)).tolist() == [slow_hash(value) for value in values]
+    assert units(torch.tensor([7, BITS]), 5).tolist() == [slow_units(s, 5) for s in (7, BITS)]
+    # Uniform: the mean of 40,000 draws has a standard deviation of 0.0014.
+    drawn = units(mixed(torch.arange(10_000)), 4)
+    assert abs(float(drawn.mean()) - 0.5) < 0.006
+    assert 0 <= float(drawn.min()) < 0.001 < 0.999 < float(drawn.max()) < 1
+    turns = torch.linspace(-2, 2, 4001)
+    assert (wave(turns) - torch.sin(2 * torch.pi * turns)).abs().max() < 0.06
+    x, y = torch.rand(2, 1000, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    assert (length(x, y) / torch.hypot(x, y) - 1).abs().max() < 1e-3
+    assert angle(*keys((1, 0), (0, 1), (-1, 0), (0, -1)).T.float()).tolist() == pytest.approx(
+        [0, 0.25, 0.5, -0.25], abs=1e-5
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_first_images_never_change(kind: str) -> None:
+    drawn = draw_images(
+        keys(*((label, k) for label in range(8) for k in range(8))), kind=kind, classes=8, size=16
+    )
+    content = (drawn * 255).round().byte().numpy().tobytes()
+    assert hashlib.sha256(content).hexdigest() == GOLDEN[kind]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_image_has_the_same_bits_in_every_batch(kind: str, monkeypatch) -> None:
+    pairs = keys(*((label, k) for label in range(12) for k in (0, 1, 2**30)))
+    whole = finish(kind)(pairs)
+    for part in (slice(0, 1), slice(3, 20), slice(17, 36)):
+        assert torch.equal(finish(kind)(pairs[part]), whole[part])
+    assert torch.equal(finish(kind)(pairs.flip(0)), whole.flip(0))
+    # More classes are the same ones first; pieces of a batch and threads do not count either.
+    assert torch.equal(finish(kind, classes=20)(pairs), whole)
+    monkeypatch.setattr(formula, "_CPU_PIXELS", 1)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert torch.equal(pickle.loads(pickle.dumps(finish(kind)))(pairs), whole)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_loader_processes_and_batch_sizes_change_nothing() -> None:
+    data = open_data("formula?classes=10&size=16&train=30&test=30&validation=10", PLAIN)
+    batches = [
+        DeviceBatches(
+            data.splits["test"], data.finish, batch_size=size, device="cpu", processes=processes
+        )
+        for size, processes in ((30, 0), (7, 0), (4, 1))
+    ]
+    (images, labels), *others = [
+        tuple(torch.cat(parts) for parts in zip(*some, strict=True)) for some in batches
+    ]
+    for other in others:
+        assert torch.equal(other[0], images)
+        assert torch.equal(other[1], labels)
+    assert labels.tolist() == 3 * list(range(10))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_classes_differ_by_the_margin(kind: str) -> None:
+    table = class_table(kind, 60)
+    sketches = torch.stack(list(formula._sketches(kind, table.parameters))).double()
+    gaps = (sketches[:, None] - sketches).abs().mean(-1)
+    gaps.fill_diagonal_(255)
+    assert gaps.min() >= MARGIN
+    assert torch.equal(class_table(kind, 20).parameters, table.parameters[:20])
+
+
+def test_near_duplicates_are_left_out(monkeypatch) -> None:
+    ordinary = class_table("orbits", 30)
+    # A larger margin turns more candidates away, the first of each pair stays.
+    monkeypatch.setattr(formula, "MARGIN", 45)
+    strict = class_table.__wrapped__("orbits", 30)
+    assert strict.rejected > ordinary.rejected
+    assert torch.equal(strict.parameters[0], ordinary.parameters[0])
+    monkeypatch.setattr(formula, "MARGIN", 120)
+    with pytest.raises(UsageError, match=r"Only \d+ of 120 candidates differ enough") as caught:
+        class_table.__wrapped__("orbits", 30)
+    assert "classes=30" in str(caught.value)
+
+
+def test_the_splits_have_no_instance_in_common() -> None:
+    data = open_data("formula?classes=7&size=16&train=50&validation=20&test=30", PLAIN)
+    seen: set[tuple[int, ...]] = set()
+    for name, size in (("train", 50), ("holdout", 20), ("test", 30)):
+        split = data.splits[name]
+        assert split.size == size == len(split.dataset)
+        items = [split.dataset[index] for index in range(size)]
+        batch = split.dataset.__getitems__(range(size))
+        assert [(key.tolist(), label) for key, label in items] == [
+            (key.tolist(), label) for key, label in batch
+        ]
+        assert all(int(key[0]) == label for key, label in items)
+        mine = {tuple(key.tolist()) for key, _ in items}
+        assert len(mine) == size
+        assert not seen & mine
+        seen |= mine
+    assert data.classes[0] == "orbits-0"
+    assert data.classes[-1] == "orbits-6"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_nearest_mean_finds_most_classes(kind: str) -> None:
+    """40 classes by the mean ink of 30 training images: chance is 2.5 percent."""
+    data = open_data(
+        f"formula?kind={kind}&classes=40&size=16&train=1200&test=400",
+        ImageView(channels=1, height=16, width=16, mean=(0.0,), std=(1.0,)),
+    )
+    parts = {}
+    for name, size in (("train", 1200), ("test", 400)):
+        ((items, labels),) = DataLoader(data.splits[name].dataset, batch_size=size)
+        images = data.finish(items).flatten(1)
+        # Brightness and contrast are colour, which says nothing of the class.
+        images = images - images.mean(dim=1, keepdim=True)
+        parts[name] = images / images.norm(dim=1, keepdim=True), labels
+    (trained, labels), (tested, truth) = parts["train"], parts["test"]
+    means = torch.stack([trained[labels == label].mean(dim=0) for label in range(40)])
+    guessed = (tested @ (means / means.norm(dim=1, keepdim=True)).T).argmax(dim=1)
+    assert (guessed == truth).float().mean() > 0.25
+
+
+def test_images_are_fitted_to_the_view_and_limited() -> None:
+    view = ImageView(channels=1, height=24, width=20, mean=(0.5,), std=(0.5,))
+    options = DataOptions(train=False, max_test=5)
+    data = open_data("formula?kind=fractal&classes=12&size=16&test=24", view, options=options)
+    assert set(data.splits) == {"test"}
+    assert data.splits["test"].size == 5
+    assert data.finish(keys((0, 1), (1, 1))).shape == (2, 1, 24, 20)
+    assert "16x16 images were stretched to 24x20" in data.notes[1]
+    assert "mean difference of ink below 32 of 255" in data.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("spec", "phrase"),
+    [
+        ("formula?kind=orbit", "no kind 'orbit'.*did you mean 'orbits'"),
+        ("formula?kind=", "no kind ''.*known: orbits, fractal, coordinates"),
+        ("formula?classes=1", "classes=1 is not a whole number from 2 to 2048"),
+        ("formula?classes=99999", "classes=99999 is not a whole number"),
+        ("formula?size=8", "size=8 is not a whole number from 16 to 512"),
+        ("formula?train=0", "train=0 is not a whole number from 1"),
+        ("formula?test=" + "9" * 5000, "is not a whole number from 1"),
+        ("formula?seed=3", "formula has no setting 'seed'"),
+        ("formula:orbits", "formula takes no place, got 'orbits'"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(spec: str, phrase: str) -> None:
+    with pytest.raises(UsageError, match=phrase):
+        open_data(spec, PLAIN)
+
+
+def test_there_is_no_augmentation() -> None:
+    with pytest.raises(UsageError, match="formula has no augmentation"):
+        open_data("formula", PLAIN, options=DataOptions(augment=True))
+
+
+def test_a_model_learns_scores_and_answers_with_the_names_of_the_classes(
+    tmp_path, monkeypatch, capsys
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    spec = "formula?kind=coordinates&classes=3&size=16&train=24&validation=6&test=9"
+    model = (
+        "timm:vit_tiny_patch16_224?pretrained=false&num_classes=3&img_size=16&patch_size=4"
+        "&embed_dim=16&depth=2&num_heads=2&mlp_ratio=1"
+    )
+    fit = ["fit", "--method", "layershuffle", "--model", model, "--data", spec, "--out", "run"]
+    assert main([*fit, "--steps", "2", "--batch-size", "8", "--precision", "fp32"]) == 0
+    assert "24 train, 6 holdout, 9 test images of 3 classes" in capsys.readouterr().out
+    scored = []
+    for size in ("9", "2"):
+        flags = ["--num-orders", "2", "--batch-size", size, "--json"]
+        assert main(["eval", "run", "--data", spec, *flags]) == 0
+        modes = json.loads(capsys.readouterr().out)["modes"]
+        scored.append([mode["cross_entropy"]["mean"] for mode in modes])
+    assert scored[0] == pytest.approx(scored[1], rel=1e-5)  # the model rounds, the images do not
+    # As a file, at the model's size, an image is what the model was trained on, rounded to bytes.
+    assert file_view(load("run")).resize == "squash"
+    pixels = draw_images(keys((1, 5)), kind="coordinates", classes=3, size=16)[0]
+    Image.fromarray((pixels * 255).round().byte().permute(1, 2, 0).numpy()).save("one.png")
+    assert main(["predict", "run", "one.png", "--json"]) == 0
+    assert "coordinates-" in capsys.readouterr().out
