@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,6 +37,8 @@ fit: {steps: 2, batch_size: 4, holdout: 0.3}
 evaluate: {modes: "sequential,arbitrary", num_orders: 2}
 """
 START_SECONDS = 300
+# The longest deadline there is: visits are slow on a busy machine, and hosts are away for a while.
+PATIENT = ("--deadline-ms", "30000")
 
 
 @pytest.fixture(scope="session")
@@ -220,15 +223,20 @@ def test_a_swarm(stranger: Stranger) -> None:
         up = stranger.starts("swarm", "up", "--hosts", "2", "--port", "0", "--state", "s", log=log)
         try:
             address = ("--address", wait_for_address(folder / "up.log", up))
-            assert types("swarm", "status", *address).out.count("healthy") == 2
+            # Hosts of a busy machine are suspect for a moment now and then, so each of these comes
+            # to be true, and need not be so at once.
+            wait_until(lambda: types("swarm", "status", *address).out.count("healthy") == 2)
             # The order is drawn, and a twentieth of all orders is wrong about a picture like this.
-            answer = types("classify", PICTURE, *address).out
+            ask = ("classify", PICTURE, *address, *PATIENT)
+            answer = wait_for(lambda: types(*ask).out, holds=in_full)
             assert re.match(rf"{PICTURE}: \d\d [\d.]+ %, ", answer)
             assert "On images like digit-pairs" in answer
-            sequential = ",".join(map(str, range(12)))
-            answer = types("classify", PICTURE, *address, "--order", sequential).out
+            sequential = ("--order", ",".join(map(str, range(12))))
+            answer = wait_for(lambda: types(*ask, *sequential).out, holds=in_full)
             assert re.match(rf"{PICTURE}: 42 [\d.]+ %", answer)
-            given = types("classify", PICTURE, *address, "--order", "3,0,2", "--json").json()
+            # A step whose host is away is left out and said; the others keep their order.
+            short = (*ask, "--order", "3,0,2", "--json")
+            given = wait_for(lambda: types(*short).json(), holds=lambda a: len(a["blocks"]) == 3)
             assert given["blocks"] == [3, 0, 2]
             drained = types("swarm", "drain", "host-2", "--state", "s").out
             assert "Next: layershuffle swarm readmit host-2 --state s" in drained
@@ -236,7 +244,8 @@ def test_a_swarm(stranger: Stranger) -> None:
             # It starts in the background, and a host without a process cannot be killed.
             wait_until(lambda: types("swarm", "status", *address).out.count("healthy") == 2)
             few = ("--requests", "40", "--state", "s")
-            drill = types("swarm", "drill", *address, *few, "--kill", "0.5").out
+            # Exit code 0: no request was lost or late.
+            drill = types("swarm", "drill", *address, *few, *PATIENT, "--kill", "0.5").out
             assert "1 of 2 hosts dies" in drill
             assert "accuracy of the answers" in drill
         finally:
@@ -246,12 +255,23 @@ def test_a_swarm(stranger: Stranger) -> None:
     assert "The swarm has ended" in (folder / "up.log").read_text()
 
 
+def in_full(answer: str) -> bool:
+    """Whether `classify` printed an answer to which all blocks of the model contributed."""
+    return "\n12 of 12 blocks in " in answer
+
+
 def wait_until(holds: Callable[[], bool]) -> None:
     """Ask again and again, no longer than a start may take."""
+    wait_for(holds, holds=bool)
+
+
+def wait_for(ask: Callable[[], Any], *, holds: Callable[[Any], bool]) -> Any:
+    """The first answer that `holds`; asks again and again, no longer than a start may take."""
     end = time.monotonic() + START_SECONDS
-    while not holds():
-        assert time.monotonic() < end
+    while not holds(answer := ask()):
+        assert time.monotonic() < end, answer
         time.sleep(0.2)
+    return answer
 
 
 def wait_for_address(log: Path, up) -> str:

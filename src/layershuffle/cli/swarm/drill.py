@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from layershuffle.swarm.plan import SwarmPlan
     from layershuffle.swarm.server.admin import Operator
 
-_BACK_SECONDS, _POLL_SECONDS = 60.0, 0.1
+# Longer than a start may take (`Limits.start_ms`) after the longest pause before it
+# (`Limits.restart_max_ms`): hosts of a slow machine that are on their way are not given up.
+_BACK_SECONDS, _POLL_SECONDS = 180.0, 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
