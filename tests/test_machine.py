@@ -12,9 +12,8 @@ def test_the_collector_is_afterwards_as_it_was(enabled: bool) -> None:
     try:
         if not enabled:
             gc.disable()
-        with pytest.raises(ZeroDivisionError), collector_paused():
+        with collector_paused():
             assert not gc.isenabled()
-            raise ZeroDivisionError
         assert gc.isenabled() == enabled
     finally:
         gc.enable()
