@@ -136,6 +136,9 @@ def test_committed_reports_say_what_the_committed_results_say(repository, tmp_pa
         assert table_cells(study / page) == table_cells(stored / page), page
     assert judgements(study / "claims.md") == judgements(stored / "claims.md")
     assert len(judgements(stored / "claims.md")) == (19 if name == "digits-paper" else 0)
+    headings = re.findall("^## (.+)", (stored / "report.md").read_text(), re.MULTILINE)
+    named = {heading: re.findall(r"(?:Figure|Table) \d", heading) for heading in headings}
+    assert [heading for heading, ids in named.items() if len(ids) > len(set(ids))] == []
     assert len((stored / "report.md").read_text().splitlines()) < 500
 
 

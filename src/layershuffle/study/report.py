@@ -299,8 +299,7 @@ def _analysis_sections(study: Study) -> list[Section]:
             group.append((task.name, task.arm, outcome.result))
     return [
         Section(
-            # Of the analyses only this one has a figure in the paper.
-            title=f"Figure 4: {group[0][2].title}" if name == "umap" else group[0][2].title,
+            title=group[0][2].title,
             sentences=tuple(
                 f"{label(arm)} ({task}): {result.paragraph}"
                 for task, arm, result in group
@@ -312,7 +311,7 @@ def _analysis_sections(study: Study) -> list[Section]:
                 for file in result.pictures
             ),
         )
-        for name, group in groups.items()
+        for group in groups.values()
     ]
 
 
