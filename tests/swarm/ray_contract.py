@@ -206,7 +206,7 @@ def readable(address: str) -> tuple[str, int]:
     raw, _, port = address.partition(":")
     words = [bytes.fromhex(raw[i : i + 8])[::-1] for i in range(0, len(raw), 8)]
     ip = ipaddress.ip_address(b"".join(words))
-    return str(getattr(ip, "ipv4_mapped", None) or address_read), int(port, 16)
+    return str(getattr(ip, "ipv4_mapped", None) or ip), int(port, 16)
 
 
 async def run_all(ray: Any, out: Path, *, channel: bool) -> None:

@@ -285,9 +285,7 @@ def test_a_canary_that_breaks_is_held_against_its_host_alone(caplog):
         await until(lambda: condition(coordinator, "a") == "healthy")
 
     coordinated(check)
-    (first, *_) = [
-        record for record in caplog.records if "canary of host a broke" in record.message
-    ]
+    (first, *_) = [log for log in caplog.records if "canary of host a broke" in log.message]
     assert first.exc_info[0] is ValueError
 
 
@@ -348,9 +346,7 @@ def test_a_bring_up_that_breaks_is_told_and_tried_again(caplog):
         await until(lambda: condition(coordinator, "a") == "healthy")
 
     coordinated(check)
-    (first, *_) = [
-        record for record in caplog.records if "Work with host a broke" in record.message
-    ]
+    (first, *_) = [log for log in caplog.records if "Work with host a broke" in log.message]
     assert first.exc_info[0] is KeyError
 
 
