@@ -58,7 +58,7 @@ LIMITS = Limits(
 )  # fmt: skip
 PLAN = SwarmPlan(
     model="pico",
-    hosts={name: HostPlan(blocks=held) for name, held in BLOCKS.items()},
+    hosts={name: HostPlan(blocks=blocks) for name, blocks in BLOCKS.items()},
     limits=LIMITS,
 )
 

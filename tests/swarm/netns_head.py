@@ -37,8 +37,8 @@ class Log:
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", buffering=1)
 
-    def __call__(self, what: str, **said: Any) -> None:
-        self._file.write(json.dumps({"t": time.monotonic(), "what": what, **said}) + "\n")
+    def __call__(self, what: str, **facts: Any) -> None:
+        self._file.write(json.dumps({"t": time.monotonic(), "what": what, **facts}) + "\n")
 
 
 def main(directory: Path, ip: str) -> None:

@@ -57,8 +57,8 @@ async def no_port_answers_without_the_token(rig: Rig) -> None:
     members = [*members_of_cluster(), os.getpid()]
     ports = {port for pid in members for _, port in listening(pid)}
     assert len(ports) >= 4 + len(BLOCKS)  # GCS, two of the raylet, an agent, this process
-    said = {port: await asyncio.to_thread(status_at, port) for port in ports}
-    assert set(said.values()) == {None, 401}, said
+    statuses = {port: await asyncio.to_thread(status_at, port) for port in ports}
+    assert set(statuses.values()) == {None, 401}, statuses
 
 
 def status_at(port: int) -> int | None:
@@ -112,7 +112,7 @@ async def a_client_without_the_token_gets_nothing(rig: Rig) -> None:
     address = rig.ray.get_runtime_context().gcs_address
     wrong = Path(os.environ["RAY_AUTH_TOKEN_PATH"]).with_name("wrong")
     wrong.write_text("0" * 64)
-    for environment, said in (
+    for environment, answer in (
         ({"RAY_AUTH_MODE": "disabled"}, "AuthenticationError"),
         ({"RAY_AUTH_TOKEN_PATH": str(wrong)}, "AuthenticationError"),
         ({}, "in"),
@@ -126,7 +126,7 @@ async def a_client_without_the_token_gets_nothing(rig: Rig) -> None:
             timeout=2 * HANGS,
             check=False,
         )
-        assert done.stdout.split()[:1] == [said], done.stdout + done.stderr
+        assert done.stdout.split()[:1] == [answer], done.stdout + done.stderr
 
 
 async def hosts_outlive_their_coordinator(rig: Rig) -> None:
@@ -205,8 +205,8 @@ def readable(address: str) -> tuple[str, int]:
     """Address and port of an entry of /proc/net/tcp as people write them."""
     raw, _, port = address.partition(":")
     words = [bytes.fromhex(raw[i : i + 8])[::-1] for i in range(0, len(raw), 8)]
-    found = ipaddress.ip_address(b"".join(words))
-    return str(getattr(found, "ipv4_mapped", None) or found), int(port, 16)
+    ip = ipaddress.ip_address(b"".join(words))
+    return str(getattr(ip, "ipv4_mapped", None) or ip), int(port, 16)
 
 
 async def run_all(ray: Any, out: Path, *, channel: bool) -> None:
@@ -230,9 +230,9 @@ async def checked(rig: Rig, check: Any) -> None:
         await check(rig)
 
 
-def tell(out: Path, name: str, **said: Any) -> None:
+def tell(out: Path, name: str, **facts: Any) -> None:
     with out.open("a") as file:
-        file.write(json.dumps({"name": name, **said}) + "\n")
+        file.write(json.dumps({"name": name, **facts}) + "\n")
 
 
 def main(out: Path) -> None:

@@ -61,8 +61,8 @@ def names_of(directory: Path) -> set[str]:
     return names
 
 
-def tell(**said: Any) -> None:
-    print(json.dumps(said), flush=True)
+def tell(**facts: Any) -> None:
+    print(json.dumps(facts), flush=True)
 
 
 if __name__ == "__main__":

@@ -95,11 +95,11 @@ def test_visits_that_wait_go_together(calls):
 
 def test_visits_meet_at_the_blocks_they_share(calls):
     bundle = bundle_of("timm-vit")
-    one, two = states(2)
+    first, second = states(2)
 
     async def work(host):
         return await behind_a_closed_gate(
-            host, calls, lambda: [visit(host, [0, 2], one), visit(host, [2, 1], two)]
+            host, calls, lambda: [visit(host, [0, 2], first), visit(host, [2, 1], second)]
         )
 
     answers = run(work, host_with(bundle))
@@ -107,7 +107,7 @@ def test_visits_meet_at_the_blocks_they_share(calls):
     assert calls == [(digest[0], 1), (digest[2], 2), (digest[1], 1)]
     assert all(1 < answer.batch < 2 for answer in answers), "one block alone, one with another"
     blocks = {b: read_program(bundle.program).bind(t) for b, t in bundle.tensors.items()}
-    for state, order, answer in zip((one, two), ((0, 2), (2, 1)), answers, strict=True):
+    for state, order, answer in zip((first, second), ((0, 2), (2, 1)), answers, strict=True):
         wanted = torch.tensor(state)
         for block in order:
             wanted = blocks[block](wanted)
@@ -247,7 +247,9 @@ def test_a_swap_under_load_loses_nothing(calls):
     bundle = bundle_of("timm-vit")
     sibling = make_bundle(ls.wrap(redraw(FAMILIES["timm-vit"].plain(), seed=5)), blocks=[0])
     state, code = states(1)[0], read_program(bundle.program)
-    old, new = (code.bind(one.tensors[0])(torch.tensor(state)).numpy() for one in (bundle, sibling))
+    old, new = (
+        code.bind(source.tensors[0])(torch.tensor(state)).numpy() for source in (bundle, sibling)
+    )
 
     async def work(host):
         calls.gate.clear()
@@ -271,7 +273,7 @@ def test_a_swap_under_load_loses_nothing(calls):
 def test_what_does_not_fit_is_not_loaded():
     bundle, other = bundle_of("timm-vit"), bundle_of("hf-siglip")
     host = host_with(bundle, blocks=[0, 1])
-    held = host.info().blocks
+    before = host.info().blocks
     wide = {"norm1.weight": torch.zeros(48)}
     for program, content, message, kind in (
         (bundle.program, bundle.tensors[2][:-8], "not whole", ModelFileError),
@@ -281,7 +283,7 @@ def test_what_does_not_fit_is_not_loaded():
     ):
         with pytest.raises(kind, match=message):
             host.load(program, [2], content)
-    assert host.info().blocks == held == {b: bundle.digests[b] for b in (0, 1)}
+    assert host.info().blocks == before == {b: bundle.digests[b] for b in (0, 1)}
     host.close()
 
 
@@ -343,7 +345,7 @@ def test_closing_turns_everybody_away(calls):
         await until(calls.begun)
         host.close()
         results = await asyncio.gather(*tasks, return_exceptions=True)
-        assert all(isinstance(one, HostUnavailable) for one in results)
+        assert all(isinstance(result, HostUnavailable) for result in results)
         calls.gate.set()
         name = "host-pi"
         await until(lambda: not any(t.name.startswith(name) for t in threading.enumerate()))

@@ -112,9 +112,9 @@ class Moody(nn.Module):
 
 def test_models_that_hosts_cannot_run_are_refused():
     family = FAMILIES["timm-vit"]
-    told = add_position(family.wrapped(), encoding=EncodingForm()).eval()
+    model = add_position(family.wrapped(), encoding=EncodingForm()).eval()
     with pytest.raises(UsageError, match="need a position encoding"):
-        make_bundle(told)
+        make_bundle(model)
     with pytest.raises(UsageError, match="training mode"):
         make_bundle(family.wrapped().train())
     with pytest.raises(UsageError, match="float32"):

@@ -66,7 +66,7 @@ def made_up(depth=DEPTH, *, weights="w", classes=tuple("abcde")):
 def test_equal_to_a_slow_count():
     """Every cell and every late block, order by order, image by image."""
     model = digits_model()
-    found = calibrate(model, DATA, orders=3, images=25, seed=5, batch_size=10)
+    calibration = calibrate(model, DATA, orders=3, images=25, seed=5, batch_size=10)
     data = open_data(DATA, image_view(model), options=DataOptions(train=False, max_test=25))
     items = [data.splits["test"].dataset[index] for index in range(25)]
     items = [(data.finish(pixels[None]), label) for pixels, label in items]
@@ -76,31 +76,36 @@ def test_equal_to_a_slow_count():
         with torch.inference_mode(), running(model, order):
             return np.array([int(model(x).argmax()) == label for x, label in items])
 
-    cells = [row.cell for row in found.rows]
+    cells = [row.cell for row in calibration.rows]
     assert cells == [
         Cell(kept, passes, parallel)
         for parallel in (1, 2, 3, 4)
         for passes, most in ((1, 3), (2, 2), (3, 1))
         for kept in range(1, most + 1)
     ]
-    for row in found.rows:
+    for row in calibration.rows:
         orders = [overlapped(blocks, row.cell, depth=3) for blocks in draws]
         shares = [100 * right(order).mean() for order in orders]
         assert row.top1 == pytest.approx(np.mean(shares))
         assert row.sd_orders == pytest.approx(np.std(shares, ddof=1))
         assert 0 <= row.low <= row.top1 <= row.high <= 100
         assert (row.orders_low, row.orders_high) == (min(shares), max(shares))
-    for age, top1 in enumerate(found.late, start=1):
+    for age, top1 in enumerate(calibration.late, start=1):
         orders = [late_last(blocks, age, depth=3) for blocks in draws]
         assert top1 == pytest.approx(np.mean([100 * right(order).mean() for order in orders]))
-    assert len(found.late) == 2
-    assert (found.split, found.orders, found.images, found.seed) == ("test", 3, 25, 5)
-    assert found.classes[:2] == ("00", "01")
-    assert found.weights == weights_digest(model)
+    assert len(calibration.late) == 2
+    assert (calibration.split, calibration.orders, calibration.images, calibration.seed) == (
+        "test",
+        3,
+        25,
+        5,
+    )
+    assert calibration.classes[:2] == ("00", "01")
+    assert calibration.weights == weights_digest(model)
     clusters = ImageGroups(data.splits["test"].groups.numpy())
     counts = [round(clusters.effective(right(blocks[:2])), 1) for blocks in draws]
-    assert found.queue[1].effective == pytest.approx(3 / sum(1 / count for count in counts))
-    assert found == calibrate(model, DATA, orders=3, images=25, seed=5, batch_size=25)
+    assert calibration.queue[1].effective == pytest.approx(3 / sum(1 / count for count in counts))
+    assert calibration == calibrate(model, DATA, orders=3, images=25, seed=5, batch_size=25)
 
 
 def test_all_numbers_of_blocks_cost_little_more_than_one():
@@ -168,8 +173,8 @@ def test_what_pays_is_run():
 
 def test_expected_of_what_ran():
     calibration = with_rows(GRID)
-    found = expected_at(calibration, Cell(2, 2, 3))
-    assert (found.top1, found.kept, found.passes, found.parallel) == (82, 2, 2, 3)
+    expected = expected_at(calibration, Cell(2, 2, 3))
+    assert (expected.top1, expected.kept, expected.passes, expected.parallel) == (82, 2, 2, 3)
     assert expected_at(calibration, Cell(3, 2)).top1 == 90, "the most passes that were measured"
     assert expected_at(calibration, Cell(3, 1, 4)) is None
 
@@ -220,7 +225,7 @@ def test_intervals_hold_both_spreads():
 def test_the_interval_covers(images):
     """Simulated truth, orders and images both vary: 95 % intervals hold it in 92 % or more."""
     rng = np.random.default_rng(images)
-    held = 0
+    covered = 0
     for _ in range(300):
         ease = rng.normal(0.5, 1.0, images)  # of an image, shared by all orders
         orders = rng.normal(0.0, 0.3, 8)
@@ -228,8 +233,8 @@ def test_the_interval_covers(images):
         (row,) = rows_of(of_one_block(100 * right.mean(axis=1), images=images))
         spread = math.sqrt(1.0 + 0.3**2 + 0.5**2)
         truth = 50 * (1 + math.erf(0.5 / spread / math.sqrt(2)))
-        held += row.low <= truth <= row.high
-    assert held >= 0.92 * 300
+        covered += row.low <= truth <= row.high
+    assert covered >= 0.92 * 300
 
 
 def test_the_range_over_orders_holds_nine_of_ten():

@@ -57,18 +57,18 @@ class Bridge(httpx.BaseTransport):
 @contextmanager
 def blocking(**options):
     """(client, site) with the gateway in a thread of its own."""
-    started, done, found = threading.Event(), asyncio.Event(), []
+    started, done, running = threading.Event(), asyncio.Event(), []
 
     async def serve():
         async with site(**options) as place:
-            found.extend([place, asyncio.get_running_loop()])
+            running.extend([place, asyncio.get_running_loop()])
             started.set()
             await done.wait()
 
     thread = threading.Thread(target=asyncio.run, args=[serve()])
     thread.start()
     assert started.wait(120)
-    place, loop = found
+    place, loop = running
     try:
         with SwarmClient(URL, api_key=KEY, transport=Bridge(place.app, loop)) as client:
             yield client, place
@@ -84,7 +84,8 @@ def test_every_kind_of_image(tmp_path):
     with blocking(keys=[KEY]) as (client, _):
         asked = {"order": [2, 0], "top_k": 2, "deadline_ms": 5000.0, "min_blocks": 2}
         answers = [
-            client.classify(one, **asked) for one in (image, path, str(path), path.read_bytes())
+            client.classify(image_like, **asked)
+            for image_like in (image, path, str(path), path.read_bytes())
         ]
         several = client.classify([image, path], order="2,0")
         rounds = client.classify(image, order=ExecutionOrder.parse("3+1,0,3", depth=DEPTH))
@@ -255,10 +256,10 @@ def papers(tmp_path_factory):
 @contextmanager
 def started(serving):
     """What `serving(told)` tells from a thread of its own; it is cancelled at the end."""
-    found, ready, running = [], threading.Event(), []
+    reports, ready, running = [], threading.Event(), []
 
     def tell(what):
-        found.append(what)
+        reports.append(what)
         ready.set()
 
     async def go():
@@ -274,7 +275,7 @@ def started(serving):
     thread.start()
     try:
         assert ready.wait(60)
-        yield found[0]
+        yield reports[0]
     finally:
         task, loop = running
         loop.call_soon_threadsafe(task.cancel)
@@ -313,9 +314,9 @@ def test_https_from_the_flags_to_the_answer(papers, tmp_path, capsys, monkeypatc
 
     image = tmp_path / "image.png"
     image.write_bytes(file_of(picture()))
-    with started(serving) as (url, said):
+    with started(serving) as (url, text):
         assert url.startswith("https://127.0.0.1:")
-        assert f"classify IMAGE --address {url} --authority FILE --api-key-file FILE\n" in said
+        assert f"classify IMAGE --address {url} --authority FILE --api-key-file FILE\n" in text
         with SwarmClient(url, api_key=KEY, authority=papers / "ca.pem") as client:
             assert sorted(client.classify(image).blocks) == list(range(DEPTH))
             assert client.health().watching is True
@@ -390,7 +391,7 @@ def test_certificates_that_cannot_be_used(papers, tmp_path):
     words = ["openssl", "pkey", "-in", key, "-aes256", "-passout", "pass:secret", "-out", locked]
     subprocess.run(words, check=True, capture_output=True, timeout=HANGS)
     locked.chmod(0o600)
-    for chain, secret, said in [
+    for chain, secret, phrase in [
         (certificate, shown, "Other users may read"),
         (certificate, locked, "The key is encrypted"),
         (papers / "ca.pem", key, "cannot be used"),
@@ -398,7 +399,7 @@ def test_certificates_that_cannot_be_used(papers, tmp_path):
         (certificate, papers / "missing", "is not there"),
         (key, key, "cannot be used"),
     ]:
-        with pytest.raises(UsageError, match=said):
+        with pytest.raises(UsageError, match=phrase):
             server_context(chain, secret)
     for authority in (papers / "missing", written(tmp_path / "no.pem", "no certificate")):
         with pytest.raises(UsageError, match="authority's certificate cannot be read"):

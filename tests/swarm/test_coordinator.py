@@ -132,7 +132,7 @@ def test_machines_that_are_not_known_for_a_while_change_nothing(caplog):
         del hosts.raises["nodes"]
         _, route = await walked(coordinator)
         assert route.ending == "complete"
-        assert len([one for one in hosts.log if one[0] == "start"]) == 2
+        assert len([call for call in hosts.log if call[0] == "start"]) == 2
 
     coordinated(check)
     assert "the head does not answer" in caplog.text
@@ -285,7 +285,7 @@ def test_a_canary_that_breaks_is_held_against_its_host_alone(caplog):
         await until(lambda: condition(coordinator, "a") == "healthy")
 
     coordinated(check)
-    (first, *_) = [one for one in caplog.records if "canary of host a broke" in one.message]
+    (first, *_) = [log for log in caplog.records if "canary of host a broke" in log.message]
     assert first.exc_info[0] is ValueError
 
 
@@ -346,7 +346,7 @@ def test_a_bring_up_that_breaks_is_told_and_tried_again(caplog):
         await until(lambda: condition(coordinator, "a") == "healthy")
 
     coordinated(check)
-    (first, *_) = [one for one in caplog.records if "Work with host a broke" in one.message]
+    (first, *_) = [log for log in caplog.records if "Work with host a broke" in log.message]
     assert first.exc_info[0] is KeyError
 
 

@@ -315,9 +315,9 @@ def test_a_drill_that_breaks_mends_what_it_broke(monkeypatch):
     operator = FakeOperator()
     with pytest.raises(RuntimeError, match="no gateway"):
         asyncio.run(drilled(monkeypatch, operator, ask, requests=40, concurrency=1))
-    ((crash, host),) = [told for told in operator.told if told[0] in ("crash", "freeze")]
+    ((crash, host),) = [order for order in operator.told if order[0] in ("crash", "freeze")]
     assert crash == "crash"
-    assert [told for told in operator.told if told[0] == "rejoin"] == [("rejoin", host)]
+    assert [order for order in operator.told if order[0] == "rejoin"] == [("rejoin", host)]
     assert operator.told[-1] == ("routing", "sequential")
 
 
@@ -336,7 +336,7 @@ def test_ctrl_c_mends_too_and_after_the_fault_under_way(monkeypatch):
 
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(go())
-    faults = [told for told in operator.told if told[0] != "routing"]
+    faults = [order for order in operator.told if order[0] != "routing"]
     assert faults == [("crash", faults[0][1]), ("rejoin", faults[0][1])]
     assert set(operator.conditions.values()) == {"healthy"}
 

@@ -57,9 +57,9 @@ def test_a_visit_and_its_answer_come_out_as_they_went_in(wire):
 
 @pytest.mark.parametrize("kind", [HostFailed, HostUnavailable, WorkExpired])
 def test_a_failure_comes_out_as_it_went_in(kind):
-    with pytest.raises(kind, match="no time for Zoë") as told:
+    with pytest.raises(kind, match="no time for Zoë") as caught:
         read_answer(*split(b"".join(failure_frame(1, kind("no time for Zoë")))))
-    assert type(told.value) is kind
+    assert type(caught.value) is kind
 
 
 @pytest.mark.parametrize("blocks", [(), (1, 2)])

@@ -46,16 +46,16 @@ def known(*hosts):
 
 
 def test_who_is_due():
-    held = frozenset({0, 1})
+    blocks = frozenset({0, 1})
     swarm = Swarm(
         [
-            HostView("fresh", held),
-            HostView("gone", held, "gone"),
-            HostView("late", held, "suspect", retry_at=11.0),
-            HostView("now", held, "suspect", retry_at=9.0),
-            HostView("old", held),
-            HostView("out", held, "shut-out"),
-            HostView("strange", held),
+            HostView("fresh", blocks),
+            HostView("gone", blocks, "gone"),
+            HostView("late", blocks, "suspect", retry_at=11.0),
+            HostView("now", blocks, "suspect", retry_at=9.0),
+            HostView("old", blocks),
+            HostView("out", blocks, "shut-out"),
+            HostView("strange", blocks),
         ]
     )
     names = ("fresh", "gone", "late", "now", "old", "out")

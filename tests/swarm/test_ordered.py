@@ -77,17 +77,17 @@ def test_a_step_on_an_older_state_does_not_wait_for_the_newest():
     three = sent((0, "c", 3))
     assert next_of("3,2@0", A, B, C, visits=three).position == 1
     assert next_of("3,2,0@1", A, B, C, visits=three) == Wait(0.99)
-    two = sent((1, "b", 2))
-    assert next_of("3,2,0@1", A, B, C, ran="x", visits=two).position == 2
+    visits = sent((1, "b", 2))
+    assert next_of("3,2,0@1", A, B, C, ran="x", visits=visits).position == 2
 
 
 def test_blocks_that_nobody_else_reads_between_share_a_visit():
-    held = frozenset({0, 1, 2})
-    assert stretch(order_of("0,1,0,3"), 0, held=held) == (0, 1, 0)
-    assert stretch(order_of("0,1,2@1"), 0, held=held) == (0,), "2 reads the state between"
-    assert stretch(order_of("0+1,2"), 0, held=held) == (0,)
-    assert stretch(order_of("0+1,2,0"), 1, held=held) == (1,)
-    assert stretch(order_of("0+1,2,0"), 2, held=held) == (2, 0)
+    blocks = frozenset({0, 1, 2})
+    assert stretch(order_of("0,1,0,3"), 0, held=blocks) == (0, 1, 0)
+    assert stretch(order_of("0,1,2@1"), 0, held=blocks) == (0,), "2 reads the state between"
+    assert stretch(order_of("0+1,2"), 0, held=blocks) == (0,)
+    assert stretch(order_of("0+1,2,0"), 1, held=blocks) == (1,)
+    assert stretch(order_of("0+1,2,0"), 2, held=blocks) == (2, 0)
     quick = host("a", 0, 1, compute=0.001)
     assert next_of("0,1,0", quick).visit.blocks == (0, 1, 0)
     short = next_of("0,1,0", host("a", 0, 1), deadline=0.02)
@@ -177,7 +177,7 @@ def test_answers_are_added_up_in_the_order_of_the_steps():
     async def go():
         transport = Scripted({"a": [0.03], "b": [0.02], "c": [0.01]})
         router = Router(transport, depth=DEPTH, limits=limits, clock=loop_time)
-        router.swarm = Swarm(HostView(name, frozenset(held)) for name, held in HOSTS.items())
+        router.swarm = Swarm(HostView(name, frozenset(blocks)) for name, blocks in HOSTS.items())
         return await router.walk(start, deadline=1.0, order=order_of("0+1+3"))
 
     limits = SCRIPTED_LIMITS.model_copy(update={"hop_floor_ms": 500.0})

@@ -41,7 +41,7 @@ A, B, C = host("a", 0, 1), host("b", 2), host("c", 3)
 
 def test_idle_hosts_get_a_block_each():
     assert next_of(A, B, C) == Visit("a", (0,), limit=0.1)
-    a, b, c = (replace(one, waiting=1) for one in (A, B, C))
+    a, b, c = (replace(host, waiting=1) for host in (A, B, C))
     assert next_of(a, B, C, under_way=under_way(("a", (0,), 0))).host == "b"
     assert next_of(a, b, C, under_way=under_way(("a", (0,), 0))).host == "c"
     two = under_way(("a", (0,), 0), ("c", (3,), 0))
@@ -124,8 +124,8 @@ def test_a_slow_host_takes_part_if_it_may_be_back_in_time():
     assert busy.host != "d", "a busy swarm has no visits to spare"
     ended = progress.after((1, 2))
     ended = replace(ended, under_way=(UnderWay("d", (3,), 0, waited=False),))
-    found = decide_overlap(ended, Swarm(hosts), now=0.0, limits=limits, rounds=two)
-    assert found == Finish("unreachable"), "nobody waits for it"
+    decision = decide_overlap(ended, Swarm(hosts), now=0.0, limits=limits, rounds=two)
+    assert decision == Finish("unreachable"), "nobody waits for it"
 
 
 def test_the_width_is_that_of_the_blocks_that_run():

@@ -131,7 +131,9 @@ def test_a_viewer_who_never_reads_is_dropped_and_holds_nobody_up():
 
             def dropped():
                 open_now = list(server.server_state.connections)
-                unsent.extend(one.transport.get_write_buffer_size() for one in open_now)
+                unsent.extend(
+                    connection.transport.get_write_buffer_size() for connection in open_now
+                )
                 return site.router.watcher is None and not open_now
 
             for seed in range(3):

@@ -40,7 +40,7 @@ def test_a_plan_survives_its_file(tmp_path):
 )
 def test_even_plans(hosts, replicas, held):
     plan = even_plan(5, hosts, replicas=replicas)
-    assert [one.blocks for one in plan.hosts.values()] == held
+    assert [host.blocks for host in plan.hosts.values()] == held
     plan.check(5)
 
 

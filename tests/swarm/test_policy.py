@@ -119,8 +119,8 @@ def test_enough_is_enough():
     assert next_of(a, b, most=1, order=(2, 3)).blocks == (2,), "an order asked for is run whole"
     assert next_of(a, b, most=1, routing="sequential", done=(0, 1)).blocks == (2,)
     asked = Progress(4, 1.0, most=3, done=(0, 1, 3))
-    told = skipped(asked, Swarm([a, b]), ending="enough", limits=LIMITS)
-    assert told == {2: "the plan lets requests do with 3 blocks"}
+    skips = skipped(asked, Swarm([a, b]), ending="enough", limits=LIMITS)
+    assert skips == {2: "the plan lets requests do with 3 blocks"}
 
 
 def test_whoever_is_furthest_behind_its_share_goes_first():
@@ -194,8 +194,8 @@ def test_a_visit_hedges_what_it_repeats():
 
 def test_every_skipped_block_has_its_reason():
     swarm = Swarm([host("a", 0, condition="suspect", why="no answer in time"), host("b", 1)])
-    told = skipped(Progress(4, 1.0, order=(0, 1, 3)), swarm, ending="deadline", limits=LIMITS)
-    assert told == {
+    skips = skipped(Progress(4, 1.0, order=(0, 1, 3)), swarm, ending="deadline", limits=LIMITS)
+    assert skips == {
         0: "host a is suspect: no answer in time",
         1: "the deadline was near",
         2: "the order asked for leaves it out",
@@ -292,9 +292,9 @@ def test_every_reachable_block_runs_when_time_allows(hosts, faults, demanding):
     pace = swarm.pace(LIMITS)
     reachable = {
         block
-        for one in swarm.values()
-        if one.usable and (demanding or not state.is_slow(one, pace=pace, limits=LIMITS))
-        for block in one.blocks
+        for host in swarm.values()
+        if host.usable and (demanding or not state.is_slow(host, pace=pace, limits=LIMITS))
+        for block in host.blocks
     }
     assert reachable <= set(progress.done)
 

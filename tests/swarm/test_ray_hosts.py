@@ -104,16 +104,16 @@ def run_program(out):
         text=True,
     )
     try:
-        said, _ = process.communicate(timeout=PROGRAM_SECONDS)
+        output, _ = process.communicate(timeout=PROGRAM_SECONDS)
     except subprocess.TimeoutExpired:
         process.kill()  # its cluster ends with it
-        said, _ = process.communicate()
-    tell(out, name="ended", code=process.returncode, said=said)
+        output, _ = process.communicate()
+    tell(out, name="ended", code=process.returncode, said=output)
 
 
-def tell(out, **said):
+def tell(out, **facts):
     with out.open("a") as file:
-        file.write(json.dumps(said) + "\n")
+        file.write(json.dumps(facts) + "\n")
 
 
 @pytest.mark.parametrize(
@@ -182,12 +182,12 @@ def test_errors_of_ray_become_ours(raised, becomes, says):
     async def fails():
         raise raised
 
-    with pytest.raises(becomes, match=says) as told:
+    with pytest.raises(becomes, match=says) as caught:
         asyncio.run(called(FakeRay(), fails, host="a"))
-    assert type(told.value) is becomes
+    assert type(caught.value) is becomes
     # Clients read the cause: Ray's words, and its types, are for the log.
     for word in ("no way", "oops", "KeyError", "Actor", "PendingCalls", "Task"):
-        assert word not in told.value.cause
+        assert word not in caught.value.cause
 
 
 def test_a_cancelled_call_is_dropped_at_the_host():
@@ -325,10 +325,10 @@ def test_a_bad_token_file_is_told_at_once(tmp_path, make, says):
     """Ray itself would try for 20 seconds first."""
     path = tmp_path / "token"
     make(path)
-    with pytest.raises(UsageError, match=says) as told, joined_ray("127.0.0.1:9", token=path):
+    with pytest.raises(UsageError, match=says) as caught, joined_ray("127.0.0.1:9", token=path):
         pass
-    assert str(path) in str(told.value)
-    assert told.value.exit_code == 2
+    assert str(path) in str(caught.value)
+    assert caught.value.exit_code == 2
 
 
 def written(path, text, mode):
@@ -365,8 +365,10 @@ def test_tls_files_are_checked(tmp_path):
 
 def test_environment(tmp_path):
     tls = Tls(tmp_path / "cert", tmp_path / "key", tmp_path / "ca")
-    made = environment(tmp_path / "t", tls=tls, store=tmp_path / "gcs", threads=3, loopback=True)
-    assert made == {
+    variables = environment(
+        tmp_path / "t", tls=tls, store=tmp_path / "gcs", threads=3, loopback=True
+    )
+    assert variables == {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(tmp_path / "t"),
         "RAY_worker_niceness": "0",
@@ -405,8 +407,8 @@ def test_commands(tmp_path):
     assert host["address"] == "10.0.0.1:6400"
     assert {"block", "head"} <= head.keys()
     assert "block" in host
-    for found, first in ((head, 6400), (host, 7000)):
-        ports = [int(value) for name, value in found.items() if name.endswith("-port")]
+    for ports_of, first in ((head, 6400), (host, 7000)):
+        ports = [int(value) for name, value in ports_of.items() if name.endswith("-port")]
         ports = [port for port in ports if port]
         assert len(set(ports)) == len(ports)
         assert all(first <= port < first + 100 for port in ports)

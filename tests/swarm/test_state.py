@@ -178,7 +178,7 @@ def test_swarm_is_a_value_sorted_by_name():
     assert list(first) == ["a", "b"]
     assert first["b"].blocks == {0}
     assert second["b"].blocks == {1}
-    assert [one.name for one in second.holders(1)] == ["a", "b"]
+    assert [host.name for host in second.holders(1)] == ["a", "b"]
     assert list(second.without("a")) == ["b"]
 
 

@@ -81,10 +81,10 @@ def test_errors_are_one_paragraph(capsys, monkeypatch, tmp_path, words, code, ph
     monkeypatch.setenv("HOME", str(tmp_path))
     with tempfile.TemporaryDirectory(prefix="ls-") as short:  # a socket's path is
         monkeypatch.setenv("XDG_STATE_HOME", short)
-        found, out, err = run(capsys, *words)
+        status, out, err = run(capsys, *words)
     # What takes seconds is said before.
     loading = "  0.0 s  Loading dir:/nowhere, to see how many blocks it has ...\n"
-    assert (found, out.removeprefix(loading)) == (code, "")
+    assert (status, out.removeprefix(loading)) == (code, "")
     assert err.startswith("error: ")
     assert err.count("\n") == 1
     assert phrase in err
@@ -381,14 +381,14 @@ def test_of_a_plans_donors_only_their_blocks_are_read(tmp_path, monkeypatch, sib
     cargo = services.load_cargo(plan)
     assert loaded == [plan.model]
     donor = make_bundle(ls.load(str(place)))
-    found = cargo.bundles[str(place)]
-    assert dict(found.tensors) == {2: donor.tensors[2]}
-    assert found.program == donor.program
+    bundle = cargo.bundles[str(place)]
+    assert dict(bundle.tensors) == {2: donor.tensors[2]}
+    assert bundle.program == donor.program
     start = cargo.bundles[plan.model].sample
-    assert (found.sample == start).all()
+    assert (bundle.sample == start).all()
     with torch.no_grad():
         after = ls.blocks_of(ls.load(str(place)))[2](torch.from_numpy(start.copy()))
-    assert (found.compute(2, start) == after.numpy()).all()
+    assert (bundle.compute(2, start) == after.numpy()).all()
     assert set(cargo.bundles[plan.model].tensors) == {0, 1, 2, 3}
 
 

@@ -40,7 +40,7 @@ def layershuffle(*words):
 
 def session_processes(leader):
     """Every process of the session that `leader` leads."""
-    found = []
+    processes = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
@@ -48,8 +48,8 @@ def session_processes(leader):
             except (FileNotFoundError, ProcessLookupError):
                 continue
             if int(fields[3]) == leader and fields[0] != "Z":
-                found.append(int(entry.name))
-    return found
+                processes.append(int(entry.name))
+    return processes
 
 
 @pytest.fixture(scope="module")
@@ -71,11 +71,11 @@ def swarm(tmp_path_factory):
     )  # fmt: skip
     try:
         end = time.monotonic() + START_SECONDS
-        while not (found := re.search(r"answers at (\S+)", (place / "log").read_text())):
+        while not (match := re.search(r"answers at (\S+)", (place / "log").read_text())):
             assert process.poll() is None, (place / "log").read_text()
             assert time.monotonic() < end, (place / "log").read_text()
             time.sleep(0.2)
-        yield process, found[1], str(place / "s")
+        yield process, match[1], str(place / "s")
     finally:
         log.close()
         for pid in session_processes(process.pid):
@@ -85,8 +85,8 @@ def swarm(tmp_path_factory):
 
 def test_up_answers_and_says_what_to_type(swarm):
     process, address, state = swarm
-    said = (Path(state).parent / "log").read_text()
-    steps = re.findall(r"^ *[\d.]+ s  (.+)$", said, re.MULTILINE)
+    text = (Path(state).parent / "log").read_text()
+    steps = re.findall(r"^ *[\d.]+ s  (.+)$", text, re.MULTILINE)
     assert steps[:2] == [
         "Loading bundled:digits-swarm, and connecting to Ray ...",
         "Starting 3 block hosts ...",
@@ -196,7 +196,7 @@ def test_ctrl_c_leaves_no_process_behind(swarm):
         assert time.monotonic() < end, left
         time.sleep(0.1)
     assert list(Path(state).iterdir()) == []
-    said = (Path(state).parent / "log").read_text()
-    assert "Traceback" not in said
-    assert said.endswith("The swarm has ended, with all its hosts.\n")
+    text = (Path(state).parent / "log").read_text()
+    assert "Traceback" not in text
+    assert text.endswith("The swarm has ended, with all its hosts.\n")
     assert layershuffle("swarm", "status", "--address", address).returncode == 1

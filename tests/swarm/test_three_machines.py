@@ -49,22 +49,22 @@ sleep 5; until "${@:$2+3}"; do sleep 1; done
 @pytest.fixture(scope="session")
 def story(tmp_path_factory):
     """What the commands said, once for all pytest workers."""
-    told = once(tmp_path_factory, "machines", tell)
-    return SimpleNamespace(**json.loads((told / "said.json").read_text()))
+    place = once(tmp_path_factory, "machines", tell)
+    return SimpleNamespace(**json.loads((place / "said.json").read_text()))
 
 
-def tell(told):
+def tell(final):
     # Sockets lie in it, and their paths are to be short.
     place = Path(tempfile.mkdtemp(prefix="ls-", dir="/tmp"))
     try:
         with netns.Network(place, hosts=3) as network:
             network.certify()
-            said = Machines(network, place).play()
-        (place / "said.json").write_text(json.dumps(said))
+            answers = Machines(network, place).play()
+        (place / "said.json").write_text(json.dumps(answers))
     finally:
         for scratch in place.glob("ray*"):
             shutil.rmtree(scratch)
-        shutil.move(place, told)
+        shutil.move(place, final)
 
 
 class Machines:
@@ -87,21 +87,21 @@ class Machines:
         keys = self.place / "keys"
         keys.touch(mode=0o600)
         keys.write_text("a-key-of-some-length\n")
-        hosts = {name: HostPlan(blocks=held) for name, held in BLOCKS.items()}
+        hosts = {name: HostPlan(blocks=blocks) for name, blocks in BLOCKS.items()}
         (self.place / "plan.yaml").write_text(plan_text(SwarmPlan(hosts=hosts)))
-        (one,) = labelled_images(load(DEFAULT_MODEL), "digit-pairs", count=1)
-        (self.place / "digit.png").write_bytes(one.image)
+        (image,) = labelled_images(load(DEFAULT_MODEL), "digit-pairs", count=1)
+        (self.place / "digit.png").write_bytes(image.image)
         self.come_up()
-        said = {"label": one.label, "status": self.asked("swarm", "status")}
-        said["whole"] = self.classified()
-        said["no_key"] = self.refused()
-        said |= self.head_dies()
+        answers = {"label": image.label, "status": self.asked("swarm", "status")}
+        answers["whole"] = self.classified()
+        answers["no_key"] = self.refused()
+        answers |= self.head_dies()
         self.network.kill("h1")
-        said["half"] = self.until(self.classified, lambda answer: answer["degraded"])
-        said["after"] = self.asked("swarm", "status")
+        answers["half"] = self.until(self.classified, lambda answer: answer["degraded"])
+        answers["after"] = self.asked("swarm", "status")
         state = ["--state", str(self.place / "state")]
-        said["drained"] = self.run(*PROGRAM, "swarm", "drain", "pi-2", *state).stdout
-        return said
+        answers["drained"] = self.run(*PROGRAM, "swarm", "drain", "pi-2", *state).stdout
+        return answers
 
     def come_up(self):
         head = [
@@ -157,11 +157,11 @@ class Machines:
 
     def until(self, ask, true):
         end = time.monotonic() + PART_SECONDS
-        while not true(found := ask()):
+        while not true(answer := ask()):
             logs = "\n".join(f"{name}: {self.log(name)[-3000:]}" for name in self.network.processes)
-            assert time.monotonic() < end, f"{found}\n{logs}"
+            assert time.monotonic() < end, f"{answer}\n{logs}"
             time.sleep(0.3)
-        return found
+        return answer
 
     def run(self, *words, **environment):
         return subprocess.run(
@@ -196,9 +196,9 @@ def test_all_machines_serve(story):
 
 
 def test_a_client_without_the_key_gets_nothing(story):
-    code, said = story.no_key
+    code, text = story.no_key
     assert code == 1
-    assert "key" in said
+    assert "key" in text
 
 
 def test_answers_go_on_while_the_head_is_away(story):
@@ -217,7 +217,7 @@ def test_a_machine_dies_and_answers_go_on(story):
     # Half of the blocks are left, and may run again in the time that there is.
     assert sorted(set(story.half["blocks"])) == list(BLOCKS["pi-2"])
     assert story.half["expected"]["kept"] == 6
-    assert all("pi-1" in one["why"] for one in story.half["skipped"])
+    assert all("pi-1" in skip["why"] for skip in story.half["skipped"])
     assert story.after.count("healthy") == 1
 
 

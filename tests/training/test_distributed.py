@@ -182,11 +182,13 @@ def test_two_processes_train_the_weights_of_one(pair, alone, name):
     """Over the border of an epoch (6 steps), to rounding: halves of a batch are averaged."""
     tolerance = ROUNDED.get(name, 2e-5)
     assert_same_weights(weights(pair[0] / name), weights(alone(name)), tolerance=tolerance)
-    one, two = (json.loads((d / "result.json").read_text()) for d in (pair[0] / name, alone(name)))
-    assert (one["processes"], two["processes"]) == (2, 1)
-    assert one["selected"]["step"] == two["selected"]["step"]
+    shared, single = (
+        json.loads((d / "result.json").read_text()) for d in (pair[0] / name, alone(name))
+    )
+    assert (shared["processes"], single["processes"]) == (2, 1)
+    assert shared["selected"]["step"] == single["selected"]["step"]
     near = max(1e-5, ROUNDED.get(name, 0))
-    assert one["selected"]["value"] == pytest.approx(two["selected"]["value"], rel=near)
+    assert shared["selected"]["value"] == pytest.approx(single["selected"]["value"], rel=near)
 
 
 @pytest.mark.parametrize(
