@@ -158,13 +158,17 @@ def draw(scores: Scores) -> Figure:
     return figure
 
 
+def with_marked(page: str, name: str, text: str) -> str:
+    """`page` with `text` between the marks that name it."""
+    begin, end = f"<!-- begin: {name} -->", f"<!-- end: {name} -->"
+    pattern = re.compile(f"{begin}.*{end}", re.DOTALL)
+    return pattern.sub(f"{begin}\n\n{text}\n\n{end}", page)
+
+
 def with_tables(page: str, scores: Scores) -> str:
     """`page` with new tables between its marks."""
-    for name, text in (("accuracy", accuracy_table(scores)), ("verdicts", verdict_table(scores))):
-        begin, end = f"<!-- begin: {name} -->", f"<!-- end: {name} -->"
-        pattern = re.compile(f"{begin}.*{end}", re.DOTALL)
-        page = pattern.sub(f"{begin}\n\n{text}\n\n{end}", page)
-    return page
+    page = with_marked(page, "accuracy", accuracy_table(scores))
+    return with_marked(page, "verdicts", verdict_table(scores))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,330 @@
+"""Measure what docs/open-questions.md says, and write its tables.
+
+    python scripts/open_questions.py runs/digits-tied   # measure on the models of that study
+    python scripts/open_questions.py                    # only write the tables again
+
+The study is that of `layershuffle reproduce digits-tied --out runs/digits-tied`.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass
+from pathlib import Path
+
+import torch
+from science_page import ARMS, verdict, with_marked
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+import layershuffle as ls
+from layershuffle.data import DataOptions, open_data
+from layershuffle.data.batches import DeviceBatches
+from layershuffle.files import write_text
+from layershuffle.merging.ensembles import evaluate_ensemble
+from layershuffle.methods import METHODS
+from layershuffle.models import image_view, logits_of
+from layershuffle.stats import Difference, compare, mean
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE, RESULTS = ROOT / "docs" / "open-questions.md", ROOT / "docs" / "results" / "open-questions"
+DEPTH, SEEDS, IMAGES, DRAWS = 12, (0, 1, 2), 600, 2
+MISSING = (2, 3, 4, 6)
+MISSING_ARMS = ("baseline", "layershuffle", "layershuffle-depth")
+FORWARDS, AVERAGED_DRAWS = (1, 2, 3, 6), 3
+AVERAGED_ARM = "layershuffle"
+PROBED = {
+    "baseline": "ordinary training",
+    "layershuffle": "LayerShuffle",
+    "layershuffle-depth": "LayerShuffle-depth",
+    "layershuffle-predict-500-steps": "LayerShuffle-predict, 500 steps",
+    "layershuffle-predict": "LayerShuffle-predict, 2,000 steps",
+    "layershuffle-predict-8000-steps": "LayerShuffle-predict, 8,000 steps",
+}
+LABELS = {arm.name: arm.label for arm in ARMS}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MissingRow:
+    """Top-1 in percent with `missing` blocks left out, in a row or spread out.
+
+    The mean over the sets of blocks and the drawn orders.
+    """
+
+    arm: str
+    seed: int
+    layout: str
+    missing: int
+    order: str
+    top1: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class AveragedRow:
+    """Top-1 in percent of the mean of the logits of `forwards` forwards.
+
+    `members`: the seeds of the models, as "0+1+2"; a single model runs in `forwards` orders.
+    """
+
+    members: str
+    forwards: int
+    draw: int
+    top1: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostRow:
+    """What an arm costs. `forward` and `step`: million floating-point operations per image."""
+
+    arm: str
+    parameters: int
+    file_bytes: int
+    forward: float
+    step: float
+
+
+def sets_of(missing: int, layout: str) -> list[tuple[int, ...]]:
+    """Sets of `missing` blocks "in a row" or "spread out"; each block is in one set of a layout.
+
+    So a layout that leaves out blocks which matter more, like the first, has no disadvantage.
+    """
+    count = DEPTH // missing
+    if layout == "in a row":
+        return [tuple(range(k * missing, (k + 1) * missing)) for k in range(count)]
+    return [tuple(range(k, DEPTH, count)) for k in range(count)]
+
+
+def orders_without(missing: Sequence[int], *, arbitrary: bool) -> list[ls.ExecutionOrder]:
+    """The other blocks in order, or in `DRAWS` random orders, the same ones for every set."""
+    if not arbitrary:
+        orders = [tuple(range(DEPTH))]
+    else:
+        orders = [ls.Shuffled().draw(DEPTH, seed=0, step=draw).blocks for draw in range(DRAWS)]
+    return [
+        ls.ExecutionOrder([block for block in order if block not in missing], DEPTH)
+        for order in orders
+    ]
+
+
+def measure_missing(study: Path, batches: DeviceBatches) -> Iterator[MissingRow]:
+    """Consecutive blocks missing against as many spread out."""
+    for arm in MISSING_ARMS:
+        # The ordinary model has 5 % left in a random order: there is nothing to lose.
+        cases = [
+            (layout, missing, arbitrary, order)
+            for arbitrary in ((False,) if arm == "baseline" else (False, True))
+            for missing in MISSING
+            for layout in ("in a row", "spread out")
+            for blocks in sets_of(missing, layout)
+            for order in orders_without(blocks, arbitrary=arbitrary)
+        ]
+        for seed in SEEDS:
+            model = model_of(study, arm, seed)
+            scores = ls.evaluate(model, batches, orders=[case[-1] for case in cases])
+            grouped: dict[tuple[str, int, bool], list[float]] = defaultdict(list)
+            for (layout, missing, arbitrary, _), score in zip(cases, scores, strict=True):
+                grouped[layout, missing, arbitrary].append(score.top1)
+            for (layout, missing, arbitrary), values in grouped.items():
+                order = "arbitrary" if arbitrary else "sequential"
+                yield MissingRow(
+                    arm=arm,
+                    seed=seed,
+                    layout=layout,
+                    missing=missing,
+                    order=order,
+                    top1=mean(values),
+                )
+            print(f"missing: {arm}, seed {seed}", flush=True)
+
+
+def measure_averaged(study: Path, batches: DeviceBatches) -> Iterator[AveragedRow]:
+    """Several orders of one model, and several models, at as many forwards per answer."""
+    models = {seed: model_of(study, AVERAGED_ARM, seed) for seed in SEEDS}
+    groups = [(seed,) * forwards for seed in SEEDS for forwards in FORWARDS]
+    groups += [(0, 1), (1, 2), (2, 0), (0, 1, 2)]
+    for group in groups:
+        donors = [models[seed] for seed in group]
+        scores = evaluate_ensemble(donors, batches, num_orders=AVERAGED_DRAWS)
+        members = "+".join(map(str, dict.fromkeys(group)))
+        for draw, score in enumerate(scores):
+            yield AveragedRow(members=members, forwards=len(group), draw=draw, top1=score.top1)
+        print(f"averaged: {members}, {len(group)} forwards", flush=True)
+
+
+def measure_costs(study: Path, images: torch.Tensor) -> Iterator[CostRow]:
+    """Parameters, bytes and operations; a step is the mean over 100 orders of the arm's policy."""
+    image = images[:1]
+    for arm in (each.name for each in ARMS):
+        model = model_of(study, arm, 0)
+        policy = METHODS[re.sub(r"-\d+$", "", arm)].policy
+        orders = [policy.draw(DEPTH, seed=0, step=step) for step in range(100)]
+        steps = [operations(model, image, order=order, backward=True) for order in orders]
+        file = study / "runs" / f"{arm}-seed0" / "fit" / "model" / "model.safetensors"
+        whole = ls.ExecutionOrder.sequential(DEPTH)
+        yield CostRow(
+            arm=arm,
+            parameters=sum(parameter.numel() for parameter in model.parameters()),
+            file_bytes=file.stat().st_size,
+            forward=operations(model, image, order=whole, backward=False) / 1e6,
+            step=mean(steps) / 1e6,
+        )
+        print(f"costs: {arm}", flush=True)
+
+
+def operations(
+    model: nn.Module, image: torch.Tensor, *, order: ls.ExecutionOrder, backward: bool
+) -> int:
+    """Floating-point operations of matrix products for one image, as torch counts them."""
+    # The fused attention of a CPU has no entry in torch's table of counts: it would count as 0.
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        with torch.set_grad_enabled(backward), ls.running(model, order):
+            logits = logits_of(model(image))
+        if backward:
+            logits.sum().backward()
+    return int(counter.get_total_flops())
+
+
+def model_of(study: Path, arm: str, seed: int) -> nn.Module:
+    """A trained model of the study."""
+    return ls.load(f"dir:{study / 'runs' / f'{arm}-seed{seed}' / 'fit'}")
+
+
+def measure(study: Path) -> None:
+    """Measure all three questions on the first `IMAGES` test pairs of a fixed shuffle."""
+    torch.set_num_threads(1)
+    options = DataOptions(train=False, max_test=IMAGES)
+    data = open_data("digit-pairs", image_view(model_of(study, "baseline", 0)), options=options)
+    batches = DeviceBatches(
+        data.splits["test"], data.finish, batch_size=250, device="cpu", processes=0
+    )
+    keep("costs.csv", list(measure_costs(study, next(iter(batches))[0])))
+    keep("missing.csv", list(measure_missing(study, batches)))
+    keep("averaged.csv", list(measure_averaged(study, batches)))
+
+
+def keep(name: str, rows: Sequence[MissingRow | AveragedRow | CostRow]) -> None:
+    """Write a table with a row for each of `rows`."""
+    lines = [",".join(asdict(rows[0]))]
+    lines += [
+        ",".join(f"{v:.6g}" if isinstance(v, float) else str(v) for v in astuple(r)) for r in rows
+    ]
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    write_text(RESULTS / name, "\n".join(lines) + "\n")
+
+
+def rows_of(name: str) -> list[dict[str, str]]:
+    """The rows of a committed table."""
+    with (RESULTS / name).open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def missing_difference(
+    rows: Sequence[Mapping[str, str]], arm: str, order: str, missing: int
+) -> tuple[float, float, Difference]:
+    """Mean top-1 in a row, spread out, and the first minus the second in pairs over seeds."""
+    means: dict[str, dict[int, float]] = defaultdict(dict)
+    for each in rows:
+        if (each["arm"], each["order"], each["missing"]) == (arm, order, str(missing)):
+            means[each["layout"]][int(each["seed"])] = float(each["top1"])
+    row, spread = means["in a row"], means["spread out"]
+    return mean(list(row.values())), mean(list(spread.values())), compare(row, spread)
+
+
+def missing_table() -> str:
+    """For each arm, order and number of blocks what leaving out neighbours costs."""
+    rows = rows_of("missing.csv")
+    lines = [
+        "| arm | the others run | missing | in a row | spread out | difference | in a row is |"
+    ]
+    lines.append("|:--|:--|--:|--:|--:|--:|:--|")
+    for arm, order in dict.fromkeys((row["arm"], row["order"]) for row in rows):
+        for missing in MISSING:
+            row, spread, gap = missing_difference(rows, arm, order, missing)
+            words = "in order" if order == "sequential" else "in any order"
+            points = f"{gap.points:+.1f} ({gap.low:+.1f} to {gap.high:+.1f})"
+            lines.append(
+                f"| {LABELS[arm]} | {words} | {missing} | {row:.1f} | {spread:.1f} | {points} | "
+                f"**{verdict(gap)}** |"
+            )
+    return "\n".join(lines)
+
+
+def averaged_verdict(models: Sequence[float], orders: Sequence[float]) -> str:
+    """The criterion: every draw of several models beats every draw of one model, or the reverse."""
+    if min(models) > max(orders):
+        return "several models"
+    return "several orders" if max(models) < min(orders) else "not told apart"
+
+
+def averaged_table() -> str:
+    """Orders of one model beside several models, by the number of forwards per answer."""
+    values: dict[tuple[bool, int], list[float]] = defaultdict(list)
+    for row in rows_of("averaged.csv"):
+        values["+" in row["members"], int(row["forwards"])].append(float(row["top1"]))
+    lines = ["| forwards per answer | one model, as many orders | as many models | better |"]
+    lines.append("|--:|--:|--:|:--|")
+    for forwards in FORWARDS:
+        orders, models = values[False, forwards], values[True, forwards]
+        several, better = "", ""
+        if models:
+            several = f"{mean(models):.1f} ({min(models):.1f} to {max(models):.1f})"
+            better = f"**{averaged_verdict(models, orders)}**"
+        one_model = f"{mean(orders):.1f} ({min(orders):.1f} to {max(orders):.1f})"
+        lines.append(f"| {forwards} | {one_model} | {several} | {better} |")
+    return "\n".join(lines)
+
+
+def cost_table() -> str:
+    """Parameters, saved bytes and operations of every arm."""
+    lines = ["| arm | parameters | saved MB | MFLOP per answer | MFLOP per image trained |"]
+    lines.append("|:--|--:|--:|--:|--:|")
+    for row in rows_of("costs.csv"):
+        size = int(row["file_bytes"]) / 1e6
+        lines.append(
+            f"| {LABELS[row['arm']]} | {int(row['parameters']):,} | {size:.2f} | "
+            f"{float(row['forward']):.1f} | {float(row['step']):.1f} |"
+        )
+    return "\n".join(lines)
+
+
+def position_table() -> str:
+    """How often a linear probe names a block's position, from the study of the paper."""
+    lines = ["| model | probe on the input | probe on the output |", "|:--|--:|--:|"]
+    with (ROOT / "docs" / "results" / "digits-paper" / "analysis.csv").open(encoding="utf-8") as f:
+        values = {(row["task"], row["name"]): row["value"] for row in csv.DictReader(f)}
+    for arm, label in PROBED.items():
+        cells = [
+            float(
+                values[
+                    f"position-{arm}-seed0", f"facts/sources/probe on the block's {end}/accuracy"
+                ]
+            )
+            for end in ("input", "output")
+        ]
+        lines.append(f"| {label} | {cells[0]:.1f} | {cells[1]:.1f} |")
+    return "\n".join(lines)
+
+
+def with_tables(page: str) -> str:
+    """`page` with new tables between its marks."""
+    tables = {
+        "missing": missing_table(),
+        "averaged": averaged_table(),
+        "costs": cost_table(),
+        "position": position_table(),
+    }
+    for name, text in tables.items():
+        page = with_marked(page, name, text)
+    return page
+
+
+if __name__ == "__main__":
+    for path in sys.argv[1:]:
+        measure(Path(path))
+    write_text(PAGE, with_tables(PAGE.read_text(encoding="utf-8")))
+    print(f"Written: {PAGE}")
