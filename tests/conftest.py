@@ -11,10 +11,7 @@ import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
-# UMAP is compiled in every process that draws it, for 6.6 s without LLVM's optimisation and 9.4 s
-# with it; numba reads this when it is imported. On a few points the results are the same bits.
-os.environ.setdefault("NUMBA_OPT", "0")
-# Else inductor starts processes that import torch, for 6 s, to compile what no test compiles.
+# Inductor would start processes that import torch, for 6 s, to compile what no test compiles.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 

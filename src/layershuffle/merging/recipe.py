@@ -103,9 +103,8 @@ def read_merge_recipe(path: Path) -> MergeRecipe:
         check_known(MergeRecipe, fields)
         return MergeRecipe(**fields)
     except SettingsError as error:
-        raise SettingsError(
-            error.cause, place=path, hint="docs/commands/merge.md shows the form"
-        ) from None
+        form = "slices: [{model: DIR, blocks: [0, 2]}, {model: DIR, blocks: [1, 3]}]"
+        raise SettingsError(error.cause, place=path, hint=f"the form is {form}") from None
 
 
 def merge_recipe(recipe: MergeRecipe, out: Path, *, overwrite: bool = False) -> dict[str, Any]:

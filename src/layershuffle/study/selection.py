@@ -37,7 +37,7 @@ def tasks_for(study: StudySettings, only: str | None) -> tuple[Task, ...]:
         if not members:
             raise UsageError(
                 f"The study {study.name!r} plans nothing for {name}",
-                hint="add it to the recipe (docs/commands/reproduce.md), or leave --only out",
+                hint="add what it shows to the recipe, or leave --only out",
             )
         wanted |= members
     # Needs are runs, which need nothing themselves: one step is enough.
