@@ -17,6 +17,7 @@ from layershuffle.policies import Kept, LayerDrop, Sequential, Shuffled
         ("layerdrop", LayerDrop(0.2), "sequential", (False, False)),
         ("layershuffle-depth", Shuffled(depth=(3, None)), "arbitrary", (False, False)),
         ("layershuffle-parallel", Shuffled(parallel=(1, 4)), "arbitrary", (False, False)),
+        ("layershuffle-mixed", Shuffled(sequential_every=4), "arbitrary", (False, False)),
         ("layershuffle-tied", Shuffled(), "arbitrary", (False, False)),
     ],
 )
@@ -28,7 +29,7 @@ def test_table(name, policy, selects_by, parts):
 
 
 def test_every_method_is_tested_above_and_has_a_source():
-    assert len(METHODS) == 9
+    assert len(METHODS) == 10
     assert all(method.source and method.summary for method in METHODS.values())
 
 
@@ -57,6 +58,14 @@ def test_rounds_compose_with_dropped_blocks():
     assert depth.policy == Shuffled(depth=(2, None), parallel=(1, 3))
 
 
+def test_sequential_orders_compose_with_every_shuffled_method():
+    assert find_method("layershuffle-mixed", sequential_every=8).policy.sequential_every == 8
+    depth = find_method("layershuffle-depth", sequential_every=4).policy
+    assert depth == Shuffled(depth=(3, None), sequential_every=4)
+    tied = find_method("layershuffle-tied", distinct=3, sequential_every=4)
+    assert (tied.policy, tied.distinct) == (Shuffled(sequential_every=4), 3)
+
+
 @pytest.mark.parametrize(
     ("name", "options", "phrase"),
     [
@@ -68,6 +77,7 @@ def test_rounds_compose_with_dropped_blocks():
         ("truncated", {}, "--kept 6"),
         ("layershuffle", {"distinct": 2}, "a block of its own"),
         ("layerdrop", {"max_parallel": 3}, "one block after the other"),
+        ("layerdrop", {"sequential_every": 4}, "no other order"),
         ("layershuffle", {"kept": 6}, "trains all blocks"),
         ("baseline", {"choose": "first"}, "trains all blocks"),
         ("layerdrop", {"drop": 1.0}, r"lies in \[0, 1\)"),

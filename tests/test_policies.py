@@ -39,6 +39,7 @@ EVERY_POLICY: dict[str, OrderPolicy] = {
     "fixed": ls.Fixed(ls.ExecutionOrder((3, 0, 2, 2), 12)),
     "sequential rounds": ls.Sequential(parallel=(5, 5)),
     "shuffled rounds": ls.Shuffled(parallel=(1, 4)),
+    "shuffled, some sequential": ls.Shuffled(sequential_every=3),
     "shuffled drop rounds": ls.Shuffled(drop=0.3, parallel=(1, 4)),
     "shuffled depth rounds": ls.Shuffled(depth=(3, None), parallel=(1, 4)),
     "kept twice": ls.Kept(3, order="arbitrary", passes=2),
@@ -77,6 +78,7 @@ GOLDEN = {
     "fixed": ("3,0,2,2", "3,0,2,2"),
     "sequential rounds": ("0+1+2+3+4,5+6+7+8+9,10+11", "0+1+2+3+4,5+6+7+8+9,10+11"),
     "shuffled rounds": ("3+2+9+6,5+8+7+1,10,11+4+0", "1+9+7+10,8+5+6+4,0+11,3+2"),
+    "shuffled, some sequential": ("0,1,2,3,4,5,6,7,8,9,10,11", "1,9,7,10,8,5,6,4,0,11,3,2"),
     "shuffled drop rounds": ("3+2,9+6+5+8,7,1+11+4,0", "1,9,7+8,0+11+3"),
     "shuffled depth rounds": ("3+2+9+6,5,8", "1+9+7+10,8+5"),
     "kept twice": ("3,2,9,3,2,9", "1,9,7,1,9,7"),
@@ -250,6 +252,28 @@ def test_rounds_hold_the_same_blocks_and_uniform_sizes() -> None:
     assert_uniform(sizes, [1, 2, 3, 4])
 
 
+@pytest.mark.parametrize("groups", [1, 2, 3, 4, 6])
+def test_every_nth_order_is_sequential(groups: int) -> None:
+    """Counted over steps and groups: 12 steps hold exactly a third, and the rest are as before."""
+    mixed, plain = ls.Shuffled(sequential_every=3), ls.Shuffled()
+    sequential = ls.ExecutionOrder.sequential(12)
+    per_step = []
+    for step in range(12):
+        orders = [mixed.draw(12, seed=7, step=step, micro_batch=group) for group in range(groups)]
+        per_step.append(orders.count(sequential))
+        for group, order in enumerate(orders):
+            wanted = plain.draw(12, seed=7, step=step, micro_batch=group)
+            assert order == (sequential if (step + group) % 3 == 0 else wanted)
+    assert sum(per_step) == 12 * groups // 3
+    assert max(per_step) - min(per_step) <= (groups % 3 != 0), "as even over steps as can be"
+
+
+def test_a_sequential_order_among_others_runs_every_block_one_by_one() -> None:
+    for options in ({"drop": 0.5}, {"depth": (3, 4)}, {"parallel": (3, 3)}):
+        order = ls.Shuffled(sequential_every=2, **options).draw(12, seed=0, step=4)
+        assert order == ls.ExecutionOrder.sequential(12)
+
+
 def test_passes_share_their_beginning() -> None:
     once, twice = (ls.Kept(5, order="arbitrary", passes=n).draw(12, seed=1, step=2) for n in (1, 2))
     assert twice.blocks == once.blocks * 2
@@ -299,6 +323,8 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
         lambda: ls.Shuffled(parallel=3),
         "parallel=(low, high) of at least 1, not 3",
     ),  # type: ignore[arg-type]
+    "every order": (lambda: ls.Shuffled(sequential_every=1), "at least 2, not 1"),
+    "every half": (lambda: ls.Shuffled(sequential_every=2.5), "at least 2, not 2.5"),
     "parallel from 0": (lambda: ls.Sequential(parallel=(0, 2)), "of at least 1, not (0, 2)"),
     "parallel reversed": (lambda: ls.Kept(3, parallel=(4, 2)), "of at least 1, not (4, 2)"),
     "passes 0": (lambda: ls.Kept(3, passes=0), "at least 1 pass, not in 0"),

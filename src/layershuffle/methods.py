@@ -104,6 +104,13 @@ _TABLE = (
         selects_by="arbitrary",
     ),
     Method(
+        name="layershuffle-mixed",
+        summary="shuffled, every fourth order is the sequential one",
+        source="this project",
+        policy=Shuffled(sequential_every=4),
+        selects_by="arbitrary",
+    ),
+    Method(
         name="layershuffle-tied",
         summary="shuffled, all places share the weights of one block, or of a few",
         source="this project; layers are shared as in arXiv 1909.11942",
@@ -124,14 +131,16 @@ def find_method(
     choose: Choice | None = None,
     distinct: int | None = None,
     max_parallel: int | None = None,
+    sequential_every: int | None = None,
 ) -> Method:
     """The method of that name with its options set.
 
     `drop`: p of `layerdrop`, or blocks left out at random in `layershuffle`. `min_blocks`: the
     fewest blocks `layershuffle-depth` keeps. `kept` and `choose`: how many and which pretrained
     blocks a `truncated` model is made of. `distinct`: how many blocks a `layershuffle-tied` model
-    has. `max_parallel`: the most blocks in a round of a shuffled method. Raises `UsageError` for
-    unknown names (with the nearest) and for an option that the method does not have, or lacks.
+    has. `max_parallel`: the most blocks in a round of a shuffled method. `sequential_every`: every
+    n-th order of a shuffled method is the sequential one. Raises `UsageError` for unknown names
+    (with the nearest) and for an option that the method does not have, or lacks.
     """
     if name not in METHODS:
         hint = did_you_mean(name, METHODS, otherwise=f"one of {', '.join(METHODS)}")
@@ -144,6 +153,8 @@ def find_method(
         method = replace(method, policy=_with_min_blocks(method, min_blocks))
     if max_parallel is not None:
         method = replace(method, policy=_with_rounds(method, max_parallel))
+    if sequential_every is not None:
+        method = replace(method, policy=_with_sequential(method, sequential_every))
     if distinct is not None:
         if method.distinct is None:
             raise UsageError(
@@ -181,6 +192,15 @@ def _with_rounds(method: Method, max_parallel: int) -> OrderPolicy:
     raise UsageError(
         f"The method {method.name!r} runs one block after the other",
         hint="only shuffled methods run blocks side by side, such as layershuffle-parallel",
+    )
+
+
+def _with_sequential(method: Method, every: int) -> OrderPolicy:
+    if isinstance(method.policy, Shuffled):
+        return replace(method.policy, sequential_every=every)
+    raise UsageError(
+        f"The method {method.name!r} has no other order than the sequential one",
+        hint="only shuffled methods mix orders, such as layershuffle-mixed",
     )
 
 

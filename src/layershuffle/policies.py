@@ -58,13 +58,23 @@ class Shuffled:
     `depth=(low, high)`: the number of blocks kept is uniform in [low, high], `high=None` meaning
     all of them; which blocks is uniform too. The two options exclude each other.
     `parallel=(low, high)`: in rounds, as in `Sequential`, of the blocks that are kept.
+    `sequential_every=n`: where `step + micro_batch` is a multiple of n, all blocks run one after
+    the other in sequential order instead. So exactly one of n groups of a batch does, or one of n
+    steps where a step has one order.
     """
 
     drop: float | None = None
     depth: tuple[int, int | None] | None = None
     parallel: tuple[int, int] | None = None
+    sequential_every: int | None = None
 
     def __post_init__(self) -> None:
+        every = self.sequential_every
+        if every is not None and (not _is_integer(every) or every < 2):
+            raise UsageError(
+                f"Every n-th order is sequential for an integer n of at least 2, not {every!r}",
+                hint="sequential_every=4; Sequential() has no other orders",
+            )
         if self.drop is not None and self.depth is not None:
             raise UsageError("Shuffled takes drop= or depth=, not both")
         if self.drop is not None:
@@ -78,6 +88,10 @@ class Shuffled:
         self, depth: int, *, seed: int, step: int, micro_batch: int = 0, rank: int = 0
     ) -> ExecutionOrder:
         """A uniform permutation of the kept blocks; `UsageError` if `depth=` does not fit."""
+        # Counted, not drawn: a drawn share would make some batches all sequential and others not at
+        # all, which is the variance that several orders per batch are there to take away.
+        if self.sequential_every is not None and (step + micro_batch) % self.sequential_every == 0:
+            return ExecutionOrder.sequential(depth)
         stream = Stream(seed, step, micro_batch=micro_batch, rank=rank)
         blocks = stream.shuffled(range(depth))
         if self.drop is not None:
@@ -194,7 +208,7 @@ POLICIES: dict[str, type[OrderPolicy]] = {
     "fixed": Fixed,
 }
 # Options that models saved by earlier versions lack, and what they then are.
-_LATER = {"parallel": None, "passes": 1}
+_LATER = {"parallel": None, "passes": 1, "sequential_every": None}
 
 
 def spaced(k: int, depth: int) -> tuple[int, ...]:

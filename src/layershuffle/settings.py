@@ -77,6 +77,9 @@ class FitSettings(Settings):
     max_parallel: Positive | None = None
     """Most blocks that run side by side in a round of a shuffled method, whose sizes are drawn
     (layershuffle-parallel: 4 by default; the others: by default one block after the other)."""
+    sequential_every: Annotated[int, Field(ge=2)] | None = None
+    """Every n-th order of a shuffled method is the sequential one (layershuffle-mixed: 4 by
+    default; the others: none). Counted over steps and the groups of a batch."""
     encoding: EncodingForm = EncodingForm()
     """Form of the position encoding of the method layershuffle-position."""
     prediction: PredictionForm = PredictionForm()
@@ -202,6 +205,7 @@ class FitSettings(Settings):
             choose=self.choose,
             distinct=self.distinct,
             max_parallel=self.max_parallel,
+            sequential_every=self.sequential_every,
         )
 
 

@@ -225,7 +225,7 @@ FLAGS = {
     "eval-batch-size eval-every eval-orders holdout kept log-every lr max-parallel method "
     "min-blocks model orders-per-batch out paper-protocol parallel precision prediction.init "
     "prediction.loss prediction.pooling prediction.weight rank-orders recipe resize "
-    "schedule seed select-by skip-corrupt steps streaming threads warmup "
+    "schedule seed select-by sequential-every skip-corrupt steps streaming threads warmup "
     "weight-decay workers",
     "eval": "MODEL batch-size compile data device draw json max-images modes num-orders order "
     "precision resize seed skip-corrupt streaming threads",
@@ -246,7 +246,7 @@ FLAGS = {
     "eval-batch-size eval-every eval-orders holdout kept log-every lr max-parallel method "
     "min-blocks model orders-per-batch out paper-protocol parallel precision "
     "prediction.init prediction.loss prediction.pooling prediction.weight rank-orders resize "
-    "schedule seed select-by skip-corrupt steps streaming threads warmup "
+    "schedule seed select-by sequential-every skip-corrupt steps streaming threads warmup "
     "weight-decay workers",
     "bench": "KIND batch compile device json model orders-per-batch precision steps threads "
     "workers",
