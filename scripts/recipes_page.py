@@ -1,0 +1,199 @@
+"""Write the tables of docs/recipes.md from the results of digits-recipes and digits-paper.
+
+python scripts/recipes_page.py
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from science_page import with_marked
+
+from layershuffle.files import write_text
+from layershuffle.stats import Difference, compare, estimate, mean
+from layershuffle.study.store import read_study
+from layershuffle.study.summary import base_arm
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE, KEPT = ROOT / "docs" / "recipes.md", ROOT / "docs" / "results"
+# Ordinary training and plain LayerShuffle have the same settings and seeds in digits-paper.
+STUDIES = ("digits-paper", "digits-recipes")
+BUDGETS, IMAGES = (500, 2000, 8000), 2000
+STEP_TIMES = sorted((ROOT / "benchmarks" / "results").glob("orders-per-batch_*.json"))[-1]
+
+Column = tuple[str, int, int]  # order, blocks alive, passes
+Cell = tuple[str, int, Column]  # arm, steps, column
+Scores = dict[Cell, dict[int, list[float]]]  # of each seed, one top-1 per drawn order
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """An arm of the study, and what the page calls it."""
+
+    name: str
+    label: str
+
+
+BASELINE, PLAIN = "baseline", "layershuffle"
+ARMS = (
+    Arm(name=BASELINE, label="ordinary training"),
+    Arm(name=PLAIN, label="LayerShuffle"),
+    Arm(name="layershuffle-orders-2", label="two orders per batch"),
+    Arm(name="layershuffle-orders-4", label="four orders per batch"),
+    Arm(name="layershuffle-mixed-in-turn", label="one order, every 4th step in order"),
+    Arm(name="layershuffle-mixed-eighth", label="four orders, 1/8 in order"),
+    Arm(name="layershuffle-mixed", label="four orders, 1/4 in order"),
+    Arm(name="layershuffle-mixed-half", label="four orders, 1/2 in order"),
+    Arm(name="layershuffle-depth-mixed", label="LayerShuffle-depth, four orders, 1/4 in order"),
+    Arm(name="layershuffle-tied-3-mixed", label="three tied blocks, four orders, 1/4 in order"),
+)
+COLUMNS: dict[str, Column] = {
+    "in order": ("sequential", 12, 1),
+    "any order": ("arbitrary", 12, 1),
+    "9 alive": ("arbitrary", 9, 1),
+    "6 alive": ("arbitrary", 6, 1),
+    "3 alive": ("arbitrary", 3, 1),
+    "6 alive, twice": ("arbitrary", 6, 2),
+}
+ORDERED, ANY, SIX = COLUMNS["in order"], COLUMNS["any order"], COLUMNS["6 alive"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goal:
+    """A goal of a recipe: at the most `within` points below what it is measured by.
+
+    `cells`: of an arm and a budget, the cell that is judged and the cell it is measured by.
+    """
+
+    name: str
+    within: float
+    cells: Callable[[str, int], tuple[Cell, Cell]]
+
+
+GOALS = (
+    Goal(
+        name="twice",
+        within=0.0,
+        cells=lambda arm, steps: ((arm, steps, ANY), (PLAIN, 2 * steps, ANY)),
+    ),
+    Goal(
+        name="ordered",
+        within=1.0,
+        cells=lambda arm, steps: ((arm, steps, ORDERED), (BASELINE, steps, ORDERED)),
+    ),
+    Goal(
+        name="free",
+        within=1.0,
+        cells=lambda arm, steps: ((arm, steps, ANY), (BASELINE, steps, ORDERED)),
+    ),
+    Goal(
+        name="half",
+        within=4.0,
+        cells=lambda arm, steps: ((arm, steps, SIX), (arm, steps, ANY)),
+    ),
+    Goal(
+        name="full",
+        within=1.0,
+        cells=lambda arm, steps: ((arm, steps, ANY), (PLAIN, steps, ANY)),
+    ),
+)
+
+
+def read_scores() -> Scores:
+    """Top-1 in percent of every arm, budget and column."""
+    scores: Scores = defaultdict(dict)
+    for study in STUDIES:
+        for run in read_study(KEPT / study).runs:
+            settings = run.task.settings
+            for row in run.result.rows if run.result else ():
+                column = (row.mode, row.kept, row.passes)
+                # Which blocks are alive is drawn; digits-paper has chosen ones too.
+                if column in COLUMNS.values() and row.choose in ("", "random"):
+                    arm = base_arm(run.task).removesuffix(f"-{settings.steps}")
+                    cell = scores[arm, settings.steps or 0, column]
+                    cell.setdefault(settings.seed, []).append(row.top1)
+    return scores
+
+
+def gap(scores: Scores, sample: Cell, reference: Cell) -> Difference:
+    """Points of top-1 between two cells, in pairs over the seeds that both have."""
+    means = [
+        {seed: mean(values) for seed, values in scores[cell].items()}
+        for cell in (sample, reference)
+    ]
+    return compare(*means)
+
+
+def reached(difference: Difference, *, within: float) -> str:
+    """The criterion of "no more than `within` points below": what the whole 95 % interval says.
+
+    "not decided" where the interval has the limit in it.
+    """
+    if difference.low >= -within:
+        return "reached"
+    return "missed" if difference.high < -within else "not decided"
+
+
+def interval(difference: Difference) -> str:
+    """ "+1.2 (+0.3 to +2.1)"."""
+    return f"{difference.points:+.1f} ({difference.low:+.1f} to {difference.high:+.1f})"
+
+
+def accuracy_table(scores: Scores, steps: int) -> str:
+    """Mean top-1 over models with its 95 % interval; arms that were trained for `steps`."""
+    lines = ["| recipe | models | " + " | ".join(COLUMNS) + " |"]
+    lines.append("|:--|--:|" + "--:|" * len(COLUMNS))
+    for arm in ARMS:
+        cells = [scores.get((arm.name, steps, column)) for column in COLUMNS.values()]
+        if cells[0] is None:
+            continue
+        texts = []
+        for cell in cells:
+            shown = estimate(cell, images=IMAGES) if cell else None
+            texts.append(f"{shown.mean:.1f} ({shown.low:.1f}-{shown.high:.1f})" if shown else "")
+        lines.append(f"| {arm.label} | {len(cells[0])} | " + " | ".join(texts) + " |")
+    return "\n".join(lines)
+
+
+def verdict_table(scores: Scores, goal: Goal) -> str:
+    """For every recipe and budget the points to what the goal measures by, and the verdict."""
+    head = " | ".join(f"{steps:,} steps" for steps in BUDGETS)
+    lines = [f"| recipe | {head} |", "|:--|" + ":--|" * len(BUDGETS)]
+    for arm in ARMS:
+        texts = []
+        for steps in BUDGETS:
+            sample, reference = goal.cells(arm.name, steps)
+            text = ""
+            if scores.get(sample) and scores.get(reference) and sample != reference:
+                difference = gap(scores, sample, reference)
+                text = f"{interval(difference)} **{reached(difference, within=goal.within)}**"
+            texts.append(text)
+        if any(texts) and arm.name != BASELINE:
+            lines.append(f"| {arm.label} | " + " | ".join(texts) + " |")
+    return "\n".join(lines)
+
+
+def cost_table() -> str:
+    """What several orders per batch cost: the time of a step, in pairs (benchmarks)."""
+    rows = json.loads(STEP_TIMES.read_text(encoding="utf-8"))["rows"]
+    lines = ["| a step with | takes, of a step with one order |", "|:--|--:|"]
+    lines += [f"| {row['name']} | {row['median']:.2f} |" for row in rows]
+    return "\n".join(lines)
+
+
+def with_tables(page: str, scores: Scores) -> str:
+    """`page` with new tables between its marks."""
+    for steps in BUDGETS:
+        page = with_marked(page, f"accuracy {steps}", accuracy_table(scores, steps))
+    for goal in GOALS:
+        page = with_marked(page, goal.name, verdict_table(scores, goal))
+    return with_marked(page, "costs", cost_table())
+
+
+if __name__ == "__main__":
+    write_text(PAGE, with_tables(PAGE.read_text(encoding="utf-8"), read_scores()))
+    print(f"Written: {PAGE}")
