@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -181,6 +182,49 @@ def test_visits_that_weigh_against_all_routes(seed, objective):
         assert free == pytest.approx(by_routes(whole, same, objective), rel=1e-5)
 
 
+# --- tied places ---------------------------------------------------------------------------------
+
+TIED = ((0, 2, 3), (1, 4))
+
+
+def tied(**fields):
+    """Five places of two different blocks."""
+    return facts(block_bytes=(MB, MB), places=TIED, **fields)
+
+
+@pytest.mark.parametrize(("seed", "demand"), [(0, 5), (1, 3)])
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_tied_places_against_every_placement_of_single_ones(seed, objective, demand):
+    """A block is stored once and runs its places as that many blocks of the same host would."""
+    asked = problem(drawn(seed, radio=True), tied(), demand=demand)
+    # Room for all single blocks, because the closed-form bound goes by memory.
+    roomy = tuple(replace(host, memory=5.0 * MB) for host in asked.hosts)
+    single = replace(asked, hosts=roomy, facts=facts(depth=5))
+    tables = np.array(list(product([False, True], repeat=HOSTS * 2))).reshape(-1, HOSTS, 2)
+    fits = (tables.sum(axis=2) * MB <= asked.column("memory")).all(axis=1)
+    values = []
+    for table in tables[fits & tables.any(axis=1).all(axis=1)]:
+        expanded = np.zeros((HOSTS, 5), dtype=bool)
+        for block, places in enumerate(TIED):
+            expanded[:, places] = table[:, block, None]
+        values.append(solve(single, objective, fixed=expanded).value)
+    best, greedy = solve(asked, objective), place(asked, objective)
+    assert best.value == pytest.approx(min(values), rel=1e-5)
+    assert asked.fits(greedy.placement)
+    assert least_load(asked, objective) <= best.value * (1 + 1e-6) <= greedy.value * (1 + 3e-6)
+
+
+def test_a_plan_of_tied_places_needs_the_memory_of_different_blocks():
+    file = HostsFile(hosts={"pi": HostSpec(count=2, memory_mb=1.5, speed=1.0)})
+    with pytest.raises(UsageError, match=r"short by 3\.00 MB"):
+        plan(file, facts(depth=5), objective="throughput")
+    made, planned = plan(file, tied(), objective="throughput")
+    assert sorted(host.blocks for host in made.hosts.values()) == sorted(TIED)
+    assert "5 places share the weights of 2 blocks" in plan_report(made, planned)
+    # The host with three places is the busy one, and takes 4 ms for each.
+    assert planned.value == pytest.approx(1000 / 12)
+
+
 # --- the greedy -----------------------------------------------------------------------------------
 
 
@@ -336,6 +380,8 @@ def test_facts_of_a_bundle():
     assert facts_of(tensors, (17, 64), wire="fp16").state_bytes == 17 * 64 * 2
     assert facts_of(tensors, (17, 64), wire="int8").state_bytes == 17 * 64 + 17 * 4
     assert facts_of(tensors, (17, 64)).block_bytes == (4, 5)
+    shared = facts_of({2: b"12345", 0: b"12345", 1: b"1234"}, (17, 64))
+    assert (shared.block_bytes, shared.places, shared.depth) == ((5, 4), ((0, 2), (1,)), 3)
 
 
 def test_accuracy_between_what_was_measured():

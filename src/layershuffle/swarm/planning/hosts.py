@@ -89,23 +89,31 @@ class HostsFile(Settings):
 class ModelFacts:
     """What planning needs to know of a model.
 
-    `block_bytes`: weights of every block. `state_bytes`: one image's state on the wire, one way.
-    `block_ms`: a block of one image on a host of speed 1. `accuracy`: percent by the number of
-    blocks that ran, in arbitrary order (the calibration); empty if there is none. `cells`: the same
-    by how they ran, side by side and again too. `rounds`: what a router runs like that.
+    `block_bytes`: weights of every different block. `places`: the places of the stack that each of
+    them runs, several where places are tied (default: block b runs place b). `state_bytes`: one
+    image's state on the wire, one way. `block_ms`: a block of one image on a host of speed 1.
+    `accuracy`: percent by the number of blocks that ran, in arbitrary order (the calibration);
+    empty if there is none. `cells`: the same by how they ran, side by side and again too. `rounds`:
+    what a router runs like that.
     """
 
     block_bytes: tuple[int, ...]
+    places: tuple[tuple[int, ...], ...] = ()
     state_bytes: int
     block_ms: float | None = None
     accuracy: Mapping[int, float] = field(default_factory=dict)
     cells: Mapping[Cell, float] = field(default_factory=dict)
     rounds: Rounds = QUEUE
 
+    def __post_init__(self) -> None:
+        if not self.places:
+            alone = tuple((place,) for place in range(len(self.block_bytes)))
+            object.__setattr__(self, "places", alone)  # the class is frozen
+
     @property
     def depth(self) -> int:
-        """Number of blocks."""
-        return len(self.block_bytes)
+        """Number of places, which are the blocks that a request runs."""
+        return sum(map(len, self.places))
 
     def accuracy_at(self, blocks: int) -> float:
         """Percent to expect with so many blocks: linear between what was measured.
@@ -145,11 +153,16 @@ def facts_of(
     block_ms: float | None = None,
     accuracy: Mapping[int, float] | None = None,
 ) -> ModelFacts:
-    """Facts of a model from its bundle: weights by block, shape of a state without the batch."""
+    """Facts of a model from its bundle: weights by place, shape of a state without the batch."""
+    # Places with the same weights are tied: a host stores these once and can run them all.
+    places: dict[bytes, list[int]] = {}
+    for place in sorted(tensors):
+        places.setdefault(tensors[place], []).append(place)
     # Packed and counted, because only `pack` knows what a wire adds.
     state = np.zeros((1, *shape), dtype=np.float32)
     return ModelFacts(
-        block_bytes=tuple(len(tensors[block]) for block in sorted(tensors)),
+        block_bytes=tuple(map(len, places)),
+        places=tuple(map(tuple, places.values())),
         state_bytes=pack(state, wire).nbytes,
         block_ms=block_ms,
         accuracy=dict(accuracy or {}),
@@ -263,24 +276,36 @@ class PlacementProblem:
 
     @property
     def depth(self) -> int:
-        """Number of blocks."""
+        """Number of places."""
         return self.facts.depth
 
     @cached_property
     def sizes(self) -> Numbers:
-        """Bytes of every block, [blocks]."""
+        """Bytes of every different block, [blocks]."""
         return np.array(self.facts.block_bytes, dtype=np.float64)
+
+    @cached_property
+    def runs(self) -> Numbers:
+        """How many places every different block runs, [blocks]."""
+        return np.array([len(places) for places in self.facts.places], dtype=np.float64)
 
     def column(self, name: str) -> Numbers:
         """One field of `PlannedHost` over all hosts, [hosts]."""
         return np.array([getattr(host, name) for host in self.hosts], dtype=np.float64)
 
     @cached_property
-    def room(self) -> NDArray[np.int64]:
-        """Most blocks that fit each host, [hosts]."""
+    def fitting(self) -> NDArray[np.int64]:
+        """Most different blocks that fit each host, [hosts]."""
         # The smallest blocks first: no other choice gets more of them in.
         filled = np.cumsum(np.sort(self.sizes))
         return np.searchsorted(filled, self.column("memory"), side="right")
+
+    @cached_property
+    def room(self) -> NDArray[np.int64]:
+        """Most places that the blocks that fit each host can run, [hosts]."""
+        # So many as if the blocks that run most places were the small ones: no choice gets more.
+        most = np.concatenate([[0.0], np.cumsum(np.sort(self.runs)[::-1])])
+        return most[self.fitting].astype(np.int64)
 
     @cached_property
     def hop(self) -> Numbers:
@@ -352,7 +377,7 @@ def _storable(problem: PlacementProblem) -> float:
     """Most bytes of blocks that the hosts can hold; blocks of one size leave rests unused."""
     total, sizes = problem.sizes.sum(), problem.sizes
     if (sizes == sizes[0]).all():
-        return float(sizes[0] * problem.room.sum())
+        return float(sizes[0] * problem.fitting.sum())
     return float(np.minimum(problem.column("memory"), total).sum())
 
 
@@ -365,8 +390,9 @@ def _refuse_large_blocks(problem: PlacementProblem) -> None:
     # Where there are too few hosts, no memory would help.
     short = "" if len(memory) < problem.replicas else _megabytes(size - memory[fitting])
     raise UsageError(
-        f"{_copies(problem.replicas)} block {largest} cannot be held: {fitting} of {len(memory)} "
-        f"hosts have room for its {_megabytes(size)}" + (f", short by {short}" if short else ""),
+        f"{_copies(problem.replicas)} block {problem.facts.places[largest][0]} cannot be held: "
+        f"{fitting} of {len(memory)} hosts have room for its {_megabytes(size)}"
+        + (f", short by {short}" if short else ""),
         hint="add hosts or memory, or ask for fewer replicas",
     )
 

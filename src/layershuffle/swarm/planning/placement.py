@@ -16,20 +16,21 @@ and the constraints
         >= -ln(1 - reach)                         and reachable with this probability (exact: a
                                                   block is out if all its holders are)
     y_hb <= x_hb                                  blocks run where they are held
-    sum_h y_hb = 1                                every block once per request; where only `demand`
-        (or <= 1, sum_hb y_hb = demand)           of the blocks are to run, any so many of them
+    sum_h y_hb = 1                                every place once per request; where only `demand`
+        (or <= 1, sum_hb r_b y_hb = demand)       of the places are to run, any so many of them
     z_h >= y_hb                                   all of a host's blocks of a request in one visit:
                                                   this is where the order is free
 
 throughput and lifetime minimise L subject to, for every host and everything that fills up,
 
-    sum_b load_h y_hb + visit_load_h z_h <= L
+    sum_b load_h r_b y_hb + visit_load_h z_h <= L
 
 with loads in seconds of compute and, apart, of transfer (throughput: 1 / L requests per second), or
 in shares of the battery (lifetime: 1 / L requests until the first one is empty, the largest minimum
 over the hosts: the question of Gacoin et al., ISCAS 2019, put anew for blocks that run in any order
-and may be left out). latency makes z binary and minimises sum_h hop_h z_h + sum_hb block_h y_hb,
-the time of one request alone.
+and may be left out). latency makes z binary and minimises
+sum_h hop_h z_h + sum_hb block_h r_b y_hb, the time of one request alone. r_b is the number of
+places that block b runs: one, or more where places are tied, whose weights a host then stores once.
 
 z_h >= y_hb is the fewest visits that the shares allow. Where holdings overlap in part and visits
 weigh, no single way to share out requests may attain it on all hosts at once, so that a throughput
@@ -103,7 +104,7 @@ def solve(
         raise UsageError(cause, hint=hint)
     if result.x is None:
         return None
-    hosts, blocks = len(problem.hosts), problem.depth
+    hosts, blocks = len(problem.hosts), len(problem.sizes)
     cells = hosts * blocks
     bound = result.fun if result.mip_dual_bound is None else result.mip_dual_bound
     return Solution(
@@ -137,7 +138,7 @@ def _programme(
     least: float = 0.0,
 ) -> Any:
     """HiGHS's result. Columns: x, y (host by host), z, L; times or loads in units of `scale`."""
-    hosts, blocks = len(problem.hosts), problem.depth
+    hosts, blocks = len(problem.hosts), len(problem.sizes)
     cells = hosts * blocks
     widths = {"x": cells, "y": cells, "z": hosts, "most": 1}
     latency, constraints = objective == "latency", []
@@ -160,14 +161,14 @@ def _programme(
             certain = sparse.kron(problem.certainty[None], sparse.identity(blocks))
             add(problem.certainty_needed, np.inf, x=certain)
     add(-np.inf, 0, x=-each, y=each)
-    add(int(problem.demand == blocks), 1, y=block_sum)
-    if problem.demand < blocks:
-        add(problem.demand, np.inf, y=np.ones((1, cells)))
+    add(int(problem.demand == problem.depth), 1, y=block_sum)
+    if problem.demand < problem.depth:
+        add(problem.demand, np.inf, y=np.tile(problem.runs, hosts)[None])
     add(-np.inf, 0, y=each, z=-sparse.kron(sparse.identity(hosts), np.ones((blocks, 1))))
     costs = np.zeros(2 * cells + hosts + 1)
     low, high = np.zeros_like(costs), np.ones_like(costs)
     if latency:
-        costs[cells : 2 * cells] = np.repeat(problem.column("block"), blocks) / scale
+        costs[cells : 2 * cells] = np.kron(problem.column("block"), problem.runs) / scale
         costs[2 * cells : -1] = problem.hop / scale
         high[-1] = 0
     else:
@@ -177,7 +178,7 @@ def _programme(
             add(
                 -np.inf,
                 0,
-                y=sparse.kron(per_block, np.ones((1, blocks))),
+                y=sparse.kron(per_block, problem.runs[None]),
                 z=sparse.diags(load.per_visit / scale),
                 most=-np.ones((hosts, 1)),
             )
@@ -208,7 +209,7 @@ def place(problem: PlacementProblem, objective: Objective) -> Solution:
                            further copies where there is room
     """
     bound = least_load(problem, objective)
-    placement = np.zeros((len(problem.hosts), problem.depth), dtype=bool)
+    placement = np.zeros((len(problem.hosts), len(problem.sizes)), dtype=bool)
     if objective == "latency":
         value = _route(problem, placement)
         _add_copies(problem, placement, give=-problem.column("block"))
@@ -220,7 +221,7 @@ def place(problem: PlacementProblem, objective: Objective) -> Solution:
     _add_copies(problem, placement, give=give)
     loads = problem.loads(objective)
     visits_cost = any(bool(load.per_visit.any()) for load in loads)
-    lack = np.full(problem.depth, problem.demand / problem.depth)
+    lack = problem.runs * (problem.demand / problem.depth)
     for host in np.argsort(-give, kind="stable"):
         # One block more than it can run leaves room to share out evenly. Where visits cost, a host
         # that holds much is visited less often.
@@ -228,7 +229,7 @@ def place(problem: PlacementProblem, objective: Objective) -> Solution:
         free = problem.hosts[host].memory - float(placement[host] @ problem.sizes)
         for block in np.argsort(-lack, kind="stable"):
             fits = problem.sizes[block] <= free
-            if placement[host].sum() < most and fits and not placement[host, block]:
+            if placement[host] @ problem.runs < most and fits and not placement[host, block]:
                 placement[host, block] = True
                 free -= problem.sizes[block]
         _drain(lack, placement[host], float(give[host]))
@@ -284,10 +285,10 @@ def _amounts(problem: PlacementProblem, objective: Objective, *, load: float) ->
 def _route(problem: PlacementProblem, placement: Placement) -> float:
     """Place every block once, for a request that visits few hosts, and quick ones; its seconds."""
     free, block_time = problem.column("memory").copy(), problem.column("block")
-    missing, total, demand = list(range(problem.depth)), 0.0, problem.demand
+    missing, total, demand = list(range(len(problem.sizes))), 0.0, problem.demand
     open_hosts = problem.room > 0
     while missing and open_hosts.any():
-        count = np.clip(np.minimum(problem.room, len(missing)), 1, None)
+        count = np.clip(np.minimum(problem.room, problem.runs[missing].sum()), 1, None)
         host = int(np.where(open_hosts, problem.hop / count + block_time, np.inf).argmin())
         open_hosts[host] = False
         taken = 0
@@ -296,7 +297,7 @@ def _route(problem: PlacementProblem, placement: Placement) -> float:
                 placement[host, block] = True
                 free[host] -= problem.sizes[block]
                 missing.remove(block)
-                taken += 1
+                taken += int(problem.runs[block])
         if ran := min(taken, demand):
             total += float(problem.hop[host] + ran * block_time[host])
             demand -= ran
@@ -319,8 +320,8 @@ def _add_copies(problem: PlacementProblem, placement: Placement, *, give: Number
                 f"No room was found for another copy of block {block}",
                 hint="add hosts or memory, or ask for fewer replicas or a lower reach",
             )
-        # The host with the fewest blocks for what it can give; of equal ones the most available.
-        worth = np.where(able, give - placement.sum(axis=1), -np.inf)
+        # The host with the fewest places for what it can give; of equal ones the most available.
+        worth = np.where(able, give - placement @ problem.runs, -np.inf)
         best = np.flatnonzero(worth == worth.max())
         host = int(best[problem.certainty[best].argmax()])
         placement[host, block] = True

@@ -145,7 +145,7 @@ def _swarm_plan(planned: Planned, *, model: str, wire: Wire) -> SwarmPlan:
     problem, best = planned.problem, planned.solution
     used = np.flatnonzero(best.placement.any(axis=1)).tolist()
     # Other objectives want whoever answers first, which is what the router does without shares.
-    work = best.shares.sum(axis=1) if planned.objective == "lifetime" else None
+    work = best.shares @ problem.runs if planned.objective == "lifetime" else None
     # No host is to be left out as slow for a slowness that the plan knows of.
     block, usual = problem.column("block")[used], Limits()
     slowest = _LEEWAY * float(block.max() / np.median(block))
@@ -153,7 +153,12 @@ def _swarm_plan(planned: Planned, *, model: str, wire: Wire) -> SwarmPlan:
         model=model,
         hosts={
             problem.hosts[number].name: HostPlan(
-                blocks=tuple(np.flatnonzero(best.placement[number]).tolist()),
+                # All places of a tied block: a host that holds it can run them all.
+                blocks=tuple(
+                    place
+                    for block in np.flatnonzero(best.placement[number]).tolist()
+                    for place in problem.facts.places[block]
+                ),
                 share=None if work is None else round(float(work[number]), 6),
             )
             for number in used

@@ -188,6 +188,11 @@ def _notes(plan: SwarmPlan, planned: Planned, free: Figures) -> list[str]:
         f"Every block is on {copies.min()} host{'s' if copies.min() > 1 else ''} or more. "
         f"The hardest to reach is block {hardest}: it can be reached {there}."
     )
+    if len(problem.sizes) < problem.depth:
+        lines.append(
+            f"{problem.depth} places share the weights of {len(problem.sizes)} blocks: a host "
+            "stores those of a block once and runs all of its places."
+        )
     if problem.demand < problem.depth:
         lines.append(
             f"A request runs {problem.demand} of {problem.depth} blocks in free order; "
