@@ -120,7 +120,7 @@ def judgements(page):
 
 
 @pytest.mark.parametrize(
-    "name", ["digits-paper", "digits-rounds", "digits-swarm-tune", "digits-tune"]
+    "name", ["digits-paper", "digits-recipes", "digits-rounds", "digits-swarm-tune", "digits-tune"]
 )
 def test_committed_reports_say_what_the_committed_results_say(repository, tmp_path, name):
     """Every number of a report comes from the files that lie beside it."""

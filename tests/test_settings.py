@@ -87,7 +87,8 @@ def test_recipe_that_is_absent_or_huge(tmp_path):
 def test_shipped_recipes_are_valid():
     fits = ["digits-base.yaml", "digits-swarm.yaml"]
     fits += ["formula-cpu-base.yaml", "formula-gpu-base.yaml"]
-    names = ("cifar100-paper", "digits-paper", "digits-quick", "digits-rounds", "digits-swarm-tune")
+    names = ("cifar100-paper", "digits-paper", "digits-quick", "digits-recipes", "digits-rounds")
+    names += ("digits-swarm-tune",)
     names += ("digits-tied", "digits-tune", "formula-cpu", "formula-gpu", "imagenet-paper")
     studies = [f"{name}.yaml" for name in names]
     for name in fits:

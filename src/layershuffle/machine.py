@@ -88,7 +88,7 @@ def cpu_has_bf16() -> bool:
 def warn_of_slow_bf16(precision: str, device: str) -> None:
     """Log a warning if `precision` is bf16 and the processor has no bf16 arithmetic."""
     if precision.startswith("bf16") and device == "cpu" and not cpu_has_bf16():
-        _log.warning("this processor has no bf16 arithmetic: bf16 will be several times slower")
+        _log.warning("This processor has no bf16 arithmetic: bf16 will be several times slower")
 
 
 def device_of(wanted: Device) -> Literal["cpu", "cuda"]:

@@ -206,7 +206,7 @@ def test_files_that_are_not_there(capsys, tmp_path):
         assert f"There is no such file. Where: {tmp_path / 'no.yaml'}. Next: name a " in err
     code, _, err = run(capsys, "predict", "bundled:digits", str(tmp_path))
     assert code == 1
-    assert f"cannot read image (Is a directory). Where: {tmp_path}." in err
+    assert f"Cannot read image (Is a directory). Where: {tmp_path}." in err
 
 
 @pytest.mark.parametrize("command", ["fit --recipe", "reproduce"])

@@ -220,7 +220,7 @@ def test_a_class_that_comes_out_empty_is_an_error(source: Path) -> None:
     for path in (source / "val" / "bee").iterdir():
         path.write_bytes(b"no image")
     settings = CacheSettings(size=24, workers=0, skip_corrupt=True)
-    with pytest.raises(DataError, match="no image could be read of 1 classes: val/bee"):
+    with pytest.raises(DataError, match="No image could be read of 1 classes: val/bee"):
         build_cache(f"folder:{source}", source.with_name("cached"), settings=settings)
 
 

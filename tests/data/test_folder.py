@@ -143,7 +143,7 @@ def test_a_corrupt_image_is_named_when_read_and_dropped_only_on_request(root: Pa
 def test_nothing_readable_is_an_error_even_when_skipping(root: Path) -> None:
     for path in (root / "val").rglob("*.png"):
         path.write_bytes(b"")
-    with pytest.raises(DataError, match="no image could be read"):
+    with pytest.raises(DataError, match="No image could be read"):
         opened(root, skip_corrupt=True)
 
 

@@ -167,7 +167,7 @@ def test_two_label_columns_need_a_choice(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"several columns could be the label: .*fine"):
         opened(place)
     assert opened(f"{place}?label=coarse", holdout=0.5).classes == ("x", "y")
-    with pytest.raises(UsageError, match="no column 'medium'"):
+    with pytest.raises(UsageError, match="There is no column 'medium'"):
         opened(f"{place}?label=medium")
 
 
@@ -256,7 +256,7 @@ def test_a_hub_name_offline_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(DataError) as error:
         opened("nobody/nothing")
     text = str(error.value)
-    assert "cannot open the data set" in text
+    assert "Cannot open the data set" in text
     assert "hf:nobody/nothing" in text
     for hint in ("hf:DIR", "folder:DIR", "HF_HOME", "HF_HUB_OFFLINE"):
         assert hint in text
@@ -264,7 +264,7 @@ def test_a_hub_name_offline_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -
 
 def test_local_places_without_data(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="the data folder does not exist"):
+    with pytest.raises(DataError, match="The data folder does not exist"):
         opened(tmp_path / "nowhere")
     with pytest.raises(DataError, match="put class folders under train/"):
         opened(tmp_path / "empty")

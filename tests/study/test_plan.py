@@ -276,7 +276,7 @@ def test_the_large_recipes_are_planned_with_nothing_at_hand(
     assert f"Work: {steps:,} training steps, and " in text
     model = "Estimated: hf:google/vit-base-patch16-224 is not on this machine: depth and size are"
     assert f"{model} those of timm's vit_base_patch16_224" in text
-    assert f": counted as {counted}" in text
+    assert f"; counted as {counted}" in text
     # 20 or 5 orders of each drawn mode, and the sequential one.
     assert f"seeds 0, 1, 2, 3, 4; 20 epochs of {128 if '100' in counted else 640} images" in text
 
@@ -348,7 +348,7 @@ def test_data_that_nobody_knows_leave_the_work_unknown(tmp_path):
     text = forecast_text(expected, tmp_path)
     assert expected.work is None
     assert "Work: not known, because the number of images is not" in text
-    assert "Estimated: folder:nowhere cannot be opened (the data folder does not exist)" in text
+    assert "Estimated: folder:nowhere cannot be opened: The data folder does not exist; " in text
     assert expected.bytes_left == 2 * sum(p.nbytes for p in ls.load(TINY["model"]).parameters())
     counted = {**TINY, "data": "folder:nowhere", "evaluate": {"max_images": 9}}
     assert all(

@@ -87,7 +87,7 @@ def default_out(spec: str, size: int) -> Path:
         return Path(f"{place}-{size}").expanduser()
     name = place.rpartition("/")[2].replace(":", "-")
     if not re.fullmatch(r"[\w.-]+", name):
-        raise UsageError("this spec gives the cache no name", place=spec, hint="add --out DIR")
+        raise UsageError("This spec gives the cache no name", place=spec, hint="add --out DIR")
     return Path(f"{name}-{size}")
 
 
@@ -283,7 +283,7 @@ def _counts(work: Path, parts: Sequence[Part]) -> Header:
     # folder: refuses classes without images, so such a copy could not be read.
     if empty:
         raise DataError(
-            f"no image could be read of {len(empty)} classes: {shortened(sorted(empty))}",
+            f"No image could be read of {len(empty)} classes: {shortened(sorted(empty))}",
             place=work,
             hint="repair the source, or leave these classes out of it; then delete this directory",
         )

@@ -176,7 +176,7 @@ def check_labels(labels: Sequence[int] | Tensor, classes: int, *, place: str | P
     table = torch.as_tensor(labels, dtype=torch.int64)
     # Without this, min() below would raise an error of torch that names no file.
     if len(table) == 0:
-        raise DataError("there are no labelled images", place=place)
+        raise DataError("There are no labelled images", place=place)
     low, high = int(table.min()), int(table.max())
     if low < 0 or high >= classes:
         raise DataError(

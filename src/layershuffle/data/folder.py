@@ -119,7 +119,7 @@ def split_folders(root: Path, *, need_train: bool) -> tuple[Path | None, Path | 
     if not root.is_dir():
         what = "is a file" if root.exists() else "does not exist"
         raise DataError(
-            f"the data folder {what}",
+            f"The data folder {what}",
             place=root,
             hint="pass folder:DIR with the folders DIR/train and DIR/val in it",
         )

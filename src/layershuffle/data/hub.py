@@ -83,7 +83,7 @@ def load_splits(request: SourceRequest) -> Mapping[str, Any]:
     # datasets would take a mistyped path for the name of a data set on the hub.
     if place.startswith(("/", "~", ".")) and not root.is_dir():
         raise DataError(
-            "the data folder does not exist",
+            "The data folder does not exist",
             place=root,
             hint="correct the path; hub names look like owner/name",
         )
@@ -120,7 +120,7 @@ def find_columns(request: SourceRequest, splits: Mapping[str, Any], *, train: An
     label = label_column(features, wanted=request.settings.get("label"), place=request.spec)
     classes, index = label_meaning(features[label], lambda: _cells(reference, label))
     if not classes:
-        raise DataError(f"column {label!r} holds no labels", place=request.spec)
+        raise DataError(f"Column {label!r} holds no labels", place=request.spec)
     return Columns(image=image, label=label, classes=classes, index=index)
 
 
@@ -208,4 +208,4 @@ def _load_failure(request: SourceRequest, root: Path, error: BaseException) -> D
             "folder:DIR; or set HF_HOME to a cache that has it and HF_HUB_OFFLINE=1. "
             "With a network, check the name and unset HF_HUB_OFFLINE"
         )
-    return DataError(f"cannot open the data set ({one_line(error)})", place=request.spec, hint=hint)
+    return DataError(f"Cannot open the data set ({one_line(error)})", place=request.spec, hint=hint)

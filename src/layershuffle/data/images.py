@@ -66,7 +66,7 @@ def unreadable(error: Exception, place: str | Path) -> DataError:
     """What to raise for an image that cannot be read because of `error`."""
     # The text of an error of the system repeats the place.
     reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return DataError(f"cannot read image ({reason})", place=place, hint=SKIP_HINT)
+    return DataError(f"Cannot read image ({reason})", place=place, hint=SKIP_HINT)
 
 
 def to_mode(image: Image.Image, channels: int, *, place: str | Path) -> Image.Image:

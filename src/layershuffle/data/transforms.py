@@ -66,7 +66,7 @@ class PixelTransform:
 
     def __post_init__(self) -> None:
         if self.view.interpolation == "nearest":
-            raise UsageError("torch's nearest pixel is not Pillow's", hint="use PlainTransform")
+            raise UsageError("Torch's nearest pixel is not Pillow's", hint="use PlainTransform")
 
     def __call__(self, pixels: Tensor) -> Tensor:
         """Pixels uint8 [C, H, W] of the view's size, from such pixels of any size."""

@@ -150,6 +150,8 @@ def save(
 ) -> None:
     """Write `model` to `directory`, which is whole or absent at any moment; nothing else changes.
 
+    A model that was saved there before is replaced once the new one is whole on disk.
+
     `record`: JSON-able metadata (method, policy, selected, settings, scores, provenance) kept in
     layershuffle.json; `scores` by order mode, e.g. {"arbitrary": {"top1": 74.5}}. Without a record
     that of the loaded model is kept, its scores excepted: the weights may have changed.

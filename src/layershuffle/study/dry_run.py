@@ -211,7 +211,7 @@ def open_subject(fitted: FitSettings) -> StudySubject:
         classes = len(data.classes)
     except DataError as error:
         train, test, classes, counted = published_sizes(fitted.data, holdout)
-        notes = (*notes, f"{fitted.data} cannot be opened ({error.cause}): {counted}")
+        notes = (*notes, f"{fitted.data} cannot be opened: {error.cause}; {counted}")
     if classes is not None and num_classes_of(model) != classes:  # as training gives it a new head
         replace_head(model, classes, seed=fitted.seed)
     return StudySubject(

@@ -264,7 +264,7 @@ class _Gateway:
         if status == HTTPStatus.INTERNAL_SERVER_ERROR or not isinstance(error, LayerShuffleError):
             # Causes of our own failures may name files and hosts: the client gets an id alone.
             reference = uuid.uuid4().hex
-            LOG.error("request %s failed", reference, exc_info=error)
+            LOG.error("Request %s failed", reference, exc_info=error)
             hint = "give the operator this id: it is in the log"
             return JSONResponse(error_body("The gateway failed", hint, reference=reference), status)
         wait = error.retry_after if isinstance(error, HTTPError) else None
