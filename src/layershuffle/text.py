@@ -78,6 +78,11 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, width: int = 
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 
+def interval_text(low: float, high: float) -> str:
+    """ "80.3 to 97.2"; "-" where equal scores leave no width, which would look like certainty."""
+    return "-" if low == high else f"{low:.1f} to {high:.1f}"
+
+
 def counted_as(effective: Iterable[float | None]) -> str:
     """What follows "over 1,000 images": as how many independent ones Wilson intervals count them.
 

@@ -13,6 +13,7 @@ from layershuffle.cli.doctor import is_free
 from layershuffle.errors import SettingsError
 from layershuffle.extras import EXTRAS
 from layershuffle.stats import wilson_interval
+from layershuffle.text import interval_text
 from without import run_without
 
 MODEL = (
@@ -74,6 +75,18 @@ def test_eval_table_and_json_agree_and_replay(capsys, fitted):
     )
     (replayed,) = json.loads(text)["modes"][0]["scores"]
     assert replayed == drawn
+
+
+def test_eval_table_breaks_long_modes_at_a_colon(capsys):
+    words = ["eval", "bundled:digits", "--data", DATA, "--max-images", "4", "--num-orders", "2"]
+    code, text, _ = run(capsys, *words, "--modes", "kept:12:arbitrary:passes=2:parallel=3")
+    assert code == 0
+    assert re.search(r"^kept:12:arbitrary:passes=2: .*\nparallel=3$", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("high", "text"), [(97.24, "80.3 to 97.2"), (80.3, "-")])
+def test_equal_scores_have_no_interval(high, text):
+    assert interval_text(80.3, high) == text
 
 
 def test_eval_per_batch_says_so(capsys, fitted):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +12,7 @@ import tyro
 
 from layershuffle.cli.command import ComputingCommand, Inline
 from layershuffle.settings import EvalSettings
-from layershuffle.text import counted, counted_as, table
+from layershuffle.text import counted, counted_as, interval_text, table
 
 if TYPE_CHECKING:
     from layershuffle.evaluation import Evaluation, Score
@@ -126,13 +127,14 @@ def _text(report: dict[str, Any]) -> str:
         top1, spread = mode["top1"], mode["top1"]["sd_orders"]
         rows.append(
             (
-                mode["mode"],
+                # Broken at a colon, because a table wraps anywhere: "passes=2:paralle" and "l=3".
+                re.sub(r"(.{20,30}:)", r"\1\n", mode["mode"]),
                 str(mode["kept"]),
                 str(mode["orders"]),
                 f"{top1['mean']:.2f}",
                 # A single order has no spread, and 0 would claim that all orders agree.
                 "-" if spread is None else f"{spread:.2f}",
-                f"{top1['low']:.1f} to {top1['high']:.1f}",
+                interval_text(top1["low"], top1["high"]),
                 f"{mode['top5']['mean']:.2f}",
                 f"{mode['cross_entropy']['mean']:.3f}",
             )
@@ -147,8 +149,8 @@ def _text(report: dict[str, Any]) -> str:
             f"{report['hardware']['precision']}, "
             + ("compiled blocks" if reason is None else f"eager mode: {reason}"),
             table(header, rows),
-            f"{images} each. sd: over orders. 95 %: t-interval over orders, of these images"
-            f"{single if over_images else ''}. --json lists the orders.",
+            f"{images} each. sd: over orders. 95 %: t-interval over orders, of these images "
+            f"(-: equal scores){single if over_images else ''}. --json lists the orders.",
             *report["notes"],
         ]
     )

@@ -149,7 +149,9 @@ def _chosen(
     columns = ", ".join(features)
     if wanted is not None:
         if wanted not in features:
-            raise UsageError(f"There is no column {wanted!r}", place=place, hint=f"columns: {columns}")
+            raise UsageError(
+                f"There is no column {wanted!r}", place=place, hint=f"columns: {columns}"
+            )
         return wanted
     if len(candidates) == 1:
         return candidates[0]
