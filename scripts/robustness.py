@@ -1,0 +1,311 @@
+"""Corruptions, shifted data and attacks: measure what docs/open-questions.md says of them.
+
+python scripts/robustness.py runs/digits-tied   # measure on the models of that study
+python scripts/robustness.py                    # only write the tables again
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from open_questions import PAGE, SEEDS, keep, model_of, rows_of
+from science_page import ARMS, verdict, with_marked
+from torch import Tensor, nn
+from torch.nn import functional
+from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional as pixels
+
+import layershuffle as ls
+from layershuffle.data.digits import DIGIT_VIEW, LEVELS, DigitPairs
+from layershuffle.files import write_text
+from layershuffle.models import logits_of
+from layershuffle.stats import compare, mean
+
+MEASURED = ("baseline", "layershuffle", "layershuffle-depth", "layershuffle-tied-3")
+LABELS = {arm.name: arm.label for arm in ARMS}
+IMAGES, ATTACKED, STEPS, RESTARTS = 400, 100, 20, 2
+AVERAGED_ORDERS, JUDGED_ORDERS, CORRUPTED_ORDERS = 8, 4, 2
+RADII = tuple(k / 255 for k in range(2, 33, 2))
+"""Candidates for the largest change of a pixel in [0, 1]."""
+HALF = 50.0
+SEQUENTIAL = (ls.ExecutionOrder.sequential(12),)
+
+
+def _affine(
+    image: Tensor, *, sign: int, angle: float = 0, move: float = 0, scale: float = 1
+) -> Tensor:
+    return pixels.affine(
+        image, angle=sign * angle, translate=[sign * move, sign * move], scale=scale, shear=[0.0],
+        interpolation=v2.InterpolationMode.BILINEAR,
+    )  # fmt: skip
+
+
+def _jpeg(image: Tensor, quality: float) -> Tensor:
+    return pixels.jpeg((255 * image).round().to(torch.uint8), int(quality)).float() / 255
+
+
+Change = Callable[[Tensor, float, int], Tensor]  # image [1, H, W] in [0, 1], strength, sign
+CORRUPTIONS: dict[str, tuple[Change, tuple[float, ...]]] = {
+    "noise": (lambda x, s, _: v2.GaussianNoise(sigma=s)(x), (0.05, 0.1, 0.15, 0.2, 0.3)),
+    "blur": (lambda x, s, _: pixels.gaussian_blur(x, [5, 5], [s, s]), (0.4, 0.6, 0.8, 1.0, 1.3)),
+    "JPEG": (lambda x, s, _: _jpeg(x, s), (50, 30, 20, 10, 5)),
+    "contrast": (lambda x, s, _: pixels.adjust_contrast(x, s), (0.7, 0.5, 0.4, 0.3, 0.2)),
+    "elastic": (lambda x, s, _: v2.ElasticTransform(alpha=s, sigma=2.0)(x), (4, 8, 12, 16, 20)),
+    "erasing": (
+        lambda x, s, _: v2.RandomErasing(p=1.0, scale=(s, s), ratio=(1.0, 1.0))(x),
+        (0.02, 0.04, 0.08, 0.12, 0.16),
+    ),
+}
+SHIFTS: dict[str, tuple[Change, tuple[float, ...]]] = {
+    "moved (pixels)": (lambda x, s, sign: _affine(x, sign=sign, move=s), (0.5, 1, 1.5, 2, 2.5)),
+    "scaled": (lambda x, s, sign: _affine(x, sign=sign, scale=s), (0.95, 0.9, 0.85, 0.8, 0.75)),
+    "rotated (degrees)": (lambda x, s, sign: _affine(x, sign=sign, angle=s), (5, 10, 15, 20, 30)),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChangedRow:
+    """Top-1 in percent of changed images at strengths 1 to 5, the mean over the orders."""
+
+    arm: str
+    seed: int
+    change: str
+    order: str
+    at1: float
+    at2: float
+    at3: float
+    at4: float
+    at5: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttackRow:
+    """Top-1 in percent under an attack, the mean over the orders that answer."""
+
+    arm: str
+    seed: int
+    attack: str
+    radius: float
+    top1: float
+
+
+def changed(images: Tensor, change: Change, strength: float) -> Tensor:
+    """`images` [n, 1, H, W] in [0, 1], each changed by draws of its own, the same in every call."""
+    torch.manual_seed(0)
+    out = [change(image, strength, 1 if k % 2 else -1) for k, image in enumerate(images)]
+    return torch.stack(out).clamp(0, 1)
+
+
+def normalised(images: Tensor) -> Tensor:
+    """What the model takes, of pixels in [0, 1]."""
+    return (images - DIGIT_VIEW.mean[0]) / DIGIT_VIEW.std[0]
+
+
+def drawn(count: int, *, first: int = 0) -> tuple[ls.ExecutionOrder, ...]:
+    """`count` random orders, from draw number `first`."""
+    return tuple(ls.Shuffled().draw(12, seed=0, step=first + step) for step in range(count))
+
+
+def top1(
+    model: nn.Module, images: Tensor, labels: Tensor, orders: Sequence[ls.ExecutionOrder]
+) -> float:
+    """Percent right of pixels in [0, 1], the mean over `orders`."""
+    scores = ls.evaluate(model, [(normalised(images), labels)], orders=list(orders))
+    return mean([score.top1 for score in scores])
+
+
+def attack_gradient(
+    model: nn.Module, images: Tensor, labels: Tensor, orders: Sequence[ls.ExecutionOrder]
+) -> tuple[Tensor, Tensor]:
+    """Mean over `orders` of each image's cross-entropy [n], and its gradient by the pixels."""
+    images = images.detach().requires_grad_()
+    losses = torch.zeros(len(images))
+    for order in orders:
+        with ls.running(model, order):
+            logits = logits_of(model(normalised(images)))
+        losses = losses + functional.cross_entropy(logits, labels, reduction="none") / len(orders)
+    (gradient,) = torch.autograd.grad(losses.sum(), images)
+    return losses.detach(), gradient
+
+
+def attacked(
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    orders: Sequence[ls.ExecutionOrder],
+    *,
+    radius: float,
+    steps: int = STEPS,
+    restarts: int = RESTARTS,
+) -> Tensor:
+    """Projected gradient descent in the maximum norm (arXiv 1706.06083): images in [0, 1].
+
+    The loss is the mean over `orders`: the gradient of one drawn order would attack that order
+    alone, and another draw would look robust. Of the restarts every image has that of most loss.
+    """
+    generator = torch.Generator().manual_seed(0)
+    worst, most = images.clone(), torch.full((len(images),), -torch.inf)
+    for _ in range(restarts):
+        noise = torch.rand(images.shape, generator=generator)
+        current = (images + radius * (2 * noise - 1)).clamp(0, 1)
+        for _ in range(steps):
+            _, gradient = attack_gradient(model, current, labels, orders)
+            current = current + 2.5 * radius / steps * gradient.sign()
+            current = (images + (current - images).clamp(-radius, radius)).clamp(0, 1)
+        losses, _ = attack_gradient(model, current, labels, orders)
+        better = losses > most
+        most = torch.where(better, losses, most)
+        worst[better] = current[better]
+    return worst
+
+
+def split_images(split: str, count: int) -> tuple[Tensor, Tensor]:
+    """The first pairs of a split: pixels in [0, 1] and labels."""
+    pairs = DigitPairs(split, count)
+    return pairs.canvases.float() / LEVELS, pairs.labels
+
+
+def chosen_radius(study: Path) -> float:
+    """The first of `RADII` that takes ordinary models below `HALF` percent on validation pairs."""
+    images, labels = split_images("validation", ATTACKED)
+    for radius in RADII:
+        scores = []
+        for seed in SEEDS:
+            model = model_of(study, "baseline", seed).eval()
+            worst = attacked(model, images, labels, SEQUENTIAL, radius=radius)
+            scores.append(top1(model, worst, labels, SEQUENTIAL))
+        if mean(scores) < HALF:
+            return radius
+    raise RuntimeError("no radius halves the accuracy of the ordinary models")
+
+
+def measure_changed(study: Path) -> Iterator[ChangedRow]:
+    """Every corruption and shift at five strengths, in order and in random orders."""
+    images, labels = split_images("test", IMAGES)
+    cells = {
+        name: [changed(images, change, strength) for strength in strengths]
+        for name, (change, strengths) in (CORRUPTIONS | SHIFTS).items()
+    } | {"none": [images] * 5}
+    for arm in MEASURED:
+        for seed in SEEDS:
+            model = model_of(study, arm, seed).eval()
+            for name, levels in cells.items():
+                for word, orders in (("sequential", SEQUENTIAL), ("arbitrary", drawn(2))):
+                    scores = [top1(model, level, labels, orders) for level in levels]
+                    fields = {f"at{k}": score for k, score in enumerate(scores, start=1)}
+                    yield ChangedRow(arm=arm, seed=seed, change=name, order=word, **fields)
+            print(f"changed: {arm}, seed {seed}", flush=True)
+
+
+def measure_attacks(study: Path) -> Iterator[AttackRow]:
+    """What an attacker gets who knows the order, who averages over orders, or has another model."""
+    radius = chosen_radius(study)
+    images, labels = split_images("test", ATTACKED)
+    # The orders that answer are none of those that the attacker averages over.
+    judges = drawn(JUDGED_ORDERS, first=AVERAGED_ORDERS)
+    for seed in SEEDS:
+        ordinary = model_of(study, "baseline", seed).eval()
+        foreign = attacked(ordinary, images, labels, SEQUENTIAL, radius=radius)
+        for arm in MEASURED:
+            model = model_of(study, arm, seed).eval()
+            every = SEQUENTIAL if arm == "baseline" else judges
+            cases: dict[str, tuple[Tensor, Sequence[ls.ExecutionOrder]]] = {
+                "none": (images, every),
+                "transfer": (foreign, every),
+            }
+            known = attacked(model, images, labels, every[:1], radius=radius)
+            cases["order known"] = (known, every[:1])
+            if arm != "baseline":
+                many = drawn(AVERAGED_ORDERS)
+                cases["order drawn"] = (
+                    attacked(model, images, labels, many, radius=radius),
+                    every,
+                )
+            for attack, (worst, orders) in cases.items():
+                score = top1(model, worst, labels, orders)
+                yield AttackRow(arm=arm, seed=seed, attack=attack, radius=radius, top1=score)
+            print(f"attacks: {arm}, seed {seed}", flush=True)
+
+
+def error_of(
+    rows: Sequence[Mapping[str, str]], arm: str, order: str, changes: Sequence[str]
+) -> dict[int, float]:
+    """Of each model the mean error in percent over `changes` and their strengths."""
+    errors: dict[int, list[float]] = defaultdict(list)
+    for row in rows:
+        if (row["arm"], row["order"]) == (arm, order) and row["change"] in changes:
+            errors[int(row["seed"])] += [100 - float(row[f"at{k}"]) for k in range(1, 6)]
+    return {seed: mean(values) for seed, values in errors.items()}
+
+
+def changed_table() -> str:
+    """Mean errors of every arm, and how much more or less is added than to ordinary training's."""
+    rows = rows_of("changed.csv")
+    ordinary = {
+        name: error_of(rows, "baseline", "sequential", [*group])
+        for name, group in (("none", ["none"]), ("corrupted", CORRUPTIONS), ("shifted", SHIFTS))
+    }
+    lines = [
+        "| arm | order | clean | corrupted | added, against ordinary | shifted | added, against it |"
+    ]
+    lines.append("|:--|:--|--:|--:|:--|--:|:--|")
+    for arm in MEASURED:
+        for word, order in (("in order", "sequential"), ("any order", "arbitrary")):
+            if arm == "baseline" and order == "arbitrary":
+                continue
+            clean = error_of(rows, arm, order, ["none"])
+            cells = [f"{mean(list(clean.values())):.1f}"]
+            for name, group in (("corrupted", CORRUPTIONS), ("shifted", SHIFTS)):
+                errors = error_of(rows, arm, order, [*group])
+                cells.append(f"{mean(list(errors.values())):.1f}")
+                added = {seed: errors[seed] - clean[seed] for seed in errors}
+                usual = {seed: ordinary[name][seed] - ordinary["none"][seed] for seed in errors}
+                gap = compare(usual, added)  # fewer errors are better
+                points = f"{-gap.points:+.1f} ({-gap.high:+.1f} to {-gap.low:+.1f})"
+                cells.append("" if arm == "baseline" else f"{points} **{verdict(gap)}**")
+            lines.append(f"| {LABELS[arm]} | {word} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+ATTACKS = ("none", "order known", "order drawn", "transfer")
+
+
+def attack_table() -> str:
+    """Top-1 under every attack, with the lowest and the highest of three models."""
+    values: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
+    for row in rows_of("attacks.csv"):
+        values[row["arm"], row["attack"]][int(row["seed"])] = float(row["top1"])
+    lines = ["| arm | " + " | ".join(ATTACKS) + " | order drawn, beside ordinary training |"]
+    lines.append("|:--|" + "--:|" * len(ATTACKS) + ":--|")
+    for arm in MEASURED:
+        cells = []
+        for attack in ATTACKS:
+            scores = list(values[arm, attack].values())
+            span = f"{mean(scores):.1f} ({min(scores):.1f} to {max(scores):.1f})" if scores else ""
+            cells.append(span)
+        judged = ""
+        if arm != "baseline":
+            gap = compare(values[arm, "order drawn"], values["baseline", "order known"])
+            judged = f"{gap.points:+.1f} ({gap.low:+.1f} to {gap.high:+.1f}) **{verdict(gap)}**"
+        lines.append(f"| {LABELS[arm]} | " + " | ".join(cells) + f" | {judged} |")
+    return "\n".join(lines)
+
+
+def with_tables(page: str) -> str:
+    """`page` with new tables between its marks."""
+    page = with_marked(page, "changed", changed_table())
+    return with_marked(page, "attacks", attack_table())
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for path in map(Path, sys.argv[1:]):
+        keep("changed.csv", list(measure_changed(path)))
+        keep("attacks.csv", list(measure_attacks(path)))
+    write_text(PAGE, with_tables(PAGE.read_text(encoding="utf-8")))
+    print(f"Written: {PAGE}")
