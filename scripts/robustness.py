@@ -10,10 +10,12 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 
 import torch
 from open_questions import PAGE, SEEDS, keep, model_of, rows_of
+from PIL import Image
 from science_page import ARMS, verdict, with_marked
 from torch import Tensor, nn
 from torch.nn import functional
@@ -46,7 +48,10 @@ def _affine(
 
 
 def _jpeg(image: Tensor, quality: float) -> Tensor:
-    return pixels.jpeg((255 * image).round().to(torch.uint8), int(quality)).float() / 255
+    # Pillow's, because torchvision gives its own up (torch 2.15 warns of it).
+    file = BytesIO()
+    pixels.to_pil_image(image).save(file, "JPEG", quality=int(quality))
+    return pixels.pil_to_tensor(Image.open(file)).float() / 255
 
 
 Change = Callable[[Tensor, float, int], Tensor]  # image [1, H, W] in [0, 1], strength, sign
@@ -250,9 +255,7 @@ def changed_table() -> str:
         name: error_of(rows, "baseline", "sequential", [*group])
         for name, group in (("none", ["none"]), ("corrupted", CORRUPTIONS), ("shifted", SHIFTS))
     }
-    lines = [
-        "| arm | order | clean | corrupted | added, against ordinary | shifted | added, against it |"
-    ]
+    lines = ["| arm | order | clean | corrupted | added, against ordinary | shifted | added |"]
     lines.append("|:--|:--|--:|--:|:--|--:|:--|")
     for arm in MEASURED:
         for word, order in (("in order", "sequential"), ("any order", "arbitrary")):
