@@ -72,3 +72,10 @@ def test_a_gap_is_the_mean_of_pairs() -> None:
     scores = {a: {0: [1.0, 3.0], 1: [5.0, 5.0], 9: [50.0]}, b: {0: [1.0], 1: [2.0]}}
     difference = recipes_page.gap(scores, a, b)
     assert (difference.points, difference.seeds) == (2.0, 2)  # 2 - 1 and 5 - 2
+
+
+def test_every_number_in_the_words_stands_in_a_table(page: str) -> None:
+    tables = "\n".join(line for line in page.splitlines() if line.startswith("|"))
+    words = "\n".join(line for line in page.splitlines() if not line.startswith("|"))
+    for number in re.findall(r"\d+\.\d+", words):
+        assert number in tables, number
