@@ -13,6 +13,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 # Inductor would start processes that import torch, for 6 s, to compile what no test compiles.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# The libraries that tests import make many objects and little garbage, until all are collected.
+gc.disable()
 
 
 @pytest.fixture(scope="session")
@@ -53,6 +55,7 @@ def pytest_collection_finish() -> None:
     through it, half a second each time."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_unconfigure() -> None:
