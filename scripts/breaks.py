@@ -1,10 +1,10 @@
 """Measure where shuffling breaks down, what position parts do, and how little data is enough.
 
-    python scripts/breaks.py runs/breaks --workers 2  # train what the results do not have yet
-    python scripts/breaks.py                          # only write the tables again
+    python scripts/breaks.py runs/breaks --workers 2
+    python scripts/breaks_page.py
 
-`RUNS` is all that is trained. Every finished run is a row of docs/results/open-questions/breaks.csv
-at once, and what has a row is not trained again; the directory holds the bases' weights.
+`STAGES` is all that is trained. Every finished run is a row of `CSV` at once, and what has a row is
+not trained again; the directory holds the weights of models that others begin with.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import argparse
 import csv
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ from layershuffle.data.view import PixelFinish
 from layershuffle.stats import mean
 
 CSV = RESULTS / "breaks.csv"
-BATCH, WARMUP, WIDTH, PATCH, DEPTH = 64, 50, 64, 4, 12
+BATCH, WIDTH, PATCH, DEPTH = 64, 64, 4, 12
 PAIRS, TESTED, ORDERS = 20_000, 1_000, 8
 finish = PixelFinish(DIGIT_VIEW, LEVELS)
 
@@ -74,14 +75,8 @@ def attention(depth: int) -> nn.Module:
 
 def mixer(depth: int) -> nn.Module:
     """MLP-Mixer: a multilayer perceptron over tokens in the place of attention."""
-    model: nn.Module = MlpMixer(
-        num_classes=len(CLASSES),
-        in_chans=1,
-        img_size=CANVAS,
-        patch_size=PATCH,
-        embed_dim=WIDTH,
-        num_blocks=depth,
-    )
+    sizes = {"img_size": CANVAS, "patch_size": PATCH, "embed_dim": WIDTH, "num_blocks": depth}
+    model: nn.Module = MlpMixer(num_classes=len(CLASSES), in_chans=1, **sizes)
     return model
 
 
@@ -134,6 +129,7 @@ class Run:
     seed: int
     start: str
     steps: int = 500
+    warmup: int = 50
     rate: float = 4e-3
     kind: str = "attention"
     depth: int = DEPTH
@@ -157,16 +153,17 @@ class Run:
 
 BASE_STEPS, BASE_RATE = 3000, 1e-3
 ARMS = ("baseline", "layershuffle")
-DEPTHS, SKIPS = (2, 4, 6, 24), (0.0, 0.25, 0.5)
-ALL_DATA: dict[str, dict[str, int]] = {f"{PAIRS} pairs": {}}
-LESS_DATA: dict[str, dict[str, int]] = {
+SKIPS = (0.0, 0.25, 0.5)
+ALL_DATA: dict[str, dict[str, Any]] = {f"{PAIRS} pairs": {}}
+LESS_DATA: dict[str, dict[str, Any]] = {
     **{f"{pairs} pairs": {"pairs": pairs} for pairs in (200, 1_000, 5_000)},
     **{f"{digits} digits": {"digits": digits} for digits in (2, 5, 12, 31)},
 }
-KIND_CASES = {kind: (kind, DEPTH) for kind in KINDS if kind != "attention"}
-DEPTH_CASES = {f"depth {depth}": ("attention", depth) for depth in DEPTHS}
-FEW = dict(list(DEPTH_CASES.items())[:-1])
-DEEP = dict(list(DEPTH_CASES.items())[-1:])
+BASES = {
+    **{kind: (kind, DEPTH) for kind in KINDS if kind != "attention"},
+    **{f"depth {depth}": ("attention", depth) for depth in (2, 4, 6)},
+}
+DEEP_BASES = {"depth 24": ("attention", 24)}
 POSITION: dict[str, dict[str, Any]] = {
     "none (prediction, detached)": {"prediction": ls.PredictionForm(), "detached": True},
     "encoding, a table per block": {"encoding": ls.EncodingForm()},
@@ -185,17 +182,8 @@ POSITION: dict[str, dict[str, Any]] = {
 def bases(cases: Mapping[str, tuple[str, int]], seed: int) -> Iterator[Run]:
     """What is trained in order from random weights as `bundled:digits` was, and then refined."""
     for case, (kind, depth) in cases.items():
-        yield Run(
-            question="breaks",
-            case=case,
-            arm="base",
-            seed=seed,
-            start="scratch",
-            steps=BASE_STEPS,
-            rate=BASE_RATE,
-            kind=kind,
-            depth=depth,
-        )
+        base = Run(question="breaks", case=case, arm="base", seed=seed, start="scratch")
+        yield replace(base, steps=BASE_STEPS, rate=BASE_RATE, kind=kind, depth=depth)
 
 
 def refinements(cases: Mapping[str, tuple[str, int]], seed: int) -> Iterator[Run]:
@@ -209,30 +197,18 @@ def skip_runs(seed: int) -> Iterator[Run]:
     """The bundled model, refined with weaker skip connections than it was trained with."""
     for skip in SKIPS:
         for arm in ARMS:
-            yield Run(
-                question="breaks",
-                case=f"skip {skip:g}",
-                arm=arm,
-                seed=seed,
-                start="bundled",
-                skip=skip,
-            )
+            run = Run(question="breaks", case=f"skip {skip:g}", arm=arm, seed=seed, start="bundled")
+            yield replace(run, skip=skip)
 
 
 def position_runs(seed: int) -> Iterator[Run]:
     """LayerShuffle with different position parts."""
     for case, parts in POSITION.items():
-        run = Run(
-            question="position",
-            case=case,
-            arm="layershuffle",
-            seed=seed,
-            start="bundled",
-        )
+        run = Run(question="position", case=case, arm="layershuffle", seed=seed, start="bundled")
         yield replace(run, **parts)
 
 
-def data_runs(sizes: Mapping[str, Mapping[str, int]], seed: int) -> Iterator[Run]:
+def data_runs(sizes: Mapping[str, Mapping[str, Any]], seed: int) -> Iterator[Run]:
     """Fewer pairs of all digits, or fewer different digits, at equal steps."""
     for case, size in sizes.items():
         for arm in ARMS:
@@ -241,17 +217,17 @@ def data_runs(sizes: Mapping[str, Mapping[str, int]], seed: int) -> Iterator[Run
 
 
 STAGES: tuple[tuple[Run, ...], ...] = (
-    tuple(bases({**KIND_CASES, **FEW}, 0)),
+    tuple(bases(BASES, 0)),
     (
-        *refinements({**KIND_CASES, **FEW}, 0),
+        *refinements(BASES, 0),
         *data_runs(ALL_DATA, 0),
         *skip_runs(0),
         *position_runs(0),
         *data_runs(LESS_DATA, 0),
     ),
-    tuple(bases(DEEP, 0)),
+    tuple(bases(DEEP_BASES, 0)),
     (
-        *refinements(DEEP, 0),
+        *refinements(DEEP_BASES, 0),
         *position_runs(1),
         *data_runs({**ALL_DATA, **LESS_DATA}, 1),
         *skip_runs(1),
@@ -264,23 +240,31 @@ STAGES: tuple[tuple[Run, ...], ...] = (
 
 
 def train_pairs(run: Run) -> tuple[Tensor, Tensor]:
-    """Canvases and labels. Few digits are among more, and few pairs are the first of more.
-
-    With few digits, labels and offsets of all pairs stay as they are: another digit of the same
-    class takes the place of each that is left out.
-    """
+    """Canvases and labels; few pairs are the first of more."""
     draws = draw_pairs("train", run.pairs)
-    if run.digits is None:
-        return compose(draws)
+    if run.digits is not None:
+        draws = replace(draws, digits=fewer_digits(draws.digits, run.digits))
+    return compose(draws)
+
+
+def fewer_digits(drawn: Tensor, count: int) -> Tensor:
+    """`drawn` with only `count` digits of each class, which are among more; shape as before.
+
+    Another digit of the same class takes the place of each that is left out.
+    """
     _, values = digit_images()
-    substitute = torch.arange(len(values))
+    substitute, instances = torch.arange(len(values)), digit_instances()["train"]
     for value in range(10):
-        members = digit_instances()["train"]
-        members = members[values[members] == value]
-        shuffled = torch.randperm(len(members), generator=torch.Generator().manual_seed(value))
-        members = members[shuffled]
-        substitute[members] = members[torch.arange(len(members)) % run.digits]
-    return compose(replace(draws, digits=substitute[draws.digits]))
+        members = instances[values[instances] == value]
+        generator = torch.Generator().manual_seed(value)
+        members = members[torch.randperm(len(members), generator=generator)]
+        substitute[members] = members[torch.arange(len(members)) % count]
+    return substitute[drawn]
+
+
+def weights_of(base: Run, directory: Path) -> Path:
+    """Where the weights of a base lie."""
+    return directory / f"{base.case} {base.seed}.safetensors"
 
 
 def begin(run: Run, directory: Path) -> nn.Module:
@@ -291,7 +275,7 @@ def begin(run: Run, directory: Path) -> nn.Module:
     else:
         model = ls.wrap(KINDS[run.kind](run.depth))
     if run.start not in {"bundled", "scratch"}:
-        load_model(model, directory / f"{run.start} {run.seed}.safetensors")
+        load_model(model, weights_of(replace(run, case=run.start), directory))
     if run.skip != 1:
         scale_skips(model, run.skip)
     return model
@@ -342,8 +326,8 @@ def add_parts(model: nn.Module, run: Run) -> ls.PositionedModel | None:
 
 def warm_cosine(step: int, run: Run) -> float:
     """The factor of the learning rate: a linear rise, then half a cosine down to zero."""
-    done = max(0, step - WARMUP) / (run.steps - WARMUP)
-    return min((step + 1) / WARMUP, 0.5 * (1 + math.cos(math.pi * done)))
+    share = max(0, step - run.warmup) / (run.steps - run.warmup)
+    return min((step + 1) / run.warmup, 0.5 * (1 + math.cos(math.pi * share)))
 
 
 def batches_of(run: Run) -> Tensor:
@@ -376,22 +360,18 @@ class Row:
 
 
 def measure(run: Run, directory: Path) -> Row:
-    """Train, keep what others begin with, and score; a pure function but for the file."""
+    """Train, keep what others begin with, and score."""
     torch.set_num_threads(1)
     model, parts = train(run, directory)
     if run.arm == "base":
-        save_model(model, str(directory / f"{run.case} {run.seed}.safetensors"))
+        save_model(model, str(weights_of(run, directory)))
     test = DigitPairs("test", TESTED)
     images = finish(test.canvases)
     batches = zip(torch.split(images, 250), torch.split(test.labels, 250), strict=True)
-    scores = ls.evaluate(
-        model if parts is None else parts,
-        batches,
-        modes="sequential,arbitrary",
-        num_orders=ORDERS,
-        groups=test.digits,
-    )
+    called, modes = model if parts is None else parts, "sequential,arbitrary"
+    scores = ls.evaluate(called, batches, modes=modes, num_orders=ORDERS, groups=test.digits)
     in_order, *any_order = scores
+    positions = f"{guessed(parts, images[:250]):.1f}" if parts and run.prediction else ""
     return Row(
         question=run.question,
         case=run.case,
@@ -400,7 +380,7 @@ def measure(run: Run, directory: Path) -> Row:
         in_order=in_order.top1,
         any_order=" ".join(f"{score.top1:.1f}" for score in any_order),
         independent=min(score.top1_n or 0.0 for score in scores),
-        guessed=f"{guessed(parts, images[:250]):.1f}" if parts and run.prediction else "",
+        guessed=positions,
     )
 
 
@@ -417,7 +397,9 @@ def guessed(parts: ls.PositionedModel, images: Tensor) -> float:
 
 
 def keep(row: Row) -> None:
-    """Add a row to the results."""
+    """Add a row to the results, where a base that was trained again has one already."""
+    if (row.question, row.case, row.arm, str(row.seed)) in done():
+        return
     CSV.parent.mkdir(parents=True, exist_ok=True)
     with CSV.open("a", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(asdict(row)), lineterminator="\n")
@@ -432,30 +414,32 @@ def done() -> set[tuple[str, ...]]:
     return {(row["question"], row["case"], row["arm"], row["seed"]) for row in rows}
 
 
+def missing(
+    stages: Sequence[Sequence[Run]], directory: Path, *, finished: set[tuple[str, ...]]
+) -> list[list[Run]]:
+    """What to train in each stage: what is not finished, and bases that such runs still need."""
+    needed = {(run.start, run.seed) for run in chain(*stages) if run.key not in finished}
+
+    def lost(run: Run) -> bool:
+        return (run.case, run.seed) in needed and not weights_of(run, directory).exists()
+
+    return [[run for run in stage if run.key not in finished or lost(run)] for stage in stages]
+
+
 def train_all(directory: Path, *, workers: int) -> None:
-    """Train what has no row yet, in the order of the table, each run in a process of its own."""
+    """Train what is missing, in the order of the table, each run in a process of its own."""
     directory.mkdir(parents=True, exist_ok=True)
-    for stage in STAGES:
-        finished = done()
-        missing = [run for run in stage if run.key not in finished]
+    for runs in missing(STAGES, directory, finished=done()):
         # spawn: a fork would inherit torch's threads, which are gone in the child.
         with get_context("spawn").Pool(workers, maxtasksperchild=1) as pool:
-            for row in pool.imap_unordered(partial(measure, directory=directory), missing):
+            for row in pool.imap_unordered(partial(measure, directory=directory), runs):
                 keep(row)
                 print(*asdict(row).values(), sep=", ", flush=True)
 
 
-def main() -> None:
-    """Train if a directory is given."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("directory", nargs="?", type=Path, help="for the bases' weights")
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Train what the results do not have yet.")
+    parser.add_argument("directory", type=Path, help="for the weights of bases")
     parser.add_argument("--workers", type=int, default=1, help="trainings at a time")
     arguments = parser.parse_args()
-    if arguments.directory:
-        train_all(arguments.directory, workers=arguments.workers)
-
-
-if __name__ == "__main__":
-    main()
+    train_all(arguments.directory, workers=arguments.workers)
