@@ -159,10 +159,13 @@ LESS_DATA: dict[str, dict[str, Any]] = {
     **{f"{pairs} pairs": {"pairs": pairs} for pairs in (200, 1_000, 5_000)},
     **{f"{digits} digits": {"digits": digits} for digits in (2, 5, 12, 31)},
 }
-BASES = {
-    **{kind: (kind, DEPTH) for kind in KINDS if kind != "attention"},
-    **{f"depth {depth}": ("attention", depth) for depth in (2, 4, 6)},
+FIRST_BASES = {
+    "MLP-Mixer": ("MLP-Mixer", DEPTH),
+    "ConvNeXt": ("ConvNeXt", DEPTH),
+    "depth 2": ("attention", 2),
+    "depth 4": ("attention", 4),
 }
+MORE_BASES = {"ConvMixer": ("ConvMixer", DEPTH), "depth 6": ("attention", 6)}
 DEEP_BASES = {"depth 24": ("attention", 24)}
 POSITION: dict[str, dict[str, Any]] = {
     "none (prediction, detached)": {"prediction": ls.PredictionForm(), "detached": True},
@@ -217,21 +220,13 @@ def data_runs(sizes: Mapping[str, Mapping[str, Any]], seed: int) -> Iterator[Run
 
 
 STAGES: tuple[tuple[Run, ...], ...] = (
-    tuple(bases(BASES, 0)),
-    (
-        *refinements(BASES, 0),
-        *data_runs(ALL_DATA, 0),
-        *skip_runs(0),
-        *position_runs(0),
-        *data_runs(LESS_DATA, 0),
-    ),
+    tuple(bases(FIRST_BASES, 0)),
+    (*refinements(FIRST_BASES, 0), *data_runs(ALL_DATA, 0), *skip_runs(0)),
+    tuple(bases(MORE_BASES, 0)),
+    (*refinements(MORE_BASES, 0), *position_runs(0), *data_runs(LESS_DATA, 0)),
+    (*position_runs(1), *data_runs({**ALL_DATA, **LESS_DATA}, 1), *skip_runs(1)),
     tuple(bases(DEEP_BASES, 0)),
-    (
-        *refinements(DEEP_BASES, 0),
-        *position_runs(1),
-        *data_runs({**ALL_DATA, **LESS_DATA}, 1),
-        *skip_runs(1),
-    ),
+    tuple(refinements(DEEP_BASES, 0)),
 )
 """A stage begins when the one before has ended: refinements need their bases."""
 
@@ -429,9 +424,10 @@ def missing(
 def train_all(directory: Path, *, workers: int) -> None:
     """Train what is missing, in the order of the table, each run in a process of its own."""
     directory.mkdir(parents=True, exist_ok=True)
-    for runs in missing(STAGES, directory, finished=done()):
-        # spawn: a fork would inherit torch's threads, which are gone in the child.
-        with get_context("spawn").Pool(workers, maxtasksperchild=1) as pool:
+    # A fork of torch is sound as long as the parent has computed nothing, and saves its import.
+    with get_context("fork").Pool(workers, maxtasksperchild=1) as pool:
+        for number in range(len(STAGES)):
+            runs = missing(STAGES, directory, finished=done())[number]
             for row in pool.imap_unordered(partial(measure, directory=directory), runs):
                 keep(row)
                 print(*asdict(row).values(), sep=", ", flush=True)

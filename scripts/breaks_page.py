@@ -111,25 +111,37 @@ def verdict_on(models: Models, case: tuple[str, str]) -> str:
 
 
 def break_table(models: Models, cases: Mapping[tuple[str, str], str], name: str) -> str:
-    """Ordinary training and LayerShuffle in each case."""
+    """Ordinary training and LayerShuffle in each case that was measured."""
     lines = [
-        f"| {name} | seeds | ordinary training, in order | LayerShuffle, in order | in any order |"
-        " any order of ordinary | shuffling |"
+        f"| {name} | seeds | ordinary training: in order | any order | LayerShuffle: in order | "
+        "any order | gap | share | shuffling |"
     ]
-    lines.append("|:--|--:|--:|--:|--:|--:|:--|")
+    lines.append("|:--|" + "--:|" * 7 + ":--|")
     for case, label in cases.items():
         ordinary, shuffled = (models.get((*case, arm), {}) for arm in ("baseline", "layershuffle"))
         seeds = sorted(ordinary.keys() & shuffled.keys())
         if not seeds:
             continue
-        reference = mean([ordinary[seed].in_order for seed in seeds])
-        ordered = mean([shuffled[seed].in_order for seed in seeds])
-        arbitrary = mean([mean(shuffled[seed].any_order) for seed in seeds])
-        lines.append(
-            f"| {label} | {len(seeds)} | {reference:.1f} | {ordered:.1f} | {arbitrary:.1f} | "
-            f"{100 * arbitrary / reference:.0f} % | **{verdict_on(models, case)}** |"
-        )
+        cells = [
+            mean([of(group[seed]) for seed in seeds])
+            for group in (ordinary, shuffled)
+            for of in (in_order, any_order)
+        ]
+        numbers = " | ".join(f"{cell:.1f}" for cell in (*cells, cells[2] - cells[3]))
+        share = 100 * cells[3] / cells[0]
+        verdict = verdict_on(models, case)
+        lines.append(f"| {label} | {len(seeds)} | {numbers} | {share:.0f} % | **{verdict}** |")
     return "\n".join(lines)
+
+
+def in_order(scores: Scores) -> float:
+    """Top-1 in order, in percent."""
+    return scores.in_order
+
+
+def any_order(scores: Scores) -> float:
+    """Top-1 in any order, in percent: the mean over the drawn orders."""
+    return mean(scores.any_order)
 
 
 def moved(sample: Scores, reference: Scores) -> tuple[float, float, float]:
@@ -159,9 +171,9 @@ def position_table(models: Models) -> str:
         if question != "position":
             continue
         seeds = sorted(of_seed.keys() & reference.keys())
-        ordered = mean([of_seed[seed].in_order for seed in seeds])
-        arbitrary = mean([mean(of_seed[seed].any_order) for seed in seeds])
-        gap = arbitrary - mean([mean(reference[seed].any_order) for seed in seeds])
+        ordered = mean([in_order(of_seed[seed]) for seed in seeds])
+        arbitrary = mean([any_order(of_seed[seed]) for seed in seeds])
+        gap = arbitrary - mean([any_order(reference[seed]) for seed in seeds])
         guesses = [g for seed in seeds if (g := of_seed[seed].guessed) is not None]
         verdict = "" if case == NO_PARTS else f"**{moved_verdict(of_seed, reference)}**"
         lines.append(
