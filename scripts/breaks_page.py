@@ -16,6 +16,7 @@ from layershuffle.stats import mean, t_interval, wilson_interval
 
 REFERENCE, NO_PARTS = ("data", "20000 pairs"), "none (prediction, detached)"
 CHANCE = 1.0
+NOT_MEASURED = "Not measured yet: `python scripts/breaks.py runs/breaks` goes on where it stopped."
 CONDITIONS = {
     REFERENCE: "attention, 12 blocks, whole skip connections",
     ("breaks", "depth 2"): "2 blocks",
@@ -131,7 +132,7 @@ def break_table(models: Models, cases: Mapping[tuple[str, str], str], name: str)
         share = 100 * cells[3] / cells[0]
         verdict = verdict_on(models, case)
         lines.append(f"| {label} | {len(seeds)} | {numbers} | {share:.0f} % | **{verdict}** |")
-    return "\n".join(lines)
+    return "\n".join(lines) if len(lines) > 2 else NOT_MEASURED
 
 
 def in_order(scores: Scores) -> float:
@@ -161,7 +162,7 @@ def moved_verdict(sample: Mapping[int, Scores], reference: Mapping[int, Scores])
 
 def position_table(models: Models) -> str:
     """What position parts do to LayerShuffle."""
-    reference = models["position", NO_PARTS, "layershuffle"]
+    reference = models.get(("position", NO_PARTS, "layershuffle"), {})
     lines = [
         "| position parts | seeds | in order | in any order | difference to none | in any order |"
         " positions guessed |"
@@ -171,6 +172,8 @@ def position_table(models: Models) -> str:
         if question != "position":
             continue
         seeds = sorted(of_seed.keys() & reference.keys())
+        if not seeds:
+            continue
         ordered = mean([in_order(of_seed[seed]) for seed in seeds])
         arbitrary = mean([any_order(of_seed[seed]) for seed in seeds])
         gap = arbitrary - mean([any_order(reference[seed]) for seed in seeds])
@@ -181,7 +184,7 @@ def position_table(models: Models) -> str:
             f"{'' if case == NO_PARTS else f'{gap:+.1f}'} | {verdict} | "
             f"{f'{mean(guesses):.1f}' if guesses else ''} |"
         )
-    return "\n".join(lines)
+    return "\n".join(lines) if len(lines) > 2 else NOT_MEASURED
 
 
 def with_tables(page: str) -> str:
