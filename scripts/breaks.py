@@ -196,6 +196,12 @@ def refinements(cases: Mapping[str, tuple[str, int]], seed: int) -> Iterator[Run
             yield replace(base, arm=arm, start=base.case, steps=Run.steps, rate=Run.rate)
 
 
+def slower_runs(seed: int) -> Iterator[Run]:
+    """MLP-Mixer again, at the rate of its base: is it the rate that shuffling breaks down at?"""
+    for run in refinements({"MLP-Mixer": FIRST_BASES["MLP-Mixer"]}, seed):
+        yield replace(run, case="MLP-Mixer, 1e-3", rate=BASE_RATE)
+
+
 def skip_runs(seed: int) -> Iterator[Run]:
     """The bundled model, refined with weaker skip connections than it was trained with."""
     for skip in SKIPS:
@@ -223,7 +229,7 @@ STAGES: tuple[tuple[Run, ...], ...] = (
     tuple(bases(FIRST_BASES, 0)),
     (*refinements(FIRST_BASES, 0), *data_runs(ALL_DATA, 0), *skip_runs(0)),
     tuple(bases(MORE_BASES, 0)),
-    (*refinements(MORE_BASES, 0), *position_runs(0), *data_runs(LESS_DATA, 0)),
+    (*refinements(MORE_BASES, 0), *slower_runs(0), *position_runs(0), *data_runs(LESS_DATA, 0)),
     (*position_runs(1), *data_runs({**ALL_DATA, **LESS_DATA}, 1), *skip_runs(1)),
     tuple(bases(DEEP_BASES, 0)),
     tuple(refinements(DEEP_BASES, 0)),

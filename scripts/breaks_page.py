@@ -27,6 +27,7 @@ CONDITIONS = {
     ("breaks", "skip 0.25"): "skip connections times 0.25",
     ("breaks", "skip 0"): "no skip connections",
     ("breaks", "MLP-Mixer"): "MLP-Mixer",
+    ("breaks", "MLP-Mixer, 1e-3"): "MLP-Mixer, refined at 1e-3",
     ("breaks", "ConvNeXt"): "ConvNeXt of one width",
     ("breaks", "ConvMixer"): "ConvMixer",
 }
