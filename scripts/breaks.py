@@ -1,0 +1,447 @@
+"""Measure where shuffling breaks down, what position parts do, and how little data is enough.
+
+    python scripts/breaks.py runs/breaks --workers 2
+    python scripts/breaks_page.py
+
+`STAGES` is all that is trained. Every finished run is a row of `CSV` at once, and what has a row is
+not trained again; the directory holds the weights of models that others begin with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import chain
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+import torch.nn.functional as F
+from open_questions import RESULTS, rows_of
+from safetensors.torch import load_model, save_model
+from timm.models.convmixer import ConvMixer
+from timm.models.convnext import ConvNeXtBlock
+from timm.models.mlp_mixer import MlpMixer
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+
+import layershuffle as ls
+from layershuffle.data.digits import (
+    CANVAS,
+    CLASSES,
+    DIGIT_VIEW,
+    LEVELS,
+    DigitPairs,
+    compose,
+    digit_images,
+    digit_instances,
+    draw_pairs,
+)
+from layershuffle.data.view import PixelFinish
+from layershuffle.stats import mean
+
+CSV = RESULTS / "breaks.csv"
+BATCH, WIDTH, PATCH, DEPTH = 64, 64, 4, 12
+PAIRS, TESTED, ORDERS = 20_000, 1_000, 8
+finish = PixelFinish(DIGIT_VIEW, LEVELS)
+
+
+# --- hosts of one width -----------------------------------------------------------------------
+
+
+def attention(depth: int) -> nn.Module:
+    """The architecture of `bundled:digits`."""
+    model: nn.Module = timm.create_model(
+        "vit_tiny_patch16_224",
+        num_classes=len(CLASSES),
+        in_chans=1,
+        img_size=CANVAS,
+        patch_size=PATCH,
+        embed_dim=WIDTH,
+        depth=depth,
+        num_heads=4,
+        mlp_ratio=2,
+    )
+    return model
+
+
+def mixer(depth: int) -> nn.Module:
+    """MLP-Mixer: a multilayer perceptron over tokens in the place of attention."""
+    sizes = {"img_size": CANVAS, "patch_size": PATCH, "embed_dim": WIDTH, "num_blocks": depth}
+    model: nn.Module = MlpMixer(num_classes=len(CLASSES), in_chans=1, **sizes)
+    return model
+
+
+def convnext(depth: int) -> nn.Module:
+    """Isotropic ConvNeXt: blocks of one width, and as in its paper without scales per channel."""
+    blocks = [ConvNeXtBlock(WIDTH, ls_init_value=None) for _ in range(depth)]
+    parts = {
+        "stem": nn.Conv2d(1, WIDTH, PATCH, stride=PATCH),
+        "blocks": nn.Sequential(*blocks),
+        "pool": nn.AdaptiveAvgPool2d(1),
+        "flat": nn.Flatten(),
+        "norm": nn.LayerNorm(WIDTH),
+        "head": nn.Linear(WIDTH, len(CLASSES)),
+    }
+    return nn.Sequential(OrderedDict(parts))
+
+
+def convmixer(depth: int) -> nn.Module:
+    """ConvMixer: only the convolution over space has a skip connection, the other one has none."""
+    model: nn.Module = ConvMixer(
+        WIDTH, depth, kernel_size=5, patch_size=PATCH, in_chans=1, num_classes=len(CLASSES)
+    )
+    return model
+
+
+KINDS: dict[str, Callable[[int], nn.Module]] = {
+    "attention": attention,
+    "MLP-Mixer": mixer,
+    "ConvNeXt": convnext,
+    "ConvMixer": convmixer,
+}
+
+
+def scale_skips(model: nn.Module, scale: float) -> None:
+    """From now on every block computes `scale` * x + f(x), where it computed x + f(x)."""
+    for block in ls.blocks_of(model):
+        block.register_forward_hook(lambda _, inputs, out: out - (1 - scale) * inputs[0])
+
+
+# --- what is trained --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A training. `start`: "scratch", "bundled", or the case whose base is refined."""
+
+    question: str
+    case: str
+    arm: str
+    seed: int
+    start: str
+    steps: int = 500
+    warmup: int = 50
+    rate: float = 4e-3
+    kind: str = "attention"
+    depth: int = DEPTH
+    skip: float = 1.0
+    """Factor of the skip connections around whole blocks."""
+    encoding: ls.EncodingForm | None = None
+    prediction: ls.PredictionForm | None = None
+    detached: bool = False
+    """The position is predicted from states that its loss does not reach."""
+    table: str = "trained"
+    """"frozen" as it was drawn, or "noise", drawn anew at every step."""
+    digits: int | None = None
+    """Handwritten digits per class, all of them if `None`."""
+    pairs: int = PAIRS
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What names the run in the results."""
+        return self.question, self.case, self.arm, str(self.seed)
+
+
+BASE_STEPS, BASE_RATE = 3000, 1e-3
+ARMS = ("baseline", "layershuffle")
+SKIPS = (0.0, 0.25, 0.5)
+ALL_DATA: dict[str, dict[str, Any]] = {f"{PAIRS} pairs": {}}
+LESS_DATA: dict[str, dict[str, Any]] = {
+    **{f"{pairs} pairs": {"pairs": pairs} for pairs in (200, 1_000, 5_000)},
+    **{f"{digits} digits": {"digits": digits} for digits in (2, 5, 12, 31)},
+}
+FIRST_BASES = {
+    "MLP-Mixer": ("MLP-Mixer", DEPTH),
+    "ConvNeXt": ("ConvNeXt", DEPTH),
+    "depth 2": ("attention", 2),
+    "depth 4": ("attention", 4),
+}
+MORE_BASES = {"ConvMixer": ("ConvMixer", DEPTH), "depth 6": ("attention", 6)}
+DEEP_BASES = {"depth 24": ("attention", 24)}
+POSITION: dict[str, dict[str, Any]] = {
+    "none (prediction, detached)": {"prediction": ls.PredictionForm(), "detached": True},
+    "encoding, a table per block": {"encoding": ls.EncodingForm()},
+    "encoding, shared table": {"encoding": ls.EncodingForm(table="shared")},
+    "encoding, frozen table": {"encoding": ls.EncodingForm(), "table": "frozen"},
+    "encoding, noise": {"encoding": ls.EncodingForm(), "table": "noise"},
+    "encoding, table starts at zero": {"encoding": ls.EncodingForm(table_init="zero")},
+    "encoding, adds zero at first": {"encoding": ls.EncodingForm(projection_init="zero")},
+    "prediction, weight 0.01": {"prediction": ls.PredictionForm(weight=0.01)},
+    "prediction, weight 0.1": {"prediction": ls.PredictionForm(weight=0.1)},
+    "prediction, weight 1": {"prediction": ls.PredictionForm()},
+    "prediction, weight 1, sum": {"prediction": ls.PredictionForm(loss="sum")},
+}
+
+
+def bases(cases: Mapping[str, tuple[str, int]], seed: int) -> Iterator[Run]:
+    """What is trained in order from random weights as `bundled:digits` was, and then refined."""
+    for case, (kind, depth) in cases.items():
+        base = Run(question="breaks", case=case, arm="base", seed=seed, start="scratch")
+        yield replace(base, steps=BASE_STEPS, rate=BASE_RATE, kind=kind, depth=depth)
+
+
+def refinements(cases: Mapping[str, tuple[str, int]], seed: int) -> Iterator[Run]:
+    """Each base, refined by both arms."""
+    for base in bases(cases, seed):
+        for arm in ARMS:
+            yield replace(base, arm=arm, start=base.case, steps=Run.steps, rate=Run.rate)
+
+
+def slower_runs(seed: int) -> Iterator[Run]:
+    """MLP-Mixer again, at the rate of its base: is it the rate that shuffling breaks down at?"""
+    for run in refinements({"MLP-Mixer": FIRST_BASES["MLP-Mixer"]}, seed):
+        yield replace(run, case="MLP-Mixer, 1e-3", rate=BASE_RATE)
+
+
+def skip_runs(seed: int) -> Iterator[Run]:
+    """The bundled model, refined with weaker skip connections than it was trained with."""
+    for skip in SKIPS:
+        for arm in ARMS:
+            run = Run(question="breaks", case=f"skip {skip:g}", arm=arm, seed=seed, start="bundled")
+            yield replace(run, skip=skip)
+
+
+def position_runs(seed: int) -> Iterator[Run]:
+    """LayerShuffle with different position parts."""
+    for case, parts in POSITION.items():
+        run = Run(question="position", case=case, arm="layershuffle", seed=seed, start="bundled")
+        yield replace(run, **parts)
+
+
+def data_runs(sizes: Mapping[str, Mapping[str, Any]], seed: int) -> Iterator[Run]:
+    """Fewer pairs of all digits, or fewer different digits, at equal steps."""
+    for case, size in sizes.items():
+        for arm in ARMS:
+            run = Run(question="data", case=case, arm=arm, seed=seed, start="bundled")
+            yield replace(run, **size)
+
+
+STAGES: tuple[tuple[Run, ...], ...] = (
+    tuple(bases(FIRST_BASES, 0)),
+    (*refinements(FIRST_BASES, 0), *data_runs(ALL_DATA, 0), *skip_runs(0)),
+    tuple(bases(MORE_BASES, 0)),
+    (*refinements(MORE_BASES, 0), *slower_runs(0), *position_runs(0), *data_runs(LESS_DATA, 0)),
+    (*position_runs(1), *data_runs({**ALL_DATA, **LESS_DATA}, 1), *skip_runs(1)),
+    tuple(bases(DEEP_BASES, 0)),
+    tuple(refinements(DEEP_BASES, 0)),
+)
+"""A stage begins when the one before has ended: refinements need their bases."""
+
+
+# --- training ---------------------------------------------------------------------------------
+
+
+def train_pairs(run: Run) -> tuple[Tensor, Tensor]:
+    """Canvases and labels; few pairs are the first of more."""
+    draws = draw_pairs("train", run.pairs)
+    if run.digits is not None:
+        draws = replace(draws, digits=fewer_digits(draws.digits, run.digits))
+    return compose(draws)
+
+
+def fewer_digits(drawn: Tensor, count: int) -> Tensor:
+    """`drawn` with only `count` digits of each class, which are among more; shape as before.
+
+    Another digit of the same class takes the place of each that is left out.
+    """
+    _, values = digit_images()
+    substitute, instances = torch.arange(len(values)), digit_instances()["train"]
+    for value in range(10):
+        members = instances[values[instances] == value]
+        generator = torch.Generator().manual_seed(value)
+        members = members[torch.randperm(len(members), generator=generator)]
+        substitute[members] = members[torch.arange(len(members)) % count]
+    return substitute[drawn]
+
+
+def weights_of(base: Run, directory: Path) -> Path:
+    """Where the weights of a base lie."""
+    return directory / f"{base.case} {base.seed}.safetensors"
+
+
+def begin(run: Run, directory: Path) -> nn.Module:
+    """The model that the run starts from, on which nothing was trained that it does not name."""
+    torch.manual_seed(run.seed)
+    if run.start == "bundled":
+        model = ls.load("bundled:digits", seed=run.seed)
+    else:
+        model = ls.wrap(KINDS[run.kind](run.depth))
+    if run.start not in {"bundled", "scratch"}:
+        load_model(model, weights_of(replace(run, case=run.start), directory))
+    if run.skip != 1:
+        scale_skips(model, run.skip)
+    return model
+
+
+def train(run: Run, directory: Path) -> tuple[nn.Module, ls.PositionedModel | None]:
+    """The trained model, and the same with its position parts; a loop as a user would write it."""
+    model = begin(run, directory)
+    canvases, labels = train_pairs(run)
+    parts = add_parts(model, run)
+    called = model if parts is None else parts
+    weights = [weight for weight in called.parameters() if weight.requires_grad]
+    optimiser = torch.optim.AdamW(weights, lr=run.rate, eps=1e-6, weight_decay=0.0, fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: warm_cosine(step, run))
+    policy = ls.Shuffled() if run.arm == "layershuffle" else ls.Sequential()
+    noise = torch.Generator().manual_seed(run.seed)
+    called.train()
+    for step, rows in enumerate(batches_of(run)):
+        if run.table == "noise" and parts and parts.encoding:
+            with torch.no_grad():
+                parts.encoding.table.normal_(generator=noise)
+        order = policy.draw(run.depth, seed=run.seed, step=step)
+        guessing = parts.guessing() if parts and run.prediction else nullcontext()
+        with ls.running(model, order), guessing as guesses:
+            loss = F.cross_entropy(called(finish(canvases[rows])), labels[rows])
+            if guesses is not None:
+                loss = loss + guesses.loss()
+        torch.autograd.backward(loss)
+        # The host's alone: else gradients of position parts would shorten its steps.
+        clip_grad_norm_(model.parameters(), 1.0)
+        optimiser.step()
+        schedule.step()
+        optimiser.zero_grad()
+    return model, parts
+
+
+def add_parts(model: nn.Module, run: Run) -> ls.PositionedModel | None:
+    """The position parts of the run around its model, if it has any."""
+    if not (run.encoding or run.prediction):
+        return None
+    parts = ls.add_position(model, encoding=run.encoding, prediction=run.prediction, seed=run.seed)
+    if parts.encoding and run.table != "trained":
+        parts.encoding.table.requires_grad_(False)
+    if parts.prediction and run.detached:
+        parts.prediction.register_forward_pre_hook(lambda _, args: (args[0].detach(), *args[1:]))
+    return parts
+
+
+def warm_cosine(step: int, run: Run) -> float:
+    """The factor of the learning rate: a linear rise, then half a cosine down to zero."""
+    share = max(0, step - run.warmup) / (run.steps - run.warmup)
+    return min((step + 1) / run.warmup, 0.5 * (1 + math.cos(math.pi * share)))
+
+
+def batches_of(run: Run) -> Tensor:
+    """Row numbers [steps, BATCH]: every pair once, in random order, then all again."""
+    generator = torch.Generator().manual_seed(run.seed)
+    epochs = math.ceil(run.steps * BATCH / run.pairs)
+    rows = [torch.randperm(run.pairs, generator=generator) for _ in range(epochs)]
+    return torch.cat(rows)[: run.steps * BATCH].view(run.steps, BATCH)
+
+
+# --- results ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """Top-1 in percent of a trained model on the test pairs. `any_order`: one value per order.
+
+    `independent`: as how many images they count, the fewest of all orders (`layershuffle.stats`).
+    `guessed`: positions that the prediction guesses right, in percent; empty without one.
+    """
+
+    question: str
+    case: str
+    arm: str
+    seed: int
+    in_order: float
+    any_order: str
+    independent: float
+    guessed: str
+
+
+def measure(run: Run, directory: Path) -> Row:
+    """Train, keep what others begin with, and score."""
+    torch.set_num_threads(1)
+    model, parts = train(run, directory)
+    if run.arm == "base":
+        save_model(model, str(weights_of(run, directory)))
+    test = DigitPairs("test", TESTED)
+    images = finish(test.canvases)
+    batches = zip(torch.split(images, 250), torch.split(test.labels, 250), strict=True)
+    called, modes = model if parts is None else parts, "sequential,arbitrary"
+    scores = ls.evaluate(called, batches, modes=modes, num_orders=ORDERS, groups=test.digits)
+    in_order, *any_order = scores
+    positions = f"{guessed(parts, images[:250]):.1f}" if parts and run.prediction else ""
+    return Row(
+        question=run.question,
+        case=run.case,
+        arm=run.arm,
+        seed=run.seed,
+        in_order=in_order.top1,
+        any_order=" ".join(f"{score.top1:.1f}" for score in any_order),
+        independent=min(score.top1_n or 0.0 for score in scores),
+        guessed=positions,
+    )
+
+
+def guessed(parts: ls.PositionedModel, images: Tensor) -> float:
+    """How many positions are guessed right, in percent: mean over the orders."""
+    parts.eval()
+    values = []
+    for draw in range(ORDERS):
+        order = ls.Shuffled().draw(DEPTH, seed=0, step=draw)
+        with torch.no_grad(), ls.running(parts, order), parts.guessing() as guesses:
+            parts(images)
+            values.append(guesses.accuracy())
+    return mean(values)
+
+
+def keep(row: Row) -> None:
+    """Add a row to the results, where a base that was trained again has one already."""
+    if (row.question, row.case, row.arm, str(row.seed)) in done():
+        return
+    CSV.parent.mkdir(parents=True, exist_ok=True)
+    with CSV.open("a", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(asdict(row)), lineterminator="\n")
+        if file.tell() == 0:
+            writer.writeheader()
+        writer.writerow(asdict(row))
+
+
+def done() -> set[tuple[str, ...]]:
+    """The keys of the runs that have a row."""
+    rows = rows_of(CSV.name) if CSV.exists() else []
+    return {(row["question"], row["case"], row["arm"], row["seed"]) for row in rows}
+
+
+def missing(
+    stages: Sequence[Sequence[Run]], directory: Path, *, finished: set[tuple[str, ...]]
+) -> list[list[Run]]:
+    """What to train in each stage: what is not finished, and bases that such runs still need."""
+    needed = {(run.start, run.seed) for run in chain(*stages) if run.key not in finished}
+
+    def lost(run: Run) -> bool:
+        return (run.case, run.seed) in needed and not weights_of(run, directory).exists()
+
+    return [[run for run in stage if run.key not in finished or lost(run)] for stage in stages]
+
+
+def train_all(directory: Path, *, workers: int) -> None:
+    """Train what is missing, in the order of the table, each run in a process of its own."""
+    directory.mkdir(parents=True, exist_ok=True)
+    # A fork of torch is sound as long as the parent has computed nothing, and saves its import.
+    with get_context("fork").Pool(workers, maxtasksperchild=1) as pool:
+        for number in range(len(STAGES)):
+            runs = missing(STAGES, directory, finished=done())[number]
+            for row in pool.imap_unordered(partial(measure, directory=directory), runs):
+                keep(row)
+                print(*asdict(row).values(), sep=", ", flush=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Train what the results do not have yet.")
+    parser.add_argument("directory", type=Path, help="for the weights of bases")
+    parser.add_argument("--workers", type=int, default=1, help="trainings at a time")
+    arguments = parser.parse_args()
+    train_all(arguments.directory, workers=arguments.workers)
