@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from layershuffle.machine import collector_paused
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 # Inductor would start processes that import torch, for 6 s, to compile what no test compiles.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-# The libraries that tests import make many objects and little garbage, until all are collected.
-gc.disable()
 
 
 @pytest.fixture(scope="session")
@@ -44,6 +44,13 @@ FIRST = (
 )
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[object]:
+    """The files of tests import all libraries, which makes many objects and no garbage."""
+    with collector_paused():
+        return (yield)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The tests of `FIRST` come in its order, all others after them in that of the files."""
     places = {name: place for place, name in enumerate(FIRST)}
@@ -55,7 +62,6 @@ def pytest_collection_finish() -> None:
     through it, half a second each time."""
     gc.collect()
     gc.freeze()
-    gc.enable()
 
 
 def pytest_unconfigure() -> None:

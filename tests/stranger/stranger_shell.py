@@ -18,12 +18,15 @@ from pathlib import Path
 from typing import IO, Any
 
 _SHELL = """
-import json, os, sys
+import gc, json, os, sys
+gc.disable()
 import layershuffle.training, layershuffle.evaluation, layershuffle.merging.scoring
 import layershuffle.data.digits, layershuffle.study.runner, transformers.modeling_utils
 from layershuffle.cli import main
+gc.freeze()  # no command looks through what was imported, or copies its pages
 
 def command(asked):
+    gc.enable()
     os.chdir(asked["folder"])
     for number, name in ((0, os.devnull), (1, asked["out"]), (2, asked["err"])):
         os.dup2(os.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644), number)
