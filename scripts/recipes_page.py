@@ -58,6 +58,7 @@ COLUMNS: dict[str, Column] = {
     "6 alive": ("arbitrary", 6, 1),
     "3 alive": ("arbitrary", 3, 1),
     "6 alive, twice": ("arbitrary", 6, 2),
+    "3 alive, 4 times": ("arbitrary", 3, 4),
 }
 ORDERED, ANY, SIX = COLUMNS["in order"], COLUMNS["any order"], COLUMNS["6 alive"]
 
