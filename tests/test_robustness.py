@@ -18,6 +18,10 @@ ORDERS = robustness.drawn(3)
 RADIUS = 8 / 255
 
 
+def fixed(_: int) -> tuple[ls.ExecutionOrder, ...]:
+    return ORDERS
+
+
 @pytest.fixture(scope="module")
 def model() -> torch.nn.Module:
     return ls.load("bundled:digits-swarm").eval()
@@ -42,7 +46,7 @@ def test_the_gradient_is_the_mean_over_orders(model, batch) -> None:
 
 def test_an_attack_stays_near_and_does_more_than_noise(model, batch) -> None:
     images, labels = batch
-    worst = robustness.attacked(model, images, labels, ORDERS, radius=RADIUS, steps=5)
+    worst = robustness.attacked(model, images, labels, fixed, radius=RADIUS, steps=5)
     assert float((worst - images).abs().max()) <= RADIUS + 1e-6
     assert 0 <= worst.min() <= worst.max() <= 1
     noise = RADIUS * torch.randn(images.shape, generator=torch.Generator().manual_seed(1)).sign()
@@ -53,11 +57,17 @@ def test_an_attack_stays_near_and_does_more_than_noise(model, batch) -> None:
     assert attacked > 2 * max(clean, noisy)
 
 
+def test_an_attacker_never_sees_the_orders_that_answer_nor_an_order_twice() -> None:
+    seen = [order.blocks for step in range(21) for order in robustness.many_orders(step)]
+    assert len(set(seen)) == len(seen) == 21 * 8
+    assert not {order.blocks for order in robustness.drawn(robustness.JUDGED_ORDERS)} & set(seen)
+
+
 def test_more_restarts_are_never_weaker(model, batch) -> None:
     losses = [
         robustness.attack_gradient(
             model,
-            robustness.attacked(model, *batch, ORDERS, radius=RADIUS, steps=2, restarts=restarts),
+            robustness.attacked(model, *batch, fixed, radius=RADIUS, steps=2, restarts=restarts),
             batch[1],
             ORDERS,
         )[0]
