@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from science_page import ARMS, verdict, with_marked
@@ -30,6 +31,9 @@ from layershuffle.merging.ensembles import evaluate_ensemble
 from layershuffle.methods import METHODS
 from layershuffle.models import image_view, logits_of
 from layershuffle.stats import Difference, compare, mean
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, RESULTS = ROOT / "docs" / "open-questions.md", ROOT / "docs" / "results" / "open-questions"
@@ -207,7 +211,7 @@ def measure(study: Path) -> None:
     keep("averaged.csv", list(measure_averaged(study, batches)))
 
 
-def keep(name: str, rows: Sequence[MissingRow | AveragedRow | CostRow]) -> None:
+def keep(name: str, rows: Sequence[DataclassInstance]) -> None:
     """Write a table with a row for each of `rows`."""
     lines = [",".join(asdict(rows[0]))]
     lines += [

@@ -29,9 +29,17 @@ from layershuffle.models import logits_of
 from layershuffle.stats import compare, mean
 
 MEASURED = ("baseline", "layershuffle", "layershuffle-depth", "layershuffle-tied-3")
+# The ordinary model has 2 % left in a random order: there is nothing to lose.
+ORDER_WORDS = {"sequential": "in order", "arbitrary": "any order"}
+CELLS = [
+    (arm, order)
+    for arm in MEASURED
+    for order in ORDER_WORDS
+    if (arm, order) != ("baseline", "arbitrary")
+]
 LABELS = {arm.name: arm.label for arm in ARMS}
 IMAGES, ATTACKED, STEPS, RESTARTS = 400, 100, 20, 2
-AVERAGED_ORDERS, JUDGED_ORDERS, CORRUPTED_ORDERS = 8, 4, 2
+AVERAGED_ORDERS, JUDGED_ORDERS = 8, 4
 RADII = tuple(k / 255 for k in range(2, 33, 2))
 """Candidates for the largest change of a pixel in [0, 1]."""
 HALF = 50.0
@@ -45,6 +53,36 @@ def _affine(
         image, angle=sign * angle, translate=[sign * move, sign * move], scale=scale, shear=[0.0],
         interpolation=v2.InterpolationMode.BILINEAR,
     )  # fmt: skip
+
+
+def _across(image: Tensor, reach: float, sign: int) -> Tensor:
+    """One digit reaches `reach` pixels into the half of the other, which stands at its far edge.
+
+    Both digits stay whole and apart for up to 2 pixels: ink is at most 8 of a half's 10 wide.
+    """
+    half = image.shape[-1] // 2
+    out = torch.zeros_like(image)
+    for side in (0, 1):
+        alone = torch.zeros_like(image)
+        alone[..., side * half : (side + 1) * half] = image[..., side * half : (side + 1) * half]
+        first, *_, last = alone.amax(dim=(0, 1)).nonzero().flatten().tolist()
+        if sign > 0:
+            move = (half - 1 + reach if side == 0 else 2 * half - 1) - last
+        else:
+            move = (0 if side == 0 else half - reach) - first
+        moved = pixels.affine(
+            alone, angle=0.0, translate=[move, 0.0], scale=1.0, shear=[0.0],
+            interpolation=v2.InterpolationMode.BILINEAR,
+        )  # fmt: skip
+        out = torch.maximum(out, moved)
+    return out
+
+
+def _bent(image: Tensor, degrees: float) -> Tensor:
+    affine = v2.RandomAffine(
+        degrees, shear=[-degrees, degrees], interpolation=v2.InterpolationMode.BILINEAR
+    )
+    return affine(image)  # type: ignore[no-any-return]
 
 
 def _jpeg(image: Tensor, quality: float) -> Tensor:
@@ -61,15 +99,18 @@ CORRUPTIONS: dict[str, tuple[Change, tuple[float, ...]]] = {
     "JPEG": (lambda x, s, _: _jpeg(x, s), (50, 30, 20, 10, 5)),
     "contrast": (lambda x, s, _: pixels.adjust_contrast(x, s), (0.7, 0.5, 0.4, 0.3, 0.2)),
     "elastic": (lambda x, s, _: v2.ElasticTransform(alpha=s, sigma=2.0)(x), (4, 8, 12, 16, 20)),
+    "affine": (lambda x, s, _: _bent(x, s), (5, 10, 15, 20, 25)),
     "erasing": (
         lambda x, s, _: v2.RandomErasing(p=1.0, scale=(s, s), ratio=(1.0, 1.0))(x),
         (0.02, 0.04, 0.08, 0.12, 0.16),
     ),
 }
+# In pixels, pixels, times the size, and degrees. The first is partly within what training draws.
 SHIFTS: dict[str, tuple[Change, tuple[float, ...]]] = {
-    "moved (pixels)": (lambda x, s, sign: _affine(x, sign=sign, move=s), (0.5, 1, 1.5, 2, 2.5)),
+    "moved": (lambda x, s, sign: _affine(x, sign=sign, move=s), (0.5, 1, 1.5, 2, 2.5)),
+    "across the middle": (_across, (0.4, 0.8, 1.2, 1.6, 2)),
     "scaled": (lambda x, s, sign: _affine(x, sign=sign, scale=s), (0.95, 0.9, 0.85, 0.8, 0.75)),
-    "rotated (degrees)": (lambda x, s, sign: _affine(x, sign=sign, angle=s), (5, 10, 15, 20, 30)),
+    "rotated": (lambda x, s, sign: _affine(x, sign=sign, angle=s), (5, 10, 15, 20, 30)),
 }
 
 
@@ -101,8 +142,10 @@ class AttackRow:
 
 def changed(images: Tensor, change: Change, strength: float) -> Tensor:
     """`images` [n, 1, H, W] in [0, 1], each changed by draws of its own, the same in every call."""
-    torch.manual_seed(0)
-    out = [change(image, strength, 1 if k % 2 else -1) for k, image in enumerate(images)]
+    # torchvision's transforms take no generator of their own.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        out = [change(image, strength, 1 if k % 2 else -1) for k, image in enumerate(images)]
     return torch.stack(out).clamp(0, 1)
 
 
@@ -142,7 +185,7 @@ def attacked(
     model: nn.Module,
     images: Tensor,
     labels: Tensor,
-    orders: Sequence[ls.ExecutionOrder],
+    orders_at: Callable[[int], Sequence[ls.ExecutionOrder]],
     *,
     radius: float,
     steps: int = STEPS,
@@ -150,23 +193,34 @@ def attacked(
 ) -> Tensor:
     """Projected gradient descent in the maximum norm (arXiv 1706.06083): images in [0, 1].
 
-    The loss is the mean over `orders`: the gradient of one drawn order would attack that order
-    alone, and another draw would look robust. Of the restarts every image has that of most loss.
+    The loss of step k is the mean over `orders_at(k)`: the gradient of one drawn order would attack
+    that order alone, and another draw would look robust. So would it, by less, if the orders were
+    the same in every step. Of the restarts every image has that of most loss in orders of its own.
     """
     generator = torch.Generator().manual_seed(0)
     worst, most = images.clone(), torch.full((len(images),), -torch.inf)
     for _ in range(restarts):
         noise = torch.rand(images.shape, generator=generator)
         current = (images + radius * (2 * noise - 1)).clamp(0, 1)
-        for _ in range(steps):
-            _, gradient = attack_gradient(model, current, labels, orders)
+        for step in range(steps):
+            _, gradient = attack_gradient(model, current, labels, orders_at(step))
             current = current + 2.5 * radius / steps * gradient.sign()
             current = (images + (current - images).clamp(-radius, radius)).clamp(0, 1)
-        losses, _ = attack_gradient(model, current, labels, orders)
+        losses, _ = attack_gradient(model, current, labels, orders_at(steps))
         better = losses > most
         most = torch.where(better, losses, most)
         worst[better] = current[better]
     return worst
+
+
+def in_order(_: int) -> tuple[ls.ExecutionOrder, ...]:
+    """An attacker who knows that the blocks run in order."""
+    return SEQUENTIAL
+
+
+def many_orders(step: int) -> tuple[ls.ExecutionOrder, ...]:
+    """An attacker who averages over new orders in every step, none of which will answer."""
+    return drawn(AVERAGED_ORDERS, first=JUDGED_ORDERS + AVERAGED_ORDERS * (1 + step))
 
 
 def split_images(split: str, count: int) -> tuple[Tensor, Tensor]:
@@ -182,7 +236,7 @@ def chosen_radius(study: Path) -> float:
         scores = []
         for seed in SEEDS:
             model = model_of(study, "baseline", seed).eval()
-            worst = attacked(model, images, labels, SEQUENTIAL, radius=radius)
+            worst = attacked(model, images, labels, in_order, radius=radius)
             scores.append(top1(model, worst, labels, SEQUENTIAL))
         if mean(scores) < HALF:
             return radius
@@ -201,40 +255,36 @@ def measure_changed(study: Path) -> Iterator[ChangedRow]:
             model = model_of(study, arm, seed).eval()
             for name, levels in cells.items():
                 for word, orders in (("sequential", SEQUENTIAL), ("arbitrary", drawn(2))):
-                    scores = [top1(model, level, labels, orders) for level in levels]
+                    if (arm, word) not in CELLS:
+                        continue
+                    scores = [round(top1(model, level, labels, orders), 2) for level in levels]
                     fields = {f"at{k}": score for k, score in enumerate(scores, start=1)}
                     yield ChangedRow(arm=arm, seed=seed, change=name, order=word, **fields)
             print(f"changed: {arm}, seed {seed}", flush=True)
 
 
-def measure_attacks(study: Path) -> Iterator[AttackRow]:
+def measure_attacks(study: Path, radius: float, *, seed: int) -> Iterator[AttackRow]:
     """What an attacker gets who knows the order, who averages over orders, or has another model."""
-    radius = chosen_radius(study)
     images, labels = split_images("test", ATTACKED)
-    # The orders that answer are none of those that the attacker averages over.
-    judges = drawn(JUDGED_ORDERS, first=AVERAGED_ORDERS)
-    for seed in SEEDS:
-        ordinary = model_of(study, "baseline", seed).eval()
-        foreign = attacked(ordinary, images, labels, SEQUENTIAL, radius=radius)
-        for arm in MEASURED:
-            model = model_of(study, arm, seed).eval()
-            every = SEQUENTIAL if arm == "baseline" else judges
-            cases: dict[str, tuple[Tensor, Sequence[ls.ExecutionOrder]]] = {
-                "none": (images, every),
-                "transfer": (foreign, every),
-            }
-            known = attacked(model, images, labels, every[:1], radius=radius)
-            cases["order known"] = (known, every[:1])
-            if arm != "baseline":
-                many = drawn(AVERAGED_ORDERS)
-                cases["order drawn"] = (
-                    attacked(model, images, labels, many, radius=radius),
-                    every,
-                )
-            for attack, (worst, orders) in cases.items():
-                score = top1(model, worst, labels, orders)
-                yield AttackRow(arm=arm, seed=seed, attack=attack, radius=radius, top1=score)
-            print(f"attacks: {arm}, seed {seed}", flush=True)
+    judges = drawn(JUDGED_ORDERS)
+    ordinary = model_of(study, "baseline", seed).eval()
+    foreign = attacked(ordinary, images, labels, in_order, radius=radius)
+    for arm in MEASURED:
+        model = model_of(study, arm, seed).eval()
+        every = SEQUENTIAL if arm == "baseline" else judges
+        known = foreign
+        cases: dict[str, tuple[Tensor, Sequence[ls.ExecutionOrder]]] = {"none": (images, every)}
+        if arm != "baseline":
+            known = attacked(model, images, labels, lambda _: judges[:1], radius=radius)
+            averaged = attacked(model, images, labels, many_orders, radius=radius)
+            cases |= {"order drawn": (averaged, every), "transfer": (foreign, every)}
+        cases["order known"] = (known, every[:1])
+        for attack, (worst, orders) in cases.items():
+            score = top1(model, worst, labels, orders)
+            yield AttackRow(
+                arm=arm, seed=seed, attack=attack, radius=round(radius, 4), top1=round(score, 2)
+            )
+        print(f"attacks: {arm}, seed {seed}", flush=True)
 
 
 def error_of(
@@ -248,6 +298,20 @@ def error_of(
     return {seed: mean(values) for seed, values in errors.items()}
 
 
+def relative_error(
+    rows: Sequence[Mapping[str, str]], arm: str, order: str, changes: Sequence[str]
+) -> float:
+    """The error over that of ordinary training in order, the mean over `changes`.
+
+    The "mean corruption error" of arXiv 1903.12261: a kind that is hard for all counts as others.
+    """
+    ratios = []
+    for change in changes:
+        errors = mean(error_of(rows, arm, order, [change]))
+        ratios.append(errors / mean(error_of(rows, "baseline", "sequential", [change])))
+    return mean(ratios)
+
+
 def changed_table() -> str:
     """Mean errors of every arm, and how much more or less is added than to ordinary training's."""
     rows = rows_of("changed.csv")
@@ -255,23 +319,32 @@ def changed_table() -> str:
         name: error_of(rows, "baseline", "sequential", [*group])
         for name, group in (("none", ["none"]), ("corrupted", CORRUPTIONS), ("shifted", SHIFTS))
     }
-    lines = ["| arm | order | clean | corrupted | added, against ordinary | shifted | added |"]
-    lines.append("|:--|:--|--:|--:|:--|--:|:--|")
-    for arm in MEASURED:
-        for word, order in (("in order", "sequential"), ("any order", "arbitrary")):
-            if arm == "baseline" and order == "arbitrary":
-                continue
-            clean = error_of(rows, arm, order, ["none"])
-            cells = [f"{mean(list(clean.values())):.1f}"]
-            for name, group in (("corrupted", CORRUPTIONS), ("shifted", SHIFTS)):
-                errors = error_of(rows, arm, order, [*group])
-                cells.append(f"{mean(list(errors.values())):.1f}")
-                added = {seed: errors[seed] - clean[seed] for seed in errors}
-                usual = {seed: ordinary[name][seed] - ordinary["none"][seed] for seed in errors}
-                gap = compare(usual, added)  # fewer errors are better
-                points = f"{-gap.points:+.1f} ({-gap.high:+.1f} to {-gap.low:+.1f})"
-                cells.append("" if arm == "baseline" else f"{points} **{verdict(gap)}**")
-            lines.append(f"| {LABELS[arm]} | {word} | " + " | ".join(cells) + " |")
+    lines = ["| arm | order | clean | corrupted | relative | added | shifted | relative | added |"]
+    lines.append("|:--|:--|--:|--:|--:|:--|--:|--:|:--|")
+    for arm, order in CELLS:
+        clean = error_of(rows, arm, order, ["none"])
+        cells = [f"{mean(clean):.1f}"]
+        for name, group in (("corrupted", CORRUPTIONS), ("shifted", SHIFTS)):
+            errors = error_of(rows, arm, order, [*group])
+            cells.append(f"{mean(errors):.1f}")
+            cells.append(f"{relative_error(rows, arm, order, [*group]):.2f}")
+            added = {seed: errors[seed] - clean[seed] for seed in errors}
+            usual = {seed: ordinary[name][seed] - ordinary["none"][seed] for seed in errors}
+            gap = compare(usual, added)  # fewer errors are better
+            points = f"{-gap.points:+.1f} ({-gap.high:+.1f} to {-gap.low:+.1f})"
+            cells.append("" if arm == "baseline" else f"{points} **{verdict(gap)}**")
+        lines.append(f"| {LABELS[arm]} | {ORDER_WORDS[order]} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def by_change_table() -> str:
+    """The mean error of every arm under each kind of change, over its strengths."""
+    rows = rows_of("changed.csv")
+    names = [f"{LABELS[arm]}, {ORDER_WORDS[order]}" for arm, order in CELLS]
+    lines = ["| change | " + " | ".join(names) + " |", "|:--|" + "--:|" * len(CELLS)]
+    for change in (*CORRUPTIONS, *SHIFTS):
+        errors = [f"{mean(error_of(rows, arm, order, [change])):.1f}" for arm, order in CELLS]
+        lines.append(f"| {change} | " + " | ".join(errors) + " |")
     return "\n".join(lines)
 
 
@@ -283,25 +356,30 @@ def attack_table() -> str:
     values: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
     for row in rows_of("attacks.csv"):
         values[row["arm"], row["attack"]][int(row["seed"])] = float(row["top1"])
-    lines = ["| arm | " + " | ".join(ATTACKS) + " | order drawn, beside ordinary training |"]
-    lines.append("|:--|" + "--:|" * len(ATTACKS) + ":--|")
+    lines = ["| arm | " + " | ".join(ATTACKS) + " | drawn less known | less ordinary training |"]
+    lines.append("|:--|" + "--:|" * len(ATTACKS) + ":--|:--|")
     for arm in MEASURED:
         cells = []
         for attack in ATTACKS:
-            scores = list(values[arm, attack].values())
-            span = f"{mean(scores):.1f} ({min(scores):.1f} to {max(scores):.1f})" if scores else ""
-            cells.append(span)
-        judged = ""
-        if arm != "baseline":
-            gap = compare(values[arm, "order drawn"], values["baseline", "order known"])
-            judged = f"{gap.points:+.1f} ({gap.low:+.1f} to {gap.high:+.1f}) **{verdict(gap)}**"
-        lines.append(f"| {LABELS[arm]} | " + " | ".join(cells) + f" | {judged} |")
+            scores = values[arm, attack]
+            cells.append("")
+            if scores:
+                low, high = min(scores.values()), max(scores.values())
+                cells[-1] = f"{mean(scores):.1f} ({low:.1f} to {high:.1f})"
+        for reference in ((arm, "order known"), ("baseline", "order known")):
+            cells.append("")
+            if arm != "baseline":
+                gap = compare(values[arm, "order drawn"], values[reference])
+                points = f"{gap.points:+.1f} ({gap.low:+.1f} to {gap.high:+.1f})"
+                cells[-1] = f"{points} **{verdict(gap)}**"
+        lines.append(f"| {LABELS[arm]} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
 def with_tables(page: str) -> str:
     """`page` with new tables between its marks."""
     page = with_marked(page, "changed", changed_table())
+    page = with_marked(page, "by-change", by_change_table())
     return with_marked(page, "attacks", attack_table())
 
 
@@ -309,6 +387,8 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     for path in map(Path, sys.argv[1:]):
         keep("changed.csv", list(measure_changed(path)))
-        keep("attacks.csv", list(measure_attacks(path)))
+        radius = chosen_radius(path)
+        attacks = [row for seed in SEEDS for row in measure_attacks(path, radius, seed=seed)]
+        keep("attacks.csv", attacks)
     write_text(PAGE, with_tables(PAGE.read_text(encoding="utf-8")))
     print(f"Written: {PAGE}")

@@ -18,6 +18,10 @@ ORDERS = robustness.drawn(3)
 RADIUS = 8 / 255
 
 
+def fixed(_: int) -> tuple[ls.ExecutionOrder, ...]:
+    return ORDERS
+
+
 @pytest.fixture(scope="module")
 def model() -> torch.nn.Module:
     return ls.load("bundled:digits-swarm").eval()
@@ -42,7 +46,7 @@ def test_the_gradient_is_the_mean_over_orders(model, batch) -> None:
 
 def test_an_attack_stays_near_and_does_more_than_noise(model, batch) -> None:
     images, labels = batch
-    worst = robustness.attacked(model, images, labels, ORDERS, radius=RADIUS, steps=5)
+    worst = robustness.attacked(model, images, labels, fixed, radius=RADIUS, steps=5)
     assert float((worst - images).abs().max()) <= RADIUS + 1e-6
     assert 0 <= worst.min() <= worst.max() <= 1
     noise = RADIUS * torch.randn(images.shape, generator=torch.Generator().manual_seed(1)).sign()
@@ -53,11 +57,17 @@ def test_an_attack_stays_near_and_does_more_than_noise(model, batch) -> None:
     assert attacked > 2 * max(clean, noisy)
 
 
+def test_an_attacker_never_sees_the_orders_that_answer_nor_an_order_twice() -> None:
+    seen = [order.blocks for step in range(21) for order in robustness.many_orders(step)]
+    assert len(set(seen)) == len(seen) == 21 * 8
+    assert not {order.blocks for order in robustness.drawn(robustness.JUDGED_ORDERS)} & set(seen)
+
+
 def test_more_restarts_are_never_weaker(model, batch) -> None:
     losses = [
         robustness.attack_gradient(
             model,
-            robustness.attacked(model, *batch, ORDERS, radius=RADIUS, steps=2, restarts=restarts),
+            robustness.attacked(model, *batch, fixed, radius=RADIUS, steps=2, restarts=restarts),
             batch[1],
             ORDERS,
         )[0]
@@ -78,6 +88,42 @@ def test_a_change_is_the_same_in_every_call_and_grows(name: str, batch) -> None:
         for strength in (strengths[0], strengths[-1])
     )
     assert 0 < weak < strong
+
+
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_a_digit_across_the_middle_is_whole_and_where_no_training_image_has_it(sign: int) -> None:
+    images, _ = robustness.split_images("validation", 50)
+    for image in images:
+        moved = robustness._across(image, 2, sign)
+        half = image.shape[-1] // 2
+        left, right = (image[..., :half], image[..., half:])
+        ink = moved.amax(dim=(0, 1)).nonzero().flatten()
+        # Whole pixels: every column of ink is one of before, and the two stay apart.
+        torch.testing.assert_close(moved.sum(), image.sum())
+        reaching, far = (left, right) if sign > 0 else (right, left)
+        edge, border = (ink[-1], half + 2) if sign > 0 else (ink[0], half - 2)
+        assert edge == (2 * half - 1 if sign > 0 else 0)
+        beyond = moved[..., :border] if sign > 0 else moved[..., border:]
+        torch.testing.assert_close(beyond.sum(), reaching.sum())
+        assert (beyond[..., -2:] if sign > 0 else beyond[..., :2]).sum() > 0
+        torch.testing.assert_close(moved.sum() - beyond.sum(), far.sum())
+
+
+def test_changes_leave_the_generator_as_it_was(batch) -> None:
+    before = torch.get_rng_state()
+    robustness.changed(batch[0], robustness.CORRUPTIONS["noise"][0], 0.1)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_the_relative_error_is_the_mean_of_the_ratios_of_each_change() -> None:
+    def row(arm: str, change: str, error: int) -> dict[str, str]:
+        levels = {f"at{k}": str(100 - error) for k in range(1, 6)}
+        return {"arm": arm, "order": "sequential", "seed": "0", "change": change} | levels
+
+    rows = [row("baseline", "blur", 10), row("baseline", "noise", 40)]
+    rows += [row("a", "blur", 20), row("a", "noise", 20)]
+    # (20 / 10 + 20 / 40) / 2; the ratio of the mean errors would be 0.8.
+    assert robustness.relative_error(rows, "a", "sequential", ["blur", "noise"]) == 1.25
 
 
 def test_the_error_is_the_mean_over_changes_and_strengths() -> None:
