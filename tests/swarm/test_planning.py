@@ -74,8 +74,9 @@ def problem(file, model=None, *, demand=None, **asked):
 
 def placements(asked):
     """Every placement that keeps memory, replicas and reach, from their definitions."""
-    cells = np.array(list(product([False, True], repeat=HOSTS * BLOCKS)))
-    tables = cells.reshape(-1, HOSTS, BLOCKS)
+    blocks = len(asked.sizes)
+    cells = np.array(list(product([False, True], repeat=HOSTS * blocks)))
+    tables = cells.reshape(-1, HOSTS, blocks)
     fits = (tables @ asked.sizes <= asked.column("memory")).all(axis=1)
     fits &= (tables.sum(axis=1) >= asked.replicas).all(axis=1)
     away = np.where(tables, 1 - asked.column("availability")[:, None], 1.0).prod(axis=1)
@@ -184,30 +185,20 @@ def test_visits_that_weigh_against_all_routes(seed, objective):
 
 # --- tied places ---------------------------------------------------------------------------------
 
-TIED = ((0, 2, 3), (1, 4))
-
-
-def tied(**fields):
-    """Five places of two different blocks."""
-    return facts(block_bytes=(MB, MB), places=TIED, **fields)
+TIED_PLACES = ((0, 2, 3), (1, 4))
+TIED = facts(block_bytes=(MB, MB), places=TIED_PLACES)
 
 
 @pytest.mark.parametrize(("seed", "demand"), [(0, 5), (1, 3)])
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_tied_places_against_every_placement_of_single_ones(seed, objective, demand):
     """A block is stored once and runs its places as that many blocks of the same host would."""
-    asked = problem(drawn(seed, radio=True), tied(), demand=demand)
+    asked = problem(drawn(seed, radio=True), TIED, demand=demand)
     # Room for all single blocks, because the closed-form bound goes by memory.
     roomy = tuple(replace(host, memory=5.0 * MB) for host in asked.hosts)
     single = replace(asked, hosts=roomy, facts=facts(depth=5))
-    tables = np.array(list(product([False, True], repeat=HOSTS * 2))).reshape(-1, HOSTS, 2)
-    fits = (tables.sum(axis=2) * MB <= asked.column("memory")).all(axis=1)
-    values = []
-    for table in tables[fits & tables.any(axis=1).all(axis=1)]:
-        expanded = np.zeros((HOSTS, 5), dtype=bool)
-        for block, places in enumerate(TIED):
-            expanded[:, places] = table[:, block, None]
-        values.append(solve(single, objective, fixed=expanded).value)
+    expanded = (table[:, [0, 1, 0, 0, 1]] for table in placements(asked))
+    values = [solve(single, objective, fixed=table).value for table in expanded]
     best, greedy = solve(asked, objective), place(asked, objective)
     assert best.value == pytest.approx(min(values), rel=1e-5)
     assert asked.fits(greedy.placement)
@@ -218,8 +209,8 @@ def test_a_plan_of_tied_places_needs_the_memory_of_different_blocks():
     file = HostsFile(hosts={"pi": HostSpec(count=2, memory_mb=1.5, speed=1.0)})
     with pytest.raises(UsageError, match=r"short by 3\.00 MB"):
         plan(file, facts(depth=5), objective="throughput")
-    made, planned = plan(file, tied(), objective="throughput")
-    assert sorted(host.blocks for host in made.hosts.values()) == sorted(TIED)
+    made, planned = plan(file, TIED, objective="throughput")
+    assert sorted(host.blocks for host in made.hosts.values()) == sorted(TIED_PLACES)
     assert "5 places share the weights of 2 blocks" in plan_report(made, planned)
     # The host with three places is the busy one, and takes 4 ms for each.
     assert planned.value == pytest.approx(1000 / 12)
