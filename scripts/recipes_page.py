@@ -9,6 +9,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 
 from science_page import with_marked
@@ -141,6 +142,8 @@ def reached(difference: Difference, *, within: float) -> str:
 
 def interval(difference: Difference) -> str:
     """ "+1.2 (+0.3 to +2.1)"."""
+    if not isfinite(difference.low):
+        return f"{difference.points:+.1f} (one model)"
     return f"{difference.points:+.1f} ({difference.low:+.1f} to {difference.high:+.1f})"
 
 
