@@ -19,8 +19,7 @@ from layershuffle.bench.timing import SMOKE, Effort, Side, cpu_timed
 from layershuffle.bench.workloads import JPEG_QUALITY, PHOTO, photograph
 from layershuffle.data import DataOptions, ImageView, open_data
 from layershuffle.data.cache import shrunk
-from layershuffle.data.decode import decodes_jpeg, pixel_tensor, read_pixels
-from layershuffle.data.images import read_image
+from layershuffle.data.decode import decodes_jpeg, pixel_tensor, read_image, read_pixels
 from layershuffle.data.transforms import PixelTransform, PlainTransform
 
 VIEW = ImageView(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from layershuffle.data.class_names import numbered
-from layershuffle.data.images import read_image
+from layershuffle.data.decode import read_image
 from layershuffle.data.transforms import PlainTransform
 from layershuffle.data.view import ImageView, PixelFinish
 from layershuffle.errors import DataError, UsageError

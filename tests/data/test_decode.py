@@ -12,8 +12,7 @@ import torchvision.io
 from PIL import Image
 
 from layershuffle.data import DataOptions, ImageView, decode, open_data
-from layershuffle.data.decode import NO_JPEG, decodes_jpeg, pixel_tensor, read_pixels
-from layershuffle.data.images import read_image
+from layershuffle.data.decode import NO_JPEG, decodes_jpeg, pixel_tensor, read_image, read_pixels
 from layershuffle.errors import DataError
 
 
@@ -99,7 +98,6 @@ def test_bad_files_are_named_as_pillow_names_them(
     if damage != "gone":
         path.write_bytes(content.get(damage, whole))
     if damage == "too large":
-        monkeypatch.setattr("layershuffle.data.images.MAX_PIXELS", 100)
         monkeypatch.setattr(decode, "MAX_PIXELS", 100)
     errors = []
     for read in (read_pixels, read_image):

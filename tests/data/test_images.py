@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from layershuffle.data import images as module
-from layershuffle.data.images import mode_for, read_image
+from layershuffle.data import decode as module
+from layershuffle.data.decode import mode_for, read_image
 from layershuffle.errors import DataError, UsageError
 
 GRADIENT = np.arange(64, dtype=np.uint8).reshape(8, 8) * 4

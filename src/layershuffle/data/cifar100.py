@@ -16,8 +16,7 @@ from torch import Tensor
 from torchvision.datasets import CIFAR100
 
 from layershuffle.data.contract import ImageData, SourceRequest
-from layershuffle.data.decode import pixel_tensor
-from layershuffle.data.images import mode_for, to_mode
+from layershuffle.data.decode import mode_for, pixel_tensor, to_mode
 from layershuffle.data.tables import Tables, assemble
 from layershuffle.errors import DataError
 

@@ -16,8 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from layershuffle.data.class_names import numbered
-from layershuffle.data.decode import read_pixels
-from layershuffle.data.images import read_image
+from layershuffle.data.decode import read_image, read_pixels
 from layershuffle.data.streams import RecordReader
 from layershuffle.errors import DataError, UsageError
 

@@ -1,14 +1,22 @@
-"""Image files to uint8 tensors by the fastest decoder at hand: what training reads through.
+"""Image files to pixels of a known mode, with errors that name the file.
 
-torchvision decodes JPEGs that hold what the model takes (RGB, or grey for one channel), Pillow all
-the rest (`layershuffle.data.images`): CMYK, other file types, and files that torchvision refuses.
-Both give the same bytes for the same JPEG. Why, and what it is worth: docs/decisions/011-input.md.
+Training reads through `read_pixels`: torchvision decodes JPEGs that hold what the model takes (RGB,
+or grey for one channel), and Pillow all the rest (`read_image`): CMYK, other file types, and files
+that torchvision refuses. Both give the same bytes for the same JPEG. Why, and what it is worth:
+docs/decisions/011-input.md.
+
+Whatever the file holds (grey, palette, alpha, CMYK, 16 bits), the host model sees RGB or 8-bit
+grey. Transparency is dropped and EXIF rotation ignored, as torchvision's own loader does, so that
+scores stay comparable; 16-bit images are scaled, not clipped as Pillow's `convert` would.
 """
 
 from __future__ import annotations
 
 import io
+import math
+import struct
 import warnings
+import zlib
 from functools import cache
 from pathlib import Path
 
@@ -18,15 +26,23 @@ import torchvision.io
 from PIL import Image
 from torch import Tensor
 
-from layershuffle.data.images import (
-    BOMBS,
-    DECODE_ERRORS,
-    MAX_PIXELS,
-    mode_for,
-    read_image,
-    unreadable,
-)
+from layershuffle.errors import DataError, UsageError
 
+# What Pillow's decoders raise on damaged files. DecompressionBombWarning is only ever raised
+# where warnings are errors; the size check below catches the same images elsewhere.
+DECODE_ERRORS = (
+    OSError,
+    SyntaxError,
+    ValueError,
+    EOFError,
+    OverflowError,
+    struct.error,
+    zlib.error,
+)
+BOMBS = (Image.DecompressionBombError, Image.DecompressionBombWarning)
+MAX_PIXELS = 89_478_485  # Pillow's own default threshold: 268 MB as RGB
+
+SKIP_HINT = "repair or delete the file, or pass --skip-corrupt to leave such images out"
 NO_JPEG = "this torchvision decodes no JPEG: Pillow does, which takes about a quarter longer"
 
 
@@ -94,3 +110,80 @@ def _decoded(content: bytes, channels: int) -> Tensor | None:
         except RuntimeError:
             return None
     return pixels
+
+
+def read_image(
+    source: Path | bytes, channels: int, *, place: str | Path, least: int | None = None
+) -> Image.Image:
+    """The image in `source` (a file or its bytes) as mode "RGB" (3 channels) or "L" (1 channel).
+
+    With `least`, a JPEG whose shorter side is twice that or more may come in half, a quarter or an
+    eighth of its size, but not below `least`: its decoder leaves out what would not be seen.
+    Raises DataError, naming `place`, if it cannot be decoded or is too large to be one image.
+    """
+    try:
+        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
+            if image.width * image.height > MAX_PIXELS:
+                raise _bomb(f"{image.width}x{image.height} pixels", place)
+            if least is not None:
+                # It pays from about 1,600 pixels on, and moves bytes by 0.5 to 0.7 on average.
+                scale = least / min(image.size)
+                wanted = math.ceil(image.width * scale), math.ceil(image.height * scale)
+                image.draft(None, wanted)
+            # Pillow opens files lazily: damage shows here at the latest, inside of this `try`.
+            image.load()
+            return to_mode(image, channels, place=place)
+    except BOMBS as error:
+        raise _bomb(str(error), place) from error
+    except DECODE_ERRORS as error:
+        raise unreadable(error, place) from error
+
+
+def unreadable(error: Exception, place: str | Path) -> DataError:
+    """What to raise for an image that cannot be read because of `error`."""
+    # The text of an error of the system repeats the place.
+    reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return DataError(f"Cannot read image ({reason})", place=place, hint=SKIP_HINT)
+
+
+def to_mode(image: Image.Image, channels: int, *, place: str | Path) -> Image.Image:
+    """The image as "RGB" or "L", a copy. Raises DataError where the pixel range is unknown."""
+    if image.mode.startswith("I") or image.mode == "F":
+        image = _eight_bits(image, place)
+    if image.mode in ("P", "PA"):
+        # Straight P -> RGB warns about palettes whose transparency is given as bytes.
+        image = image.convert("RGBA")
+    if channels == 1 and image.mode not in ("L", "1", "LA", "La"):
+        image = image.convert("RGB")  # CMYK -> L exists, but skips the colour conversion
+    return image.convert(mode_for(channels))
+
+
+def mode_for(channels: int) -> str:
+    """The Pillow mode of a view: "L" for 1 channel, "RGB" for 3. Raises UsageError for others."""
+    modes = {1: "L", 3: "RGB"}
+    if channels not in modes:
+        raise UsageError(
+            f"the model takes {channels} channels, image files give 1 (grey) or 3 (RGB)",
+            hint="use a model with 1 or 3 input channels",
+        )
+    return modes[channels]
+
+
+def _eight_bits(image: Image.Image, place: str | Path) -> Image.Image:
+    pixels = np.asarray(image)
+    if image.mode == "F" or pixels.min() < 0 or pixels.max() > 65535:
+        raise DataError(
+            f"pixels of mode {image.mode} have no known range",
+            place=place,
+            hint="convert the image to 8 or 16 bits per channel",
+        )
+    # 65535 / 257 = 255: full scale stays full scale.
+    return Image.fromarray(((pixels.astype(np.int64) + 128) // 257).astype(np.uint8))
+
+
+def _bomb(what: str, place: str | Path) -> DataError:
+    return DataError(
+        f"image is too large to be decoded safely ({what}; limit {MAX_PIXELS} pixels)",
+        place=place,
+        hint="shrink or delete the file, or pass --skip-corrupt to leave such images out",
+    )

@@ -22,8 +22,7 @@ from PIL import Image
 from torch import Tensor
 
 from layershuffle.data.contract import ImageData, SourceRequest
-from layershuffle.data.decode import read_pixels
-from layershuffle.data.images import mode_for, read_image
+from layershuffle.data.decode import mode_for, read_image, read_pixels
 from layershuffle.data.tables import Tables, assemble
 from layershuffle.errors import DataError
 from layershuffle.text import one_line, shortened

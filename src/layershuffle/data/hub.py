@@ -24,7 +24,7 @@ from layershuffle.data.columns import (
     record_reader,
 )
 from layershuffle.data.contract import ImageData, SourceRequest
-from layershuffle.data.images import mode_for
+from layershuffle.data.decode import mode_for
 from layershuffle.data.streams import Streams, assemble_streams
 from layershuffle.data.tables import Tables, assemble
 from layershuffle.errors import DataError

@@ -28,8 +28,7 @@ from layershuffle.data.contract import (
     Split,
     derived_seed,
 )
-from layershuffle.data.decode import NO_JPEG, decodes_jpeg, read_pixels
-from layershuffle.data.images import read_image
+from layershuffle.data.decode import NO_JPEG, decodes_jpeg, read_image, read_pixels
 from layershuffle.data.transforms import (
     PixelTransform,
     PlainTransform,

@@ -30,8 +30,8 @@ from layershuffle.data.contract import (
     SourceRequest,
     generator_for,
 )
+from layershuffle.data.decode import mode_for
 from layershuffle.data.hub import LOAD_ERRORS
-from layershuffle.data.images import mode_for
 from layershuffle.data.shards import (
     find_shards,
     json_label,

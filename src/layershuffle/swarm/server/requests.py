@@ -27,7 +27,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 from torch import Tensor
 
-from layershuffle.data.images import BOMBS, DECODE_ERRORS, to_mode
+from layershuffle.data.decode import BOMBS, DECODE_ERRORS, to_mode
 from layershuffle.data.transforms import PlainTransform, resized_size
 from layershuffle.data.view import ImageView, PixelFinish
 from layershuffle.errors import DataError, UsageError
