@@ -45,7 +45,7 @@ from layershuffle.data.digits import (
     digit_instances,
     draw_pairs,
 )
-from layershuffle.data.view import PixelFinish
+from layershuffle.data.transforms import PixelFinish
 from layershuffle.stats import mean
 
 CSV = RESULTS / "breaks.csv"

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from layershuffle.data.class_names import numbered
 from layershuffle.data.decode import read_image
-from layershuffle.data.transforms import PlainTransform
-from layershuffle.data.view import ImageView, PixelFinish
+from layershuffle.data.transforms import PixelFinish, PlainTransform
+from layershuffle.data.view import ImageView
 from layershuffle.errors import DataError, UsageError
 from layershuffle.models import class_names_of, file_view, logits_of, num_classes_of
 from layershuffle.modes import parse_modes

@@ -9,7 +9,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from layershuffle.data import ImageView, Split
 from layershuffle.data.batches import GPU_SHARE, DeviceBatches, place_for
-from layershuffle.data.view import PixelFinish
+from layershuffle.data.transforms import PixelFinish
 
 VIEW = ImageView(channels=3, height=6, width=5, mean=(0.5, 0.4, 0.3), std=(0.2, 0.25, 0.3))
 PIXELS = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (11, 3, 6, 5), dtype=np.uint8))

@@ -16,7 +16,7 @@ from torchvision.models import ViT_B_16_Weights
 from layershuffle.data import DataOptions, ImageData, ImageView, Split, match_classes, open_data
 from layershuffle.data.class_names import class_difference, in_order_of, numbered
 from layershuffle.data.contract import Item
-from layershuffle.data.view import PixelFinish
+from layershuffle.data.transforms import PixelFinish
 from layershuffle.errors import DataError
 
 VIEW = ImageView(channels=3, height=8, width=8, mean=(0.0,) * 3, std=(1.0,) * 3)

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from layershuffle.data import DataOptions, ImageData, ImageView, open_data
-from layershuffle.data.tables import AugmentedImages, TransformedImages
+from layershuffle.data.transforms import AugmentedImages, TransformedImages
 from layershuffle.errors import DataError, UsageError
 
 VIEW = ImageView(channels=3, height=8, width=8, mean=(0.0,) * 3, std=(1.0,) * 3)

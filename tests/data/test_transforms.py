@@ -17,15 +17,17 @@ from torchvision.transforms import InterpolationMode
 from layershuffle.data import ImageView
 from layershuffle.data.contract import derived_seed
 from layershuffle.data.decode import pixel_tensor
-from layershuffle.data.tables import AugmentedImages, TransformedImages
 from layershuffle.data.transforms import (
+    AugmentedImages,
+    PixelFinish,
     PixelTransform,
     PlainTransform,
+    TransformedImages,
     augment_transform,
     resized_size,
     seeded_globals,
 )
-from layershuffle.data.view import PixelFinish, Resize, resized_as
+from layershuffle.data.view import Resize, resized_as
 from layershuffle.errors import UsageError
 
 VIEW = ImageView(

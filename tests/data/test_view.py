@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from layershuffle.data import ImageView
-from layershuffle.data.view import fit_images, match_channels, normalise, resize_images
+from layershuffle.data.transforms import fit_images, match_channels, normalise, resize_images
 from layershuffle.errors import DataError, UsageError
 
 GREY = {"channels": 1, "height": 4, "width": 6, "mean": (0.25,), "std": (0.5,)}

@@ -18,8 +18,8 @@ from torch import nn
 
 import layershuffle as ls
 from common import FAMILIES, SIZE, assert_close
-from layershuffle.data.transforms import PlainTransform, resized_size, uncropped_size
-from layershuffle.data.view import ImageView, PixelFinish, resized_as
+from layershuffle.data.transforms import PixelFinish, PlainTransform, resized_size, uncropped_size
+from layershuffle.data.view import ImageView, resized_as
 from layershuffle.errors import ModelFileError, UsageError
 from layershuffle.models import (
     class_names_of,

@@ -12,7 +12,7 @@ import torch
 import layershuffle as ls
 from layershuffle.bundled import asset
 from layershuffle.data.digits import DIGIT_VIEW, DigitPairs
-from layershuffle.data.view import PixelFinish
+from layershuffle.data.transforms import PixelFinish
 from layershuffle.models import logits_of, truncate
 from layershuffle.swarm.rounds import Cell
 from layershuffle.swarm.server.demo import demo_app

@@ -10,8 +10,7 @@ from timm.models.vision_transformer import Block
 
 from common import CLASSES, DEPTH, assert_close
 from layershuffle.cli.swarm.asking import status_table
-from layershuffle.data.transforms import PlainTransform
-from layershuffle.data.view import PixelFinish
+from layershuffle.data.transforms import PixelFinish, PlainTransform
 from layershuffle.errors import UsageError
 from layershuffle.models import image_view
 from layershuffle.models.store import set_class_names

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from layershuffle.bench.machine import DTYPES
 from layershuffle.bench.timing import Effort, Pairs, cpu_timed, gpu_timed, paired
-from layershuffle.data.view import PixelFinish
+from layershuffle.data.transforms import PixelFinish
 from layershuffle.errors import UsageError
 from layershuffle.merging.group import MergeGroup
 from layershuffle.merging.plans import sample_plans

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from layershuffle.data.contract import Split
-from layershuffle.data.view import Finish
+from layershuffle.data.contract import Finish, Split
 
 Place = Literal["gpu", "host"]
 # The activations of a training need the rest; ImageNet's 50,000 test images are 7.5 GB.

@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from layershuffle.data.contract import DataOptions
 from layershuffle.data.loading import loader_processes, open_data, parse_spec
-from layershuffle.data.tables import ImageTable, TransformedImages
+from layershuffle.data.transforms import ImageTable, TransformedImages
 from layershuffle.data.view import ImageView
 from layershuffle.errors import DataError, UsageError
 from layershuffle.files import explained, locked, remove_stale_stages, write_bytes, write_text

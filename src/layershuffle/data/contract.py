@@ -15,12 +15,13 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
-from layershuffle.data.view import Finish, ImageView
+from layershuffle.data.view import ImageView
 from layershuffle.errors import DataError, UsageError
 
 Item = tuple[Tensor, int]  # pixels uint8 [C, H, W], or a key of `formula`; class index
@@ -74,6 +75,19 @@ class Split:
     dataset: Dataset[Item]
     size: int | None
     groups: Tensor | None = None
+
+
+class Finish(Protocol):
+    """The last step from the items of a source to what the model takes, on the items' device."""
+
+    @property
+    def view(self) -> ImageView:
+        """What the images are fitted to."""
+        ...
+
+    def __call__(self, pixels: Tensor, /) -> Tensor:
+        """A batch of items as float32 [n, *view], normalised."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,8 @@ from layershuffle.data.contract import (
     generator_for,
     limited_test,
 )
-from layershuffle.data.view import ImageView, PixelFinish
+from layershuffle.data.transforms import PixelFinish
+from layershuffle.data.view import ImageView
 from layershuffle.errors import UsageError
 
 CANVAS = (12, 20)

@@ -36,7 +36,8 @@ from layershuffle.data.formula_kinds import (
     painted,
     units,
 )
-from layershuffle.data.view import ImageView, fit_images
+from layershuffle.data.transforms import fit_images
+from layershuffle.data.view import ImageView
 from layershuffle.errors import UsageError
 from layershuffle.text import did_you_mean
 

@@ -30,13 +30,13 @@ from layershuffle.data.contract import (
 )
 from layershuffle.data.decode import NO_JPEG, decodes_jpeg, read_image, read_pixels
 from layershuffle.data.transforms import (
+    PixelFinish,
     PixelTransform,
     PlainTransform,
     Transform,
     augment_transform,
     seeded_globals,
 )
-from layershuffle.data.view import PixelFinish
 from layershuffle.errors import DataError, UsageError
 from layershuffle.text import one_line
 

@@ -1,4 +1,4 @@
-"""From labelled images to data sets of tensors, and from tables to named splits.
+"""From tables of labelled images to named splits.
 
 A source only says where image i is and what label it has (an `ImageTable`); everything after that
 (transform, augmentation, holdout, skipping of unreadable images) is the same for all of them.
@@ -10,109 +10,31 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
 
-from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from layershuffle.data.contract import (
     ImageData,
     Item,
-    SharedEpoch,
     SourceRequest,
     Split,
     check_labels,
-    derived_seed,
     limited_test,
     stratified_holdout,
 )
 from layershuffle.data.decode import NO_JPEG, decodes_jpeg
 from layershuffle.data.transforms import (
+    AugmentedImages,
+    ImageTable,
+    PixelFinish,
     PixelTransform,
     PlainTransform,
-    Transform,
+    TransformedImages,
     augment_transform,
-    seeded_globals,
 )
-from layershuffle.data.view import PixelFinish
 from layershuffle.errors import DataError
 from layershuffle.text import shortened
-
-
-class ImageTable(Protocol):
-    """Labelled images of one split, read one at a time."""
-
-    @property
-    def labels(self) -> Sequence[int]:
-        """Class index of every image."""
-
-    def image(self, index: int, *, least: int | None = None) -> Image.Image:
-        """Image `index` as "RGB" or "L"; `least` as in `read_image`.
-
-        Raises DataError, naming it, if it cannot be read.
-        """
-
-    def pixels(self, index: int) -> Tensor:
-        """Image `index` as pixels uint8 [C, H, W], equal to those of `image`; raises as it does."""
-
-    def name(self, index: int) -> str:
-        """What to call image `index` in a message."""
-
-    def fingerprint(self) -> str:
-        """Another text for other images, as far as that shows without reading them."""
-
-
-class TransformedImages(Dataset[Item]):
-    """The images `indices` of a table, each through one deterministic transform.
-
-    A `PixelTransform` (training) reads them without Pillow where that is possible.
-    """
-
-    def __init__(
-        self, table: ImageTable, indices: Sequence[int], transform: Transform | PixelTransform
-    ) -> None:
-        self.table, self.indices, self.transform = table, indices, transform
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __getitem__(self, index: int) -> Item:
-        row = self.indices[index]
-        label = int(self.table.labels[row])
-        if isinstance(self.transform, PixelTransform):
-            return self.transform(self.table.pixels(row)), label
-        return self.transform(self.table.image(row)), label
-
-
-class AugmentedImages(Dataset[Item]):
-    """The images `indices` of a table, augmented anew in every epoch, without hidden state.
-
-    What row i looks like in epoch e is a pure function of (seed, e, i): SHA-256 gives the seed
-    of each single transform call. So a resumed run sees what the undisturbed run saw.
-
-    `set_epoch` must be called before each epoch. accelerate's DataLoaderShard does so, except
-    where its batch sampler wraps a seedable sampler (several processes): call it there yourself.
-    """
-
-    def __init__(
-        self, table: ImageTable, indices: Sequence[int], transform: Transform, *, seed: int
-    ) -> None:
-        self.table, self.indices, self.transform, self.seed = table, indices, transform, seed
-        self._epoch = SharedEpoch()
-
-    def set_epoch(self, epoch: int) -> None:
-        """Show the augmentation of `epoch` from now on, in every worker."""
-        self._epoch.set(epoch)
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __getitem__(self, index: int) -> Item:
-        row = self.indices[index]
-        image = self.table.image(row)
-        with seeded_globals(derived_seed("augment", self.seed, self._epoch.get(), row)):
-            return self.transform(image).contiguous(), int(self.table.labels[row])
 
 
 @dataclass(frozen=True, kw_only=True)

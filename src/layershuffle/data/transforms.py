@@ -1,32 +1,38 @@
-"""Images to the pixels a view asks for: plain, plain but faster, and augmented.
+"""What happens to an image from its decoder to the model: resized, cropped, batched, normalised.
 
-Plain is the resize-and-crop of the view by Pillow, for evaluation: bit-equal to timm's transform,
-and scores do not depend on anything that made training faster. `PixelTransform` is the same by
-torch, for training. Augmented is timm's training transform with the view's settings.
+First to the pixels a view asks for. Plain is the resize-and-crop of the view by Pillow, for
+evaluation: bit-equal to timm's transform, and scores do not depend on anything that made training
+faster. `PixelTransform` is the same by torch, for training. Augmented is timm's training transform
+with the view's settings. Then, of whole batches and where the model is, to normalised floats.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import cast
+from functools import cache
+from typing import Protocol, cast
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from timm.data import create_transform
 from torch import Tensor
+from torch.utils.data import Dataset
 
+from layershuffle.data.contract import Item, SharedEpoch, derived_seed
 from layershuffle.data.decode import pixel_tensor
 from layershuffle.data.view import ImageView
-from layershuffle.errors import UsageError
+from layershuffle.errors import DataError, UsageError
 
 Transform = Callable[[Image.Image], Tensor]
 _Size = tuple[int, int]
+
+# ITU-R 601 luma, the weights Pillow uses for RGB -> L: both routes to grey agree.
+_LUMA = (0.299, 0.587, 0.114)
 
 _RESAMPLING = {
     "nearest": Image.Resampling.NEAREST,
@@ -118,6 +124,8 @@ def augment_transform(view: ImageView) -> Transform:
     Random resized crop (area 8 to 100 percent), horizontal flip, colour jitter 0.4: timm's
     defaults. It draws from the global generators: call it inside `seeded_globals` only.
     """
+    from timm.data import create_transform  # timm takes seconds to import
+
     transform = create_transform(
         input_size=(view.channels, view.height, view.width),
         is_training=True,
@@ -150,3 +158,159 @@ def seeded_globals(seed: int) -> Iterator[None]:
         random.setstate(before[0])
         np.random.set_state(before[1])
         torch.set_rng_state(before[2])
+
+
+# --- data sets ------------------------------------------------------------------------------------
+
+
+class ImageTable(Protocol):
+    """Labelled images of one split, read one at a time."""
+
+    @property
+    def labels(self) -> Sequence[int]:
+        """Class index of every image."""
+
+    def image(self, index: int, *, least: int | None = None) -> Image.Image:
+        """Image `index` as "RGB" or "L"; `least` as in `read_image`.
+
+        Raises DataError, naming it, if it cannot be read.
+        """
+
+    def pixels(self, index: int) -> Tensor:
+        """Image `index` as pixels uint8 [C, H, W], equal to those of `image`; raises as it does."""
+
+    def name(self, index: int) -> str:
+        """What to call image `index` in a message."""
+
+    def fingerprint(self) -> str:
+        """Another text for other images, as far as that shows without reading them."""
+
+
+class TransformedImages(Dataset[Item]):
+    """The images `indices` of a table, each through one deterministic transform.
+
+    A `PixelTransform` (training) reads them without Pillow where that is possible.
+    """
+
+    def __init__(
+        self, table: ImageTable, indices: Sequence[int], transform: Transform | PixelTransform
+    ) -> None:
+        self.table, self.indices, self.transform = table, indices, transform
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> Item:
+        row = self.indices[index]
+        label = int(self.table.labels[row])
+        if isinstance(self.transform, PixelTransform):
+            return self.transform(self.table.pixels(row)), label
+        return self.transform(self.table.image(row)), label
+
+
+class AugmentedImages(Dataset[Item]):
+    """The images `indices` of a table, augmented anew in every epoch, without hidden state.
+
+    What row i looks like in epoch e is a pure function of (seed, e, i): SHA-256 gives the seed
+    of each single transform call. So a resumed run sees what the undisturbed run saw.
+
+    `set_epoch` must be called before each epoch. accelerate's DataLoaderShard does so, except
+    where its batch sampler wraps a seedable sampler (several processes): call it there yourself.
+    """
+
+    def __init__(
+        self, table: ImageTable, indices: Sequence[int], transform: Transform, *, seed: int
+    ) -> None:
+        self.table, self.indices, self.transform, self.seed = table, indices, transform, seed
+        self._epoch = SharedEpoch()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Show the augmentation of `epoch` from now on, in every worker."""
+        self._epoch.set(epoch)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> Item:
+        row = self.indices[index]
+        image = self.table.image(row)
+        with seeded_globals(derived_seed("augment", self.seed, self._epoch.get(), row)):
+            return self.transform(image).contiguous(), int(self.table.labels[row])
+
+
+# --- on the device --------------------------------------------------------------------------------
+
+
+def normalise(images: Tensor, view: ImageView) -> Tensor:
+    """(images - mean) / std, per channel, a new tensor; images [..., C, H, W] in [0, 1]."""
+    mean = _constants(view.mean, images.dtype, images.device).view(-1, 1, 1)
+    std = _constants(view.std, images.dtype, images.device).view(-1, 1, 1)
+    return (images - mean) / std
+
+
+def match_channels(images: Tensor, channels: int) -> Tensor:
+    """Images [..., C, H, W] with `channels` channels: grey is repeated, RGB becomes luma.
+
+    Raises DataError for every other pair of counts: there is no meaning to guess.
+    """
+    have = images.shape[-3]
+    if have == channels:
+        return images
+    # expand makes a view: three equal channels need the memory of one.
+    if have == 1:
+        return images.expand(*images.shape[:-3], channels, *images.shape[-2:])
+    if have == 3 and channels == 1:
+        luma = _constants(_LUMA, images.dtype, images.device).view(3, 1, 1)
+        return (images * luma).sum(dim=-3, keepdim=True)
+    raise DataError(
+        f"images have {have} channels, the model takes {channels}",
+        hint="use grey or RGB images, or a model with 1 or 3 input channels",
+    )
+
+
+def resize_images(images: Tensor, size: tuple[int, int], *, mode: str = "bilinear") -> Tensor:
+    """Images [N, C, H, W] at `size` (height, width), antialiased, clamped to [0, 1].
+
+    Returned untouched, bit for bit, when they already have that size.
+    """
+    if tuple(images.shape[-2:]) == size:
+        return images
+    if mode == "nearest":
+        # torch documents that plain "nearest" repeats a fault of OpenCV.
+        return F.interpolate(images, size=size, mode="nearest-exact")
+    out = F.interpolate(images, size=size, mode=mode, align_corners=False, antialias=True)
+    return out.clamp(0, 1)  # bicubic overshoots
+
+
+def fit_images(images: Tensor, view: ImageView, *, mode: str = "bilinear") -> Tensor:
+    """Images [N, C, H, W] in [0, 1] as float32 [N, *view] with the view's normalisation.
+
+    The whole image is kept: the aspect ratio gives way ("squash"), nothing is cropped.
+    """
+    resized = resize_images(images.float(), view.size, mode=mode)
+    return normalise(match_channels(resized, view.channels), view)
+
+
+@dataclass(frozen=True)
+class PixelFinish:
+    """The last step from pixels to what the model takes: pixels / levels, then `fit_images`.
+
+    It runs where the pixels are, so that a batch travels to a GPU as bytes. In fp32 the numbers are
+    the same, bit for bit, as if every image had been normalised by itself beforehand.
+    """
+
+    view: ImageView
+    levels: int = 255
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        """Pixels uint8 [n, C, H, W] in 0..levels as float32 [n, *view], normalised."""
+        # A tensor, because CUDA multiplies by the reciprocal of a plain number.
+        levels = _constants((float(self.levels),), torch.float32, pixels.device)
+        return fit_images(pixels.float() / levels, self.view)
+
+
+@cache
+def _constants(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`values` on a device, sent there once: a copy per batch would make the host wait for it."""
+    with torch.inference_mode(False):  # first used in an evaluation, they must do in training too
+        return torch.tensor(values, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""How a host model wants its images, and pure helpers that fit image tensors to it.
+"""How a host model wants its images: plain data.
 
 Every source of this package hands out images that went through an `ImageView`: the channels,
 size and normalisation the weights were trained with. The mismatch of a view is silent (the
@@ -8,20 +8,12 @@ accuracy just drops), so the view is one validated value that travels from the m
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Literal, Protocol
+from typing import Literal
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
-from layershuffle.errors import DataError, UsageError
+from layershuffle.errors import UsageError
 
 INTERPOLATIONS = ("bilinear", "bicubic", "nearest")
 Resize = Literal["crop", "squash"]
-
-# ITU-R 601 luma, the weights Pillow uses for RGB -> L: both routes to grey agree.
-_LUMA = (0.299, 0.587, 0.114)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,91 +76,3 @@ def resized_as(view: ImageView, resize: Resize | None) -> ImageView:
         return view
     # Who asks for squash wants the whole image; a share to keep was meant for the other way.
     return replace(view, resize=resize, crop_pct=1.0 if resize == "squash" else view.crop_pct)
-
-
-def normalise(images: Tensor, view: ImageView) -> Tensor:
-    """(images - mean) / std, per channel, a new tensor; images [..., C, H, W] in [0, 1]."""
-    mean = _constants(view.mean, images.dtype, images.device).view(-1, 1, 1)
-    std = _constants(view.std, images.dtype, images.device).view(-1, 1, 1)
-    return (images - mean) / std
-
-
-def match_channels(images: Tensor, channels: int) -> Tensor:
-    """Images [..., C, H, W] with `channels` channels: grey is repeated, RGB becomes luma.
-
-    Raises DataError for every other pair of counts: there is no meaning to guess.
-    """
-    have = images.shape[-3]
-    if have == channels:
-        return images
-    # expand makes a view: three equal channels need the memory of one.
-    if have == 1:
-        return images.expand(*images.shape[:-3], channels, *images.shape[-2:])
-    if have == 3 and channels == 1:
-        luma = _constants(_LUMA, images.dtype, images.device).view(3, 1, 1)
-        return (images * luma).sum(dim=-3, keepdim=True)
-    raise DataError(
-        f"images have {have} channels, the model takes {channels}",
-        hint="use grey or RGB images, or a model with 1 or 3 input channels",
-    )
-
-
-def resize_images(images: Tensor, size: tuple[int, int], *, mode: str = "bilinear") -> Tensor:
-    """Images [N, C, H, W] at `size` (height, width), antialiased, clamped to [0, 1].
-
-    Returned untouched, bit for bit, when they already have that size.
-    """
-    if tuple(images.shape[-2:]) == size:
-        return images
-    if mode == "nearest":
-        # torch documents that plain "nearest" repeats a fault of OpenCV.
-        return F.interpolate(images, size=size, mode="nearest-exact")
-    out = F.interpolate(images, size=size, mode=mode, align_corners=False, antialias=True)
-    return out.clamp(0, 1)  # bicubic overshoots
-
-
-def fit_images(images: Tensor, view: ImageView, *, mode: str = "bilinear") -> Tensor:
-    """Images [N, C, H, W] in [0, 1] as float32 [N, *view] with the view's normalisation.
-
-    The whole image is kept: the aspect ratio gives way ("squash"), nothing is cropped.
-    """
-    resized = resize_images(images.float(), view.size, mode=mode)
-    return normalise(match_channels(resized, view.channels), view)
-
-
-class Finish(Protocol):
-    """The last step from the items of a source to what the model takes, on the items' device."""
-
-    @property
-    def view(self) -> ImageView:
-        """What the images are fitted to."""
-        ...
-
-    def __call__(self, pixels: Tensor, /) -> Tensor:
-        """A batch of items as float32 [n, *view], normalised."""
-        ...
-
-
-@dataclass(frozen=True)
-class PixelFinish:
-    """The last step from pixels to what the model takes: pixels / levels, then `fit_images`.
-
-    It runs where the pixels are, so that a batch travels to a GPU as bytes. In fp32 the numbers are
-    the same, bit for bit, as if every image had been normalised by itself beforehand.
-    """
-
-    view: ImageView
-    levels: int = 255
-
-    def __call__(self, pixels: Tensor) -> Tensor:
-        """Pixels uint8 [n, C, H, W] in 0..levels as float32 [n, *view], normalised."""
-        # A tensor, because CUDA multiplies by the reciprocal of a plain number.
-        levels = _constants((float(self.levels),), torch.float32, pixels.device)
-        return fit_images(pixels.float() / levels, self.view)
-
-
-@cache
-def _constants(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`values` on a device, sent there once: a copy per batch would make the host wait for it."""
-    with torch.inference_mode(False):  # first used in an evaluation, they must do in training too
-        return torch.tensor(values, dtype=dtype, device=device)

@@ -28,8 +28,8 @@ from starlette.requests import Request
 from torch import Tensor
 
 from layershuffle.data.decode import BOMBS, DECODE_ERRORS, to_mode
-from layershuffle.data.transforms import PlainTransform, resized_size
-from layershuffle.data.view import ImageView, PixelFinish
+from layershuffle.data.transforms import PixelFinish, PlainTransform, resized_size
+from layershuffle.data.view import ImageView
 from layershuffle.errors import DataError, UsageError
 from layershuffle.orders import ExecutionOrder, order_of
 from layershuffle.swarm.limits import Limits

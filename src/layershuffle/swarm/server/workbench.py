@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from layershuffle.bundled import asset
 from layershuffle.data.class_names import numbered
-from layershuffle.data.view import PixelFinish
+from layershuffle.data.transforms import PixelFinish
 from layershuffle.errors import UsageError
 from layershuffle.models import class_names_of, file_view, load, logits_of, num_classes_of
 from layershuffle.models.files import weights_digest
