@@ -26,7 +26,7 @@ LAYERS = (
     ("plotting",),
     ("extras", "bundled"),
     ("policies", "hooks", "discovery", "modes", "machine", "ray_cluster"),
-    ("runs", "residual", "grouped", "entries", "chain", "per_sample"),
+    ("runs", "residual", "entries", "chain", "per_sample"),
     ("stack", "methods"),
     ("position", "trie", "settings", "compiling"),
     ("recipes",),

@@ -17,12 +17,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from layershuffle.errors import StackError, UsageError
-from layershuffle.grouped import BlockCall
 from layershuffle.hooks import Step
 from layershuffle.orders import ExecutionOrder
 from layershuffle.residual import States, added, refuse_other_sums
 from layershuffle.runs import Run, in_backward, in_checkpoint
 
+BlockCall = Callable[[int, int, Tensor, "tuple[int, ...] | None"], Tensor]
+"""Runs a block at a position on a state, of these rows of the batch or of all (`None`)."""
 Walk = Callable[[BlockCall, Tensor], Tensor]
 
 

@@ -20,9 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from layershuffle.chain import host_of_stack
-from layershuffle.entries import Host
+from layershuffle.entries import BlockCall, Host
 from layershuffle.errors import StackError
-from layershuffle.grouped import BlockCall
 from layershuffle.orders import ExecutionOrder
 from layershuffle.residual import added
 from layershuffle.stack import depth_of, running, stack_of, walking
