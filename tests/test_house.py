@@ -40,8 +40,8 @@ LAYERS = (
 SWARM_LAYERS = (
     ("limits", "ray_config", "program", "speed"),
     ("ray_local", "messages", "export", "lineage", "ray_session"),
-    ("state", "audits", "frames", "stream", "rounds"),
-    ("policy", "overlap", "ordered", "walk", "overlap_walk", "ordered_walk"),
+    ("state", "audits", "frames", "rounds"),
+    ("policy", "overlap", "ordered", "walk"),
     ("plan", "router", "host", "channel", "bundle"),
     ("placement", "health", "remote_model", "calibration", "expectations"),
     ("local", "ray_hosts"),

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import numpy as np
 
 from layershuffle.errors import UsageError
-from layershuffle.swarm.channel import ChannelLink, ChannelServer
+from layershuffle.swarm.channel import ChannelLink, ChannelServer, Credentials
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import (
     Answer,
@@ -15,7 +15,6 @@ from layershuffle.swarm.messages import (
     pack,
     unpack,
 )
-from layershuffle.swarm.stream import Credentials
 from waiting import HANGS
 
 LIMITS = Limits(channel_ms=300, suspect_ms=20, suspect_max_ms=40)

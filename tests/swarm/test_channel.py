@@ -8,14 +8,13 @@ import pytest
 from channel_site import CREDENTIALS, LIMITS, STATE, WIRES, DoublingHost, run, served, visit
 
 from layershuffle.errors import LayerShuffleError
-from layershuffle.swarm.channel import ChannelLink, ChannelLost, ChannelServer
+from layershuffle.swarm.channel import ChannelLink, ChannelLost, ChannelServer, credentials_in
 from layershuffle.swarm.messages import (
     HostFailed,
     HostUnavailable,
     pack,
     unpack,
 )
-from layershuffle.swarm.stream import credentials_in
 from waiting import until
 
 

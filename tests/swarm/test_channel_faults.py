@@ -10,7 +10,13 @@ import numpy as np
 import pytest
 from channel_site import CREDENTIALS, LIMITS, STATE, DoublingHost, run, served, visit
 
-from layershuffle.swarm.channel import ChannelLink, ChannelLost, ChannelServer
+from layershuffle.swarm.channel import (
+    ChannelLink,
+    ChannelLost,
+    ChannelServer,
+    Credentials,
+    proof_of,
+)
 from layershuffle.swarm.frames import (
     FRAME_BYTES,
     HEAD_BYTES,
@@ -24,7 +30,6 @@ from layershuffle.swarm.messages import (
     pack,
     unpack,
 )
-from layershuffle.swarm.stream import Credentials, proof_of
 from waiting import until
 
 

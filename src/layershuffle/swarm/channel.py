@@ -16,9 +16,12 @@ import asyncio
 import hmac
 import logging
 import secrets
-from collections.abc import Sequence
+import ssl
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from layershuffle.errors import LayerShuffleError
@@ -26,6 +29,7 @@ from layershuffle.swarm.frames import (
     BrokenFrame,
     Head,
     Kind,
+    Stream,
     answer_frame,
     failure_frame,
     read_answer,
@@ -35,7 +39,6 @@ from layershuffle.swarm.frames import (
 )
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Answer, HostFailed, Packet, VisitError
-from layershuffle.swarm.stream import Credentials, Stream, proof_of
 from layershuffle.text import one_line
 
 if TYPE_CHECKING:
@@ -49,6 +52,55 @@ _log = logging.getLogger(__name__)
 
 class ChannelLost(LayerShuffleError):
     """The channel ended before the answer; whether the host is dead is not known here."""
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """What a member of the swarm proves itself by: the token, and the contexts of its TLS."""
+
+    token: bytes
+    server: ssl.SSLContext | None = None
+    client: ssl.SSLContext | None = None
+
+
+def credentials_in(variables: Mapping[str, str]) -> Credentials:
+    """The credentials that `ray_config.environment` names in these variables.
+
+    Raises `LayerShuffleError` if they name no token, or a file that cannot be read.
+    """
+    try:
+        token = Path(variables["RAY_AUTH_TOKEN_PATH"]).read_bytes().strip()
+        if variables.get("RAY_USE_TLS") != "1":
+            return Credentials(token)
+        certificate, key, authority = (
+            variables[f"RAY_TLS_{name}"] for name in ("SERVER_CERT", "SERVER_KEY", "CA_CERT")
+        )
+        contexts = []
+        for protocol in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT):
+            # Of both sides, as Ray has it: whoever has no certificate of the swarm gets no word.
+            context = ssl.SSLContext(protocol)
+            context.minimum_version = ssl.TLSVersion.TLSv1_2
+            context.load_cert_chain(certificate, key)
+            context.load_verify_locations(authority)
+            context.verify_mode = ssl.CERT_REQUIRED
+            contexts.append(context)
+        return Credentials(token, *contexts)
+    except KeyError as error:
+        raise LayerShuffleError(f"The variable {error} of the swarm is not set") from error
+    except OSError as error:  # ssl's own errors as well
+        raise LayerShuffleError(
+            f"The token or a certificate cannot be read ({one_line(error)})"
+        ) from error
+
+
+def proof_of(token: bytes, side: bytes, *, host: str, nonces: bytes) -> bytes:
+    """32 bytes that only a holder of the token can make for these random numbers.
+
+    `side`: who makes it, the gateway or the host of this name.
+    """
+    # The side, or a proof could be sent back to who made it; the host, or one host's number could
+    # be had signed for another.
+    return hmac.digest(token, b"layershuffle channel " + side + host.encode() + nonces, "sha256")
 
 
 # --- the host's side ------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from layershuffle.errors import LayerShuffleError
-from layershuffle.swarm.channel import ChannelLink, ChannelLost, ChannelServer
+from layershuffle.swarm.channel import ChannelLink, ChannelLost, ChannelServer, credentials_in
 from layershuffle.swarm.frames import (
     BrokenFrame,
     answer_frame,
@@ -41,7 +41,6 @@ from layershuffle.swarm.messages import (
 )
 from layershuffle.swarm.placement import Carrier, HostCall, Node
 from layershuffle.swarm.ray_config import HOST_MARK, channel_ports, host_names
-from layershuffle.swarm.stream import credentials_in
 from layershuffle.text import one_line
 
 if TYPE_CHECKING:

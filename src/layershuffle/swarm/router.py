@@ -34,12 +34,10 @@ from layershuffle.swarm.messages import (
     pack,
     unpack_answer,
 )
-from layershuffle.swarm.ordered_walk import OrderedWalk
-from layershuffle.swarm.overlap_walk import OverlapWalk
 from layershuffle.swarm.policy import FREE, Finish, Progress, Routing, Wait
 from layershuffle.swarm.rounds import QUEUE, Rounds
 from layershuffle.swarm.state import HostView, Swarm
-from layershuffle.swarm.walk import PendingVisit, Walk, Watcher
+from layershuffle.swarm.walk import OrderedWalk, OverlapWalk, PendingVisit, Walk, Watcher
 from layershuffle.text import one_line
 
 NOT_FINITE = "it answered with numbers that are not finite"
