@@ -82,9 +82,18 @@ CONTRASTS = """() => {
 
 # Of what the visitor did not do: moves within half a second of an input do not count for browsers.
 SHIFTS = """
-window.shifted = 0;
+window.shifts = [];
+const name = (node) => node?.id || node?.className || node?.data || node?.nodeName;
+const box = ({ x, y, width, height }) => [x, y, width, height].map(Math.round).join(" ");
 new PerformanceObserver((list) => {
-  for (const entry of list.getEntries()) if (!entry.hadRecentInput) window.shifted += entry.value;
+  for (const { hadRecentInput, sources, startTime } of list.getEntries()) {
+    if (hadRecentInput) continue;
+    for (const { node, previousRect, currentRect } of sources) {
+      const what = `${name(node)} in ${name(node?.parentNode)}`;
+      const move = `from ${box(previousRect)} to ${box(currentRect)}`;
+      window.shifts.push(`${startTime.toFixed(0)} ms: ${what} ${move}`);
+    }
+  }
 }).observe({ type: "layout-shift", buffered: true });
 """
 
@@ -113,9 +122,10 @@ class Visit:
         ratios: dict[str, float] = self.page.evaluate(CONTRASTS)
         return {text: ratio for text, ratio in ratios.items() if ratio < READABLE}
 
-    def shifts(self) -> float:
-        """How far things moved by themselves since the first answers, as browsers score it."""
-        shifts: float = self.page.evaluate("() => window.shifted")
+    def shifts(self) -> list[str]:
+        """What moved by itself on the page, in pixels as the browser reports it: `x y width height`
+        before and after."""
+        shifts: list[str] = self.page.evaluate("() => window.shifts")
         return shifts
 
     def swipe(self, box: dict[str, float], end: tuple[float, float]) -> None:

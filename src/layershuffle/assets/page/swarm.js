@@ -72,7 +72,10 @@ function chips(blocks) {
 }
 
 function show(state) {
-  if (state.hosts) showState(state);
+  if (state.hosts) {
+    showState(state);
+    at("swarm").hidden = false; // not before: its hosts would push what stands below them down
+  }
   if (!state.walk) return;
   const busy = showWalk(state.walk);
   for (const [name, parts] of cards) parts.card.dataset.walked = busy.has(name);
@@ -134,7 +137,6 @@ async function sendPairs(picture) {
 
 export async function watch(given, picture) {
   facts = given;
-  at("swarm").hidden = false;
   at("break-note").hidden = !facts.token;
   at("send").parentElement.hidden = !facts.pairs;
   at("send").addEventListener("change", () => { if (at("send").checked) sendPairs(picture); });
@@ -144,6 +146,7 @@ export async function watch(given, picture) {
       say(at("line"), "The swarm has ended.");
     } catch (error) {
       say(at("line"), `The swarm cannot be seen now: ${error.message}`);
+      at("swarm").hidden = false;
     }
     await new Promise((done) => { setTimeout(done, AGAIN); });
   }
