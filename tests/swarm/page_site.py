@@ -81,13 +81,15 @@ CONTRASTS = """() => {
 }"""
 
 # Of what the visitor did not do: moves within half a second of an input do not count for browsers.
+# A section that moves by a line scores 0.005 or more, and a page is called good below 0.1. A run in
+# some thirty on a busy machine saw a move of 0.0004, a few words that nobody could name afterwards.
 SHIFTS = """
 window.shifts = [];
 const name = (node) => node?.id || node?.className || node?.data || node?.nodeName;
 const box = ({ x, y, width, height }) => [x, y, width, height].map(Math.round).join(" ");
 new PerformanceObserver((list) => {
-  for (const { hadRecentInput, sources, startTime } of list.getEntries()) {
-    if (hadRecentInput) continue;
+  for (const { hadRecentInput, sources, startTime, value } of list.getEntries()) {
+    if (hadRecentInput || value < 0.001) continue;
     for (const { node, previousRect, currentRect } of sources) {
       const what = `${name(node)} in ${name(node?.parentNode)}`;
       const move = `from ${box(previousRect)} to ${box(currentRect)}`;
