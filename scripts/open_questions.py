@@ -28,6 +28,7 @@ from layershuffle.data import DataOptions, open_data
 from layershuffle.data.batches import DeviceBatches
 from layershuffle.files import write_text
 from layershuffle.merging.ensembles import evaluate_ensemble
+from layershuffle.merging.soups import uniform_soup
 from layershuffle.methods import METHODS
 from layershuffle.models import image_view, logits_of
 from layershuffle.stats import Difference, compare, mean
@@ -72,7 +73,8 @@ class MissingRow:
 class AveragedRow:
     """Top-1 in percent of the mean of the logits of `forwards` forwards.
 
-    `members`: the seeds of the models, as "0+1+2"; a single model runs in `forwards` orders.
+    `members`: the seeds of the models, as "0+1+2"; a single model runs in `forwards` orders, and so
+    does the soup "0*1*2", whose weights are the means of three models.
     """
 
     members: str
@@ -149,15 +151,20 @@ def measure_missing(study: Path, batches: DeviceBatches) -> Iterator[MissingRow]
 def measure_averaged(study: Path, batches: DeviceBatches) -> Iterator[AveragedRow]:
     """Several orders of one model, and several models, at as many forwards per answer."""
     models = {seed: model_of(study, AVERAGED_ARM, seed) for seed in SEEDS}
-    groups = [(seed,) * forwards for seed in SEEDS for forwards in FORWARDS]
-    groups += [(0, 1), (1, 2), (2, 0), (0, 1, 2)]
-    for group in groups:
-        donors = [models[seed] for seed in group]
+    alone = {str(seed): model for seed, model in models.items()}
+    alone["*".join(alone)] = uniform_soup(list(models.values()))
+    groups = {
+        (name, forwards): [model] * forwards
+        for name, model in alone.items()
+        for forwards in FORWARDS
+    }
+    for seeds in ((0, 1), (1, 2), (2, 0), (0, 1, 2)):
+        groups["+".join(map(str, seeds)), len(seeds)] = [models[seed] for seed in seeds]
+    for (members, forwards), donors in groups.items():
         scores = evaluate_ensemble(donors, batches, num_orders=AVERAGED_DRAWS)
-        members = "+".join(map(str, dict.fromkeys(group)))
         for draw, score in enumerate(scores):
-            yield AveragedRow(members=members, forwards=len(group), draw=draw, top1=score.top1)
-        print(f"averaged: {members}, {len(group)} forwards", flush=True)
+            yield AveragedRow(members=members, forwards=forwards, draw=draw, top1=score.top1)
+        print(f"averaged: {members}, {forwards} forwards", flush=True)
 
 
 def measure_costs(study: Path, images: torch.Tensor) -> Iterator[CostRow]:
@@ -266,20 +273,22 @@ def averaged_verdict(models: Sequence[float], orders: Sequence[float]) -> str:
 
 
 def averaged_table() -> str:
-    """Orders of one model beside several models, by the number of forwards per answer."""
-    values: dict[tuple[bool, int], list[float]] = defaultdict(list)
+    """Orders of one model, models and soups, by the number of forwards per answer."""
+    values: dict[tuple[str, int], list[float]] = defaultdict(list)
     for row in rows_of("averaged.csv"):
-        values["+" in row["members"], int(row["forwards"])].append(float(row["top1"]))
+        kind = row["members"][1:2]  # "" for one model, else what joins the seeds
+        values[kind, int(row["forwards"])].append(float(row["top1"]))
     lines = ["| forwards per answer | one model, as many orders | as many models | better |"]
-    lines.append("|--:|--:|--:|:--|")
+    lines[0] += " soup of three models, as many orders |"
+    lines.append("|--:|--:|--:|:--|--:|")
     for forwards in FORWARDS:
-        orders, models = values[False, forwards], values[True, forwards]
-        several, better = "", ""
-        if models:
-            several = f"{mean(models):.1f} ({min(models):.1f} to {max(models):.1f})"
-            better = f"**{averaged_verdict(models, orders)}**"
-        one_model = f"{mean(orders):.1f} ({min(orders):.1f} to {max(orders):.1f})"
-        lines.append(f"| {forwards} | {one_model} | {several} | {better} |")
+        orders, models, soup = (values[kind, forwards] for kind in ("", "+", "*"))
+        better = f"**{averaged_verdict(models, orders)}**" if models else ""
+        texts = [
+            f"{mean(scores):.1f} ({min(scores):.1f} to {max(scores):.1f})" if scores else ""
+            for scores in (orders, models, soup)
+        ]
+        lines.append(f"| {forwards} | {texts[0]} | {texts[1]} | {better} | {texts[2]} |")
     return "\n".join(lines)
 
 
