@@ -17,6 +17,7 @@ ARMS = {
     "LayerShuffle": "layershuffle",
     "LayerDrop (p = 0.2)": "layerdrop",
     "LayerShuffle-depth (ours)": "layershuffle-depth",
+    "LayerShuffle-mixed (ours)": "layershuffle-mixed",
 }
 COLUMNS = [
     ("sequential", 12),
