@@ -1,0 +1,418 @@
+"""Train LayerShuffle for segmentation and detection of digit scenes, and measure both.
+
+    python scripts/scenes.py runs/scenes --workers 2
+    python scripts/scenes_page.py
+
+`STAGES` is all that is trained. Every finished run is a row of `CSV` at once, and what has a row is
+not trained again; the directory holds the weights of models that others begin with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
+from itertools import chain
+from multiprocessing import get_context
+from pathlib import Path
+
+import breaks
+import timm
+import torch
+import torch.nn.functional as F
+from digit_scenes import CLASSES, SIDE, Scenes, scenes
+from open_questions import RESULTS, rows_of
+from safetensors.torch import load_file, save_model
+from timm.layers import resample_abs_pos_embed
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+from torchmetrics.detection import MeanAveragePrecision
+from torchmetrics.segmentation import MeanIoU
+from torchvision.ops import batched_nms, generalized_box_iou_loss, sigmoid_focal_loss
+
+import layershuffle as ls
+from layershuffle.data.digits import CANVAS, DIGIT_VIEW, LEVELS
+from layershuffle.data.transforms import PixelFinish
+from layershuffle.methods import METHODS
+from layershuffle.training.order_schedule import OrderSchedule, orders_by_row
+
+CSV = RESULTS / "scenes.csv"
+BATCH, PATCH, DEPTH, VALUES = 32, 4, breaks.DEPTH, CLASSES - 1
+GRID = SIDE // PATCH
+TRAINED, TESTED, ORDERS = 8_000, 300, 4
+finish = PixelFinish(replace(DIGIT_VIEW, height=SIDE, width=SIDE), LEVELS)
+PIXELS = PATCH * PATCH * CLASSES
+OUTPUTS = PIXELS + VALUES + 4 + 1
+"""Of a token: classes of its pixels; then class, box and centreness of its detection."""
+BOX_SIDE = 10.0
+"""A box whose logarithms of width and height are 0 has this side in pixels."""
+DETECTIONS, OVERLAP = 20, 0.5
+EXISTING = 0.01
+"""How likely a digit is before anything is learnt; else the focal loss begins with a shock."""
+
+
+# --- the model --------------------------------------------------------------------------------
+
+
+def dense_model(weights: dict[str, Tensor]) -> nn.Module:
+    """`bundled:digits` for scenes: blocks of `weights`, and a new linear head on every token.
+
+    With `global_pool=""` timm applies its head to all tokens [batch, 1 + 64, OUTPUTS], so that
+    dense outputs need nothing of `wrap` or `running`.
+    """
+    model: nn.Module = timm.create_model(
+        "vit_tiny_patch16_224",
+        num_classes=OUTPUTS,
+        global_pool="",
+        in_chans=1,
+        img_size=SIDE,
+        patch_size=PATCH,
+        embed_dim=breaks.WIDTH,
+        depth=DEPTH,
+        num_heads=4,
+        mlp_ratio=2,
+    )
+    if weights["head.bias"].shape != (OUTPUTS,):  # those of a classifier of digit pairs
+        grid = [side // PATCH for side in CANVAS]
+        positions = resample_abs_pos_embed(weights["pos_embed"], [GRID, GRID], grid)
+        head = {name: value for name, value in model.state_dict().items() if "head." in name}
+        bias = torch.zeros(OUTPUTS)
+        bias[PIXELS : PIXELS + VALUES] = -math.log(1 / EXISTING - 1)
+        weights = {**weights, **head, "pos_embed": positions, "head.bias": bias}
+    model.load_state_dict(weights)
+    return ls.wrap(model)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predicted:
+    """What a model says of a batch, before any threshold.
+
+    `pixels` [n, 11, 32, 32] and `values` [n, 64, 10]: logits. `boxes` [n, 64, 4] in pixels;
+    `centreness` [n, 64]: logits.
+    """
+
+    pixels: Tensor
+    values: Tensor
+    boxes: Tensor
+    centreness: Tensor
+
+
+def predict(model: nn.Module, images: Tensor) -> Predicted:
+    """The dense outputs of `model` for images [n, 1, 32, 32]."""
+    tokens = model(images)[:, 1:]  # the first is the class token
+    pixels, values, box, centreness = tokens.split([PIXELS, VALUES, 4, 1], dim=2)
+    count = len(images)
+    # [n, row, column, row in the patch, column in the patch, class] -> whole images.
+    pixels = pixels.view(count, GRID, GRID, PATCH, PATCH, CLASSES).permute(0, 5, 1, 3, 2, 4)
+    centre = token_centres() + PATCH * box[..., :2]
+    half = BOX_SIDE / 2 * box[..., 2:].clamp(max=2).exp()  # exp of what is learnt stays finite
+    return Predicted(
+        pixels=pixels.reshape(count, CLASSES, SIDE, SIDE),
+        values=values,
+        boxes=torch.cat([centre - half, centre + half], dim=2),
+        centreness=centreness.squeeze(2),
+    )
+
+
+@cache
+def token_centres() -> Tensor:
+    """Column and row of the middle of each patch, in pixels: [64, 2]."""
+    middle = PATCH * (torch.arange(GRID) + 0.5)
+    rows, columns = torch.meshgrid(middle, middle, indexing="ij")
+    return torch.stack([columns, rows], dim=2).view(-1, 2)
+
+
+def assigned(boxes: Tensor, values: Tensor) -> Tensor:
+    """Which box each token answers for, int64 [n, 64], -1 for none; boxes [n, 5, 4], values [n, 5].
+
+    As in FCOS (arXiv 1904.01355) the smallest box that the middle of its patch lies in; and the
+    patch that the middle of a box lies in, because a narrow digit may lie between two middles.
+    """
+    centres = token_centres()[None, :, None]  # [1, 64, 1, 2]
+    low, high = boxes[:, None, :, :2], boxes[:, None, :, 2:]
+    inside = ((centres > low) & (centres < high)).all(3)
+    middle = (low + high) / 2
+    home = ((middle >= centres - PATCH / 2) & (middle < centres + PATCH / 2)).all(3)
+    area = (high - low).prod(3).expand_as(inside)
+    area = area.masked_fill(~((inside | home) & (values[:, None] >= 0)), math.inf)
+    smallest, box = area.min(2)
+    return box.masked_fill(smallest == math.inf, -1)
+
+
+def centreness_of(boxes: Tensor, centres: Tensor) -> Tensor:
+    """1 in the middle of a box, 0 at its edges and outside (FCOS, equation 3); boxes [..., 4]."""
+    near = torch.cat([centres - boxes[..., :2], boxes[..., 2:] - centres], dim=-1).clamp(min=0)
+    across, down = near[..., 0::2], near[..., 1::2]
+    ratios = [side.amin(-1) / side.amax(-1).clamp(min=1e-6) for side in (across, down)]
+    return (ratios[0] * ratios[1]).sqrt()
+
+
+def loss_of(predicted: Predicted, truth: Scenes, rows: Tensor) -> Tensor:
+    """The sum of the losses: pixels, and class, box and centreness of the tokens with a digit."""
+    box = assigned(truth.boxes[rows], truth.values[rows])
+    chosen = box >= 0
+    image, token = chosen.nonzero(as_tuple=True)
+    wanted = truth.boxes[rows][image, box[image, token]]
+    classes = torch.zeros_like(predicted.values)
+    classes[image, token, truth.values[rows][image, box[image, token]]] = 1
+    focal = sigmoid_focal_loss(predicted.values, classes, reduction="sum") / len(image)
+    overlap = generalized_box_iou_loss(predicted.boxes[chosen], wanted, reduction="mean")
+    central = centreness_of(wanted, token_centres()[token])
+    centre = F.binary_cross_entropy_with_logits(predicted.centreness[chosen], central)
+    return F.cross_entropy(predicted.pixels, truth.mask[rows].long()) + focal + overlap + centre
+
+
+# --- what is trained --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A training on scenes; `start`: "bundled", "base", or the arm of a classifier to freeze."""
+
+    arm: str
+    seed: int
+    start: str
+    method: str = "baseline"
+    steps: int = 500
+    warmup: int = 50
+    rate: float = 4e-3
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What names the run in the results."""
+        return self.arm, str(self.seed)
+
+
+SEEDS = (0, 1)
+BASE = Run(arm="base", seed=0, start="bundled", steps=1_500)
+METHODS_TRAINED = ("baseline", "layershuffle", "layershuffle-mixed")
+FROZEN = ("baseline", "layershuffle")
+GROUPS = {"layershuffle-mixed": 4}
+"""Orders per batch, where they are more than one: that of docs/recipes.md."""
+
+
+def refinements(seed: int) -> Iterator[Run]:
+    """The base, refined by each method."""
+    for method in METHODS_TRAINED:
+        yield Run(arm=method, seed=seed, start="base", method=method)
+
+
+def heads(seed: int) -> Iterator[Run]:
+    """Heads on frozen classifiers."""
+    for method in FROZEN:
+        yield Run(arm=f"frozen {method}", seed=seed, start=method, method=method)
+
+
+STAGES: tuple[tuple[Run, ...], ...] = (
+    (BASE, *chain.from_iterable(map(heads, SEEDS))),
+    tuple(chain.from_iterable(map(refinements, SEEDS))),
+)
+"""A stage begins when the one before has ended: refinements need their base."""
+
+
+# --- training ---------------------------------------------------------------------------------
+
+
+def begin(run: Run, directory: Path) -> nn.Module:
+    """The model that the run starts from."""
+    torch.manual_seed(run.seed)
+    if run.start == "base":
+        return dense_model(load_file(weights_of(BASE, directory)))
+    if run.start == "bundled":
+        return dense_model(ls.load("bundled:digits").state_dict())
+    # A row of docs/open-questions.md; scenes of the test have no digit of its training either.
+    pairs = breaks.data_runs(breaks.ALL_DATA, run.seed)
+    classifier, _ = breaks.train(next(each for each in pairs if each.arm == run.start), directory)
+    return with_frozen_blocks(dense_model(classifier.state_dict()))
+
+
+def with_frozen_blocks(model: nn.Module) -> nn.Module:
+    """`model` itself, of which only the head is left to train."""
+    model.requires_grad_(False)
+    model.get_submodule("head").requires_grad_(True)
+    return model
+
+
+def orders_of(run: Run) -> OrderSchedule:
+    """The orders of every step, as `layershuffle fit` draws them."""
+    return OrderSchedule(
+        policy=METHODS[run.method].policy,
+        depth=DEPTH,
+        seed=run.seed,
+        per_batch=GROUPS.get(run.method, 1),
+    )
+
+
+def train(model: nn.Module, run: Run, truth: Scenes) -> nn.Module:
+    """`model` itself, trained on these scenes by a loop as a user would write it."""
+    images = finish(truth.ink)
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    optimiser = torch.optim.AdamW(weights, lr=run.rate, eps=1e-6, weight_decay=0.0, fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: warm_cosine(step, run))
+    orders = orders_of(run)
+    model.train()
+    for step, rows in enumerate(batches_of(run, len(images))):
+        drawn = orders.draw(step=step, micro_batch=0)
+        with ls.running(model, orders_by_row(drawn, BATCH)):
+            loss = loss_of(predict(model, images[rows]), truth, rows)
+        torch.autograd.backward(loss)
+        clip_grad_norm_(weights, 1.0)
+        optimiser.step()
+        schedule.step()
+        optimiser.zero_grad()
+    return model
+
+
+def warm_cosine(step: int, run: Run) -> float:
+    """The factor of the learning rate: a linear rise, then half a cosine down to zero."""
+    share = max(0, step - run.warmup) / (run.steps - run.warmup)
+    return min((step + 1) / run.warmup, 0.5 * (1 + math.cos(math.pi * share)))
+
+
+def batches_of(run: Run, count: int) -> Tensor:
+    """Row numbers [steps, BATCH]: every scene once, in random order, then all again."""
+    generator = torch.Generator().manual_seed(run.seed)
+    epochs = math.ceil(run.steps * BATCH / count)
+    rows = [torch.randperm(count, generator=generator) for _ in range(epochs)]
+    return torch.cat(rows)[: run.steps * BATCH].view(run.steps, BATCH)
+
+
+def weights_of(run: Run, directory: Path) -> Path:
+    """Where the weights of a base lie."""
+    return directory / f"{run.arm} {run.seed}.safetensors"
+
+
+# --- results ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """Scores in percent of a trained model on the test scenes; `any_*`: one value per order."""
+
+    arm: str
+    seed: int
+    miou: float
+    any_miou: str
+    map: float
+    any_map: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """In percent: mean intersection over union of the digits' pixels, and mean average precision.
+
+    Both are the mean over the ten digits, of all scenes together; the precision also over overlaps
+    of 0.5 to 0.95 as COCO has it.
+    """
+
+    miou: float
+    map: float
+
+
+@torch.no_grad()
+def predictions(model: nn.Module, ink: Tensor, order: ls.ExecutionOrder) -> list[Predicted]:
+    """What `model` says of scenes in one order, in parts of 100."""
+    model.eval()
+    with ls.running(model, order):
+        return [predict(model, images) for images in finish(ink).split(100)]
+
+
+def scored(parts: Sequence[Predicted], truth: Scenes) -> Score:
+    """The scores of what a model says of all scenes of `truth`."""
+    # All scenes are one "image" of this metric, else a digit counts only where it occurs.
+    overlap = MeanIoU(num_classes=CLASSES, include_background=False, input_format="index")
+    classes = torch.cat([part.pixels.argmax(1) for part in parts])
+    overlap.update(classes.view(1, -1, SIDE), truth.mask.long().view(1, -1, SIDE))
+    precision = MeanAveragePrecision(backend="faster_coco_eval")
+    precision.update(
+        [each for part in parts for each in detections(part)],
+        [
+            {"boxes": boxes[values >= 0], "labels": values[values >= 0]}
+            for boxes, values in zip(truth.boxes, truth.values, strict=True)
+        ],
+    )
+    area = float(precision.compute()["map"])
+    return Score(miou=100 * float(overlap.compute()), map=100 * area)
+
+
+def detections(predicted: Predicted) -> list[dict[str, Tensor]]:
+    """Of each image the `DETECTIONS` surest boxes, without those that overlap a surer one."""
+    sure = predicted.values.sigmoid() * predicted.centreness.sigmoid().unsqueeze(2)
+    answers = []
+    for scores, boxes in zip(sure.sqrt(), predicted.boxes, strict=True):
+        # A token may name several digits, each with the same box.
+        flat = scores.flatten()
+        repeated = boxes.repeat_interleave(VALUES, dim=0)
+        labels = torch.arange(VALUES).repeat(len(boxes))
+        surest = batched_nms(repeated, flat, labels, OVERLAP)[:DETECTIONS]
+        answers.append(
+            {"boxes": repeated[surest], "scores": flat[surest], "labels": labels[surest]}
+        )
+    return answers
+
+
+def measure(run: Run, directory: Path) -> Row:
+    """Train, keep what others begin with, and score."""
+    torch.set_num_threads(1)
+    model = train(begin(run, directory), run, scenes("train", range(TRAINED)))
+    if run == BASE:
+        save_model(model, str(weights_of(run, directory)))
+    truth = scenes("test", range(TESTED))
+    orders = [ls.ExecutionOrder.sequential(DEPTH)]
+    orders += [ls.Shuffled().draw(DEPTH, seed=0, step=draw) for draw in range(ORDERS)]
+    in_order, *drawn = (scored(predictions(model, truth.ink, order), truth) for order in orders)
+    return Row(
+        arm=run.arm,
+        seed=run.seed,
+        miou=round(in_order.miou, 2),
+        any_miou=" ".join(f"{each.miou:.2f}" for each in drawn),
+        map=round(in_order.map, 2),
+        any_map=" ".join(f"{each.map:.2f}" for each in drawn),
+    )
+
+
+def keep(row: Row) -> None:
+    """Add a row to the results, where a base that was trained again has one already."""
+    if (row.arm, str(row.seed)) in done():
+        return
+    with CSV.open("a", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(asdict(row)), lineterminator="\n")
+        if file.tell() == 0:
+            writer.writeheader()
+        writer.writerow(asdict(row))
+
+
+def done() -> set[tuple[str, str]]:
+    """The keys of the runs that have a row."""
+    return {(row["arm"], row["seed"]) for row in (rows_of(CSV.name) if CSV.exists() else [])}
+
+
+def missing(
+    stages: Sequence[Sequence[Run]], directory: Path, *, finished: set[tuple[str, str]]
+) -> list[list[Run]]:
+    """What to train in each stage: what is not finished, and the base if such a run needs it."""
+    left = [run for run in chain(*stages) if run.key not in finished]
+    lost = any(run.start == "base" for run in left) and not weights_of(BASE, directory).exists()
+    return [[run for run in stage if run in left or (lost and run == BASE)] for stage in stages]
+
+
+def train_all(directory: Path, *, workers: int) -> None:
+    """Train what is missing, in the order of the table, each run in a process of its own."""
+    directory.mkdir(parents=True, exist_ok=True)
+    # A fork of torch is sound as long as the parent has computed nothing, and saves its import.
+    with get_context("fork").Pool(workers, maxtasksperchild=1) as pool:
+        for runs in missing(STAGES, directory, finished=done()):
+            for row in pool.imap_unordered(partial(measure, directory=directory), runs):
+                keep(row)
+                print(*asdict(row).values(), sep=", ", flush=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Train what the results do not have yet.")
+    parser.add_argument("directory", type=Path, help="for the weights of the base")
+    parser.add_argument("--workers", type=int, default=1, help="trainings at a time")
+    arguments = parser.parse_args()
+    train_all(arguments.directory, workers=arguments.workers)

@@ -1,0 +1,135 @@
+"""Write what scripts/scenes.py has measured into docs/open-questions.md.
+
+python scripts/scenes_page.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import recipes_page
+from open_questions import PAGE, rows_of
+from science_page import with_marked
+
+from layershuffle.files import write_text
+from layershuffle.stats import mean, t_interval
+
+BASELINE, STEPS = "baseline", 500
+LABELS = {
+    "baseline": "ordinary training",
+    "layershuffle": "LayerShuffle",
+    "layershuffle-mixed": "four orders, 1/4 in order",
+    "frozen baseline": "frozen ordinary classifier, linear head",
+    "frozen layershuffle": "frozen LayerShuffle classifier, linear head",
+}
+TASKS = {"miou": "segmentation, mIoU", "map": "detection, mAP"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Values:
+    """A score in percent of a model: in order, and one per drawn order."""
+
+    in_order: float
+    any_order: Sequence[float]
+
+
+Measured = Mapping[tuple[str, str], Mapping[int, Values]]  # arm, task; by seed
+
+
+def read_values() -> Measured:
+    """All committed scores."""
+    measured: dict[tuple[str, str], dict[int, Values]] = {}
+    for row in rows_of("scenes.csv"):
+        for task in TASKS:
+            drawn = [float(value) for value in row[f"any_{task}"].split()]
+            values = Values(in_order=float(row[task]), any_order=drawn)
+            measured.setdefault((row["arm"], task), {})[int(row["seed"])] = values
+    return measured
+
+
+def relative(value: float, reference: float) -> float:
+    """What `value` is below `reference`, in percent of it."""
+    return 100 * (1 - value / reference)
+
+
+def losses(measured: Measured, arm: str, task: str) -> dict[int, list[float]]:
+    """Of each seed and drawn order: the score below ordinary training in order, relative to it."""
+    ordinary, sample = measured[BASELINE, task], measured[arm, task]
+    return {
+        seed: [relative(value, ordinary[seed].in_order) for value in sample[seed].any_order]
+        for seed in sorted(sample.keys() & ordinary.keys())
+    }
+
+
+def classification_losses(scores: recipes_page.Scores, arm: str) -> list[float]:
+    """The same of top-1 on digit pairs after as many steps, one mean per seed."""
+    ordinary = scores[BASELINE, STEPS, recipes_page.ORDERED]
+    sample = scores[arm, STEPS, recipes_page.ANY]
+    return [
+        relative(mean(sample[seed]), mean(ordinary[seed]))
+        for seed in sorted(sample.keys() & ordinary.keys())
+    ]
+
+
+def beside(dense: Mapping[int, Sequence[float]], classification: Sequence[float]) -> str:
+    """The criterion: the 95 % interval over orders of every pair of models is on one side.
+
+    On that side of the losses of all pairs of classifiers.
+    """
+    intervals = [t_interval(values) for values in dense.values()]
+    if min(low for low, _ in intervals) > max(classification):
+        return "loses more"
+    if max(high for _, high in intervals) < min(classification):
+        return "loses less"
+    return "not told apart"
+
+
+def score_table(measured: Measured) -> str:
+    """Both scores of every arm, means over the models."""
+    names = [f"{name}: in order | any order" for name in TASKS.values()]
+    lines = [f"| training | seeds | {' | '.join(names)} |", "|:--|" + "--:|" * 5]
+    for arm, label in LABELS.items():
+        seeds = sorted(measured.get((arm, "miou"), {}))
+        if not seeds:
+            continue
+        cells = []
+        for task in TASKS:
+            models = [measured[arm, task][seed] for seed in seeds]
+            cells.append(mean([model.in_order for model in models]))
+            cells.append(mean([mean(model.any_order) for model in models]))
+        numbers = " | ".join(f"{cell:.1f}" for cell in cells)
+        lines.append(f"| {label} | {len(seeds)} | {numbers} |")
+    return "\n".join(lines)
+
+
+def loss_table(measured: Measured, scores: recipes_page.Scores) -> str:
+    """What any order costs in each task, relative to ordinary training in order."""
+    lines = [
+        "| training | digit pairs, top-1 | segmentation, mIoU | beside digit pairs | "
+        "detection, mAP | beside digit pairs |",
+        "|:--|--:|--:|:--|--:|:--|",
+    ]
+    for arm, label in LABELS.items():
+        if (arm, "miou") not in measured or not losses(measured, arm, "miou"):
+            continue
+        classification = classification_losses(scores, arm)
+        cells = [f"{mean(classification):.1f}" if classification else ""]
+        for task in TASKS:
+            dense = losses(measured, arm, task)
+            cells.append(f"{mean([mean(values) for values in dense.values()]):.1f}")
+            cells.append(f"**{beside(dense, classification)}**" if classification else "")
+        lines.append(f"| {label} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def with_tables(page: str) -> str:
+    """`page` with new tables between its marks."""
+    measured = read_values()
+    page = with_marked(page, "scenes", score_table(measured))
+    return with_marked(page, "scene-losses", loss_table(measured, recipes_page.read_scores()))
+
+
+if __name__ == "__main__":
+    write_text(PAGE, with_tables(PAGE.read_text(encoding="utf-8")))
+    print(f"Written: {PAGE}")
