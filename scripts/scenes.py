@@ -147,7 +147,8 @@ def centreness_of(boxes: Tensor, centres: Tensor) -> Tensor:
     near = torch.cat([centres - boxes[..., :2], boxes[..., 2:] - centres], dim=-1).clamp(min=0)
     across, down = near[..., 0::2], near[..., 1::2]
     ratios = [side.amin(-1) / side.amax(-1).clamp(min=1e-6) for side in (across, down)]
-    return (ratios[0] * ratios[1]).sqrt()
+    centreness: Tensor = (ratios[0] * ratios[1]).sqrt()
+    return centreness
 
 
 def loss_of(predicted: Predicted, truth: Scenes, rows: Tensor) -> Tensor:
@@ -317,7 +318,7 @@ def predictions(model: nn.Module, ink: Tensor, order: ls.ExecutionOrder) -> list
     """What `model` says of scenes in one order, in parts of 100."""
     model.eval()
     with ls.running(model, order):
-        return [predict(model, images) for images in finish(ink).split(100)]
+        return [predict(model, images) for images in torch.split(finish(ink), 100)]
 
 
 def scored(parts: Sequence[Predicted], truth: Scenes) -> Score:
