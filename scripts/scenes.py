@@ -147,8 +147,7 @@ def centreness_of(boxes: Tensor, centres: Tensor) -> Tensor:
     near = torch.cat([centres - boxes[..., :2], boxes[..., 2:] - centres], dim=-1).clamp(min=0)
     across, down = near[..., 0::2], near[..., 1::2]
     ratios = [side.amin(-1) / side.amax(-1).clamp(min=1e-6) for side in (across, down)]
-    centreness: Tensor = (ratios[0] * ratios[1]).sqrt()
-    return centreness
+    return (ratios[0] * ratios[1]).sqrt()
 
 
 def loss_of(predicted: Predicted, truth: Scenes, rows: Tensor) -> Tensor:
@@ -163,7 +162,9 @@ def loss_of(predicted: Predicted, truth: Scenes, rows: Tensor) -> Tensor:
     overlap = generalized_box_iou_loss(predicted.boxes[chosen], wanted, reduction="mean")
     central = centreness_of(wanted, token_centres()[token])
     centre = F.binary_cross_entropy_with_logits(predicted.centreness[chosen], central)
-    return F.cross_entropy(predicted.pixels, truth.mask[rows].long()) + focal + overlap + centre
+    pixels = F.cross_entropy(predicted.pixels, truth.mask[rows].long())
+    loss: Tensor = pixels + focal + overlap + centre
+    return loss
 
 
 # --- what is trained --------------------------------------------------------------------------
