@@ -188,7 +188,6 @@ class Run:
         return self.arm, str(self.seed)
 
 
-SEEDS = (0, 1)
 BASE = Run(arm="base", seed=0, start="bundled", steps=1_500)
 METHODS_TRAINED = ("baseline", "layershuffle", "layershuffle-mixed")
 FROZEN = ("baseline", "layershuffle")
@@ -209,8 +208,8 @@ def heads(seed: int) -> Iterator[Run]:
 
 
 STAGES: tuple[tuple[Run, ...], ...] = (
-    (BASE, *chain.from_iterable(map(heads, SEEDS))),
-    tuple(chain.from_iterable(map(refinements, SEEDS))),
+    (BASE, *heads(0)),
+    (*refinements(0), *refinements(1), *heads(1)),
 )
 """A stage begins when the one before has ended: refinements need their base."""
 
