@@ -39,7 +39,6 @@ FIRST = (
     "test_cache",
     # UMAP is compiled once per process, for seconds.
     "test_paper_recipes",
-    "test_analysis_positions",
     "test_analyze_command",
 )
 

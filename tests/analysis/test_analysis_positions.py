@@ -85,13 +85,6 @@ def test_few_positions_have_no_early_ones():
     assert np.isnan(numbers["early_held"])
 
 
-def test_umap_leaves_the_threads_of_torch_alone():
-    before = torch.get_num_threads()
-    coordinates = umap.embed(np.random.default_rng(0).normal(size=(60, 5)), 5, seed=0)
-    assert coordinates.shape == (60, 2)
-    assert torch.get_num_threads() == before
-
-
 @pytest.mark.parametrize(
     ("settings", "words"),
     [({"block": 4}, "4 is not a block"), ({"neighbours": 4}, "8 images are too few")],

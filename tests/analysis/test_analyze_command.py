@@ -2,9 +2,18 @@
 
 import json
 
+import numpy as np
 import pytest
+import torch
 
-from layershuffle.analysis import ANALYSES, AnalysisSettings, draw, read_analysis, run_analysis
+from layershuffle.analysis import (
+    ANALYSES,
+    AnalysisSettings,
+    draw,
+    read_analysis,
+    run_analysis,
+    umap,
+)
 from layershuffle.analysis.results import table_text
 from layershuffle.analysis.subject import DoesNotApply
 from layershuffle.cli import main
@@ -52,6 +61,14 @@ def test_figures_are_drawn_again_from_the_tables(everything, name):
         assert b"<dc:date>" not in picture
     for stem, table in result.tables.items():
         assert table_text(table) == (everything / name / f"{stem}.csv").read_text()
+
+
+def test_umap_leaves_the_threads_of_torch_alone(everything):
+    """Here, where this process has compiled UMAP already."""
+    before = torch.get_num_threads()
+    coordinates = umap.embed(np.random.default_rng(0).normal(size=(60, 5)), 5, seed=0)
+    assert coordinates.shape == (60, 2)
+    assert torch.get_num_threads() == before
 
 
 def test_again_is_the_same_and_takes_the_old_ones_place(everything):

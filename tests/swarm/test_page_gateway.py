@@ -124,7 +124,10 @@ def test_a_viewer_who_never_reads_is_dropped_and_holds_nobody_up():
             for listener in server.servers:
                 for end in listener.sockets:
                     end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-            viewer = socket.create_connection(("127.0.0.1", port))
+            viewer = socket.socket()
+            # Before the connection, which else takes megabytes: half a minute of events.
+            viewer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            viewer.connect(("127.0.0.1", port))
             viewer.sendall(b"GET /page/live HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
             await until(lambda: site.router.watcher is not None)
             unsent, statuses = [], []
