@@ -1,6 +1,7 @@
 """Corruptions, shifted data and attacks: measure what docs/open-questions.md says of them.
 
-python scripts/robustness.py runs/digits-tied   # measure on the models of that study
+python scripts/adversarial.py runs/digits-tied  # train the models that are trained on attacks
+python scripts/robustness.py runs/digits-tied   # measure the arms that the results lack
 python scripts/robustness.py                    # only write the tables again
 """
 
@@ -11,10 +12,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
+from itertools import chain
 from pathlib import Path
 
 import torch
-from open_questions import PAGE, SEEDS, keep, model_of, rows_of
+from open_questions import PAGE, RESULTS, SEEDS, keep, model_of, rows_of
 from PIL import Image
 from science_page import ARMS, verdict, with_marked
 from torch import Tensor, nn
@@ -28,16 +30,22 @@ from layershuffle.files import write_text
 from layershuffle.models import logits_of
 from layershuffle.stats import compare, mean
 
-MEASURED = ("baseline", "layershuffle", "layershuffle-depth", "layershuffle-tied-3")
-# The ordinary model has 2 % left in a random order: there is nothing to lose.
+ADVERSARIAL = {
+    "baseline-adversarial": "ordinary training on attacks",
+    "layershuffle-adversarial": "LayerShuffle on attacks",
+}
+USUAL = ("baseline", "layershuffle", "layershuffle-depth", "layershuffle-tied-3")
+MEASURED = (*USUAL, *ADVERSARIAL)
+# Ordinary models have 2 % left in a random order: there is nothing to lose.
+IN_ORDER = ("baseline", "baseline-adversarial")
 ORDER_WORDS = {"sequential": "in order", "arbitrary": "any order"}
 CELLS = [
     (arm, order)
     for arm in MEASURED
     for order in ORDER_WORDS
-    if (arm, order) != ("baseline", "arbitrary")
+    if arm not in IN_ORDER or order == "sequential"
 ]
-LABELS = {arm.name: arm.label for arm in ARMS}
+LABELS = {arm.name: arm.label for arm in ARMS} | ADVERSARIAL
 IMAGES, ATTACKED, STEPS, RESTARTS = 400, 100, 20, 2
 AVERAGED_ORDERS, JUDGED_ORDERS = 8, 4
 RADII = tuple(k / 255 for k in range(2, 33, 2))
@@ -140,6 +148,13 @@ class AttackRow:
     top1: float
 
 
+def loaded(study: Path, arm: str, seed: int) -> nn.Module:
+    """A trained model of the study, or one of scripts/adversarial.py."""
+    if arm in ADVERSARIAL:
+        return ls.load(f"dir:{study / 'adversarial' / f'{arm}-seed{seed}'}").eval()
+    return model_of(study, arm, seed).eval()
+
+
 def changed(images: Tensor, change: Change, strength: float) -> Tensor:
     """`images` [n, 1, H, W] in [0, 1], each changed by draws of its own, the same in every call."""
     # torchvision's transforms take no generator of their own.
@@ -235,7 +250,7 @@ def chosen_radius(study: Path) -> float:
     for radius in RADII:
         scores = []
         for seed in SEEDS:
-            model = model_of(study, "baseline", seed).eval()
+            model = loaded(study, "baseline", seed)
             worst = attacked(model, images, labels, in_order, radius=radius)
             scores.append(top1(model, worst, labels, SEQUENTIAL))
         if mean(scores) < HALF:
@@ -243,16 +258,16 @@ def chosen_radius(study: Path) -> float:
     raise RuntimeError("no radius halves the accuracy of the ordinary models")
 
 
-def measure_changed(study: Path) -> Iterator[ChangedRow]:
+def measure_changed(study: Path, arms: Sequence[str]) -> Iterator[ChangedRow]:
     """Every corruption and shift at five strengths, in order and in random orders."""
     images, labels = split_images("test", IMAGES)
     cells = {
         name: [changed(images, change, strength) for strength in strengths]
         for name, (change, strengths) in (CORRUPTIONS | SHIFTS).items()
     } | {"none": [images] * 5}
-    for arm in MEASURED:
+    for arm in arms:
         for seed in SEEDS:
-            model = model_of(study, arm, seed).eval()
+            model = loaded(study, arm, seed)
             for name, levels in cells.items():
                 for word, orders in (("sequential", SEQUENTIAL), ("arbitrary", drawn(2))):
                     if (arm, word) not in CELLS:
@@ -263,22 +278,26 @@ def measure_changed(study: Path) -> Iterator[ChangedRow]:
             print(f"changed: {arm}, seed {seed}", flush=True)
 
 
-def measure_attacks(study: Path, radius: float, *, seed: int) -> Iterator[AttackRow]:
+def measure_attacks(
+    study: Path, arms: Sequence[str], *, radius: float, seed: int
+) -> Iterator[AttackRow]:
     """What an attacker gets who knows the order, who averages over orders, or has another model."""
     images, labels = split_images("test", ATTACKED)
     judges = drawn(JUDGED_ORDERS)
-    ordinary = model_of(study, "baseline", seed).eval()
+    ordinary = loaded(study, "baseline", seed)
     foreign = attacked(ordinary, images, labels, in_order, radius=radius)
-    for arm in MEASURED:
-        model = model_of(study, arm, seed).eval()
-        every = SEQUENTIAL if arm == "baseline" else judges
-        known = foreign
-        cases: dict[str, tuple[Tensor, Sequence[ls.ExecutionOrder]]] = {"none": (images, every)}
-        if arm != "baseline":
-            known = attacked(model, images, labels, lambda _: judges[:1], radius=radius)
+    for arm in arms:
+        model = loaded(study, arm, seed)
+        every = SEQUENTIAL if arm in IN_ORDER else judges
+        known = attacked(
+            model, images, labels, lambda _, answering=every: answering[:1], radius=radius
+        )
+        cases = {"none": (images, every), "order known": (known, every[:1])}
+        if arm not in IN_ORDER:
             averaged = attacked(model, images, labels, many_orders, radius=radius)
-            cases |= {"order drawn": (averaged, every), "transfer": (foreign, every)}
-        cases["order known"] = (known, every[:1])
+            cases["order drawn"] = (averaged, every)
+        if arm != "baseline":
+            cases["transfer"] = (foreign, every)
         for attack, (worst, orders) in cases.items():
             score = top1(model, worst, labels, orders)
             yield AttackRow(
@@ -340,10 +359,11 @@ def changed_table() -> str:
 def by_change_table() -> str:
     """The mean error of every arm under each kind of change, over its strengths."""
     rows = rows_of("changed.csv")
-    names = [f"{LABELS[arm]}, {ORDER_WORDS[order]}" for arm, order in CELLS]
-    lines = ["| change | " + " | ".join(names) + " |", "|:--|" + "--:|" * len(CELLS)]
+    cells = [(arm, order) for arm, order in CELLS if arm in USUAL]  # more would be too wide
+    names = [f"{LABELS[arm]}, {ORDER_WORDS[order]}" for arm, order in cells]
+    lines = ["| change | " + " | ".join(names) + " |", "|:--|" + "--:|" * len(cells)]
     for change in (*CORRUPTIONS, *SHIFTS):
-        errors = [f"{mean(error_of(rows, arm, order, [change])):.1f}" for arm, order in CELLS]
+        errors = [f"{mean(error_of(rows, arm, order, [change])):.1f}" for arm, order in cells]
         lines.append(f"| {change} | " + " | ".join(errors) + " |")
     return "\n".join(lines)
 
@@ -366,10 +386,11 @@ def attack_table() -> str:
             if scores:
                 low, high = min(scores.values()), max(scores.values())
                 cells[-1] = f"{mean(scores):.1f} ({low:.1f} to {high:.1f})"
+        own = (arm, "order known" if arm in IN_ORDER else "order drawn")
         for reference in ((arm, "order known"), ("baseline", "order known")):
             cells.append("")
-            if arm != "baseline":
-                gap = compare(values[arm, "order drawn"], values[reference])
+            if own != reference:
+                gap = compare(values[own], values[reference])
                 points = f"{gap.points:+.1f} ({gap.low:+.1f} to {gap.high:+.1f})"
                 cells[-1] = f"{points} **{verdict(gap)}**"
         lines.append(f"| {LABELS[arm]} | " + " | ".join(cells) + " |")
@@ -383,12 +404,27 @@ def with_tables(page: str) -> str:
     return with_marked(page, "attacks", attack_table())
 
 
+def measure(study: Path) -> None:
+    """Measure the arms that the results lack, and keep the rows that are there."""
+    kept = {
+        name: [row(**fields) for fields in rows_of(name)] if (RESULTS / name).exists() else []
+        for name, row in (("changed.csv", ChangedRow), ("attacks.csv", AttackRow))
+    }
+    arms = [arm for arm in MEASURED if arm not in {row.arm for row in kept["changed.csv"]}]
+    keep("changed.csv", [*kept["changed.csv"], *measure_changed(study, arms)])
+    before = kept["attacks.csv"]
+    arms = [arm for arm in MEASURED if arm not in {row.arm for row in before}]
+    if before:  # rows have four digits of it
+        radius = min(RADII, key=lambda candidate: abs(candidate - float(before[0].radius)))
+    else:
+        radius = chosen_radius(study)
+    fresh = (measure_attacks(study, arms, radius=radius, seed=seed) for seed in SEEDS)
+    keep("attacks.csv", [*before, *chain.from_iterable(fresh)])
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     for path in map(Path, sys.argv[1:]):
-        keep("changed.csv", list(measure_changed(path)))
-        radius = chosen_radius(path)
-        attacks = [row for seed in SEEDS for row in measure_attacks(path, radius, seed=seed)]
-        keep("attacks.csv", attacks)
+        measure(path)
     write_text(PAGE, with_tables(PAGE.read_text(encoding="utf-8")))
     print(f"Written: {PAGE}")
