@@ -29,6 +29,7 @@ def repository() -> Path:
 FIRST = (
     "test_ray_hosts",
     "test_ray",
+    "test_ray_kills",
     "test_three_machines",
     "test_netns",
     "test_swarm_up",
