@@ -49,7 +49,6 @@ def training_step(spec: str, *, batch: int, method: str, steps: int, **options: 
     )  # fmt: skip
     if (distinct := settings.find_method().distinct) is not None:
         tie(workload.model, middle_blocks(distinct, depth_of(workload.model)))
-    workload.model.train()
     state = training_state(settings, workload, compiler=BlockCompiler(reason="compile is off"))
 
     def side() -> float:

@@ -9,13 +9,11 @@ step takes one gradient for the attack and one for the weights (FGSM from a rand
 
 from __future__ import annotations
 
-import argparse
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 
 import torch
-from breaks import Run, batches_of, warm_cosine
+from breaks import BATCH, DEPTH, PAIRS
 from open_questions import SEEDS
 from robustness import (
     SEQUENTIAL,
@@ -28,7 +26,7 @@ from robustness import (
 )
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.utils import clip_grad_norm_
+from trainings import Training, batches_of, in_processes, read_arguments, updates
 
 import layershuffle as ls
 from layershuffle.models import logits_of
@@ -59,33 +57,27 @@ def fast_attack(
     return (images + change).clamp(0, 1)
 
 
-def train(run: Run, *, radius: float = RADIUS) -> nn.Module:
+def train(run: Training, *, radius: float = RADIUS, pairs: int = PAIRS) -> nn.Module:
     """The bundled model, refined on attacked images alone; attack and step have one order."""
     model = ls.load("bundled:digits", seed=run.seed)
-    images, labels = split_images("train", run.pairs)
-    optimiser = torch.optim.AdamW(
-        model.parameters(), lr=run.rate, eps=1e-6, weight_decay=0.0, fused=True
-    )
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: warm_cosine(step, run))
+    images, labels = split_images("train", pairs)
+    weights = list(model.parameters())
+    update = updates(weights, run, clipped=weights)
     generator = torch.Generator().manual_seed(run.seed)
     model.train()
-    for step, rows in enumerate(batches_of(run)):
-        order = ARMS[run.arm].draw(run.depth, seed=run.seed, step=step)
+    for step, rows in enumerate(batches_of(run, pairs, size=BATCH)):
+        order = ARMS[run.arm].draw(DEPTH, seed=run.seed, step=step)
         reach = radius * min(1.0, step / (GROWING * run.steps))
         worst = fast_attack(
             model, images[rows], labels[rows], order, radius=reach, generator=generator
         )
         with ls.running(model, order):
             loss = functional.cross_entropy(logits_of(model(normalised(worst))), labels[rows])
-        torch.autograd.backward(loss)
-        clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
-        schedule.step()
-        optimiser.zero_grad()
+        update(loss)
     return model.eval()
 
 
-def train_and_save(run: Run, directory: Path) -> str:
+def train_and_save(run: Training, directory: Path) -> str:
     """Train and save a model, and say how it does on validation pairs, in percent.
 
     Such training may fail all at once: the model then stands an attack of one step, and none of
@@ -101,23 +93,15 @@ def train_and_save(run: Run, directory: Path) -> str:
     return f"{run.arm}, seed {run.seed}: clean {scores[0]:.1f}, attacked {scores[1]:.1f}"
 
 
-def train_missing(directory: Path, *, workers: int) -> None:
-    """Train what `directory` lacks, each model in a process of its own."""
-    runs = [
-        Run(question="attacks", case="", arm=arm, seed=seed, start="bundled", steps=1000)
+if __name__ == "__main__":
+    arguments = read_arguments("Train models against attacks.", directory="that of digits-tied")
+    directory = arguments.directory / "adversarial"
+    left = [
+        Training(arm=arm, seed=seed, start="bundled", steps=1000)
         for seed in SEEDS
         for arm in ARMS
         if not (directory / f"{arm}-seed{seed}").exists()
     ]
-    # A fork of torch is sound as long as the parent has computed nothing, and saves its import.
-    with get_context("fork").Pool(workers, maxtasksperchild=1) as pool:
-        for line in pool.imap_unordered(partial(train_and_save, directory=directory), runs):
-            print(line, flush=True)
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Train models against attacks.")
-    parser.add_argument("study", type=Path, help="the directory of digits-tied")
-    parser.add_argument("--workers", type=int, default=1, help="trainings at a time")
-    arguments = parser.parse_args()
-    train_missing(arguments.study / "adversarial", workers=arguments.workers)
+    work = partial(train_and_save, directory=directory)
+    for line in in_processes(work, left, workers=arguments.workers):
+        print(line, flush=True)

@@ -9,29 +9,25 @@ not trained again; the directory holds the weights of models that others begin w
 
 from __future__ import annotations
 
-import argparse
-import csv
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import timm
 import torch
 import torch.nn.functional as F
-from open_questions import RESULTS, rows_of
+from open_questions import RESULTS
 from safetensors.torch import load_model, save_model
 from timm.models.convmixer import ConvMixer
 from timm.models.convnext import ConvNeXtBlock
 from timm.models.mlp_mixer import MlpMixer
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_
+from trainings import Training, batches_of, finished, read_arguments, train_stages, updates
 
 import layershuffle as ls
 from layershuffle.data.digits import (
@@ -49,6 +45,7 @@ from layershuffle.data.transforms import PixelFinish
 from layershuffle.stats import mean
 
 CSV = RESULTS / "breaks.csv"
+KEY = ("question", "case", "arm", "seed")
 BATCH, WIDTH, PATCH, DEPTH = 64, 64, 4, 12
 PAIRS, TESTED, ORDERS = 20_000, 1_000, 8
 finish = PixelFinish(DIGIT_VIEW, LEVELS)
@@ -120,17 +117,11 @@ def scale_skips(model: nn.Module, scale: float) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class Run(Training):
     """A training. `start`: "scratch", "bundled", or the case whose base is refined."""
 
     question: str
     case: str
-    arm: str
-    seed: int
-    start: str
-    steps: int = 500
-    warmup: int = 50
-    rate: float = 4e-3
     kind: str = "attention"
     depth: int = DEPTH
     skip: float = 1.0
@@ -148,7 +139,7 @@ class Run:
     @property
     def key(self) -> tuple[str, ...]:
         """What names the run in the results."""
-        return self.question, self.case, self.arm, str(self.seed)
+        return tuple(str(getattr(self, column)) for column in KEY)
 
 
 BASE_STEPS, BASE_RATE = 3000, 1e-3
@@ -289,12 +280,12 @@ def train(run: Run, directory: Path) -> tuple[nn.Module, ls.PositionedModel | No
     parts = add_parts(model, run)
     called = model if parts is None else parts
     weights = [weight for weight in called.parameters() if weight.requires_grad]
-    optimiser = torch.optim.AdamW(weights, lr=run.rate, eps=1e-6, weight_decay=0.0, fused=True)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: warm_cosine(step, run))
+    # The host's alone are clipped: else gradients of position parts would shorten its steps.
+    update = updates(weights, run, clipped=list(model.parameters()))
     policy = ls.Shuffled() if run.arm == "layershuffle" else ls.Sequential()
     noise = torch.Generator().manual_seed(run.seed)
     called.train()
-    for step, rows in enumerate(batches_of(run)):
+    for step, rows in enumerate(batches_of(run, run.pairs, size=BATCH)):
         if run.table == "noise" and parts and parts.encoding:
             with torch.no_grad():
                 parts.encoding.table.normal_(generator=noise)
@@ -304,12 +295,7 @@ def train(run: Run, directory: Path) -> tuple[nn.Module, ls.PositionedModel | No
             loss = F.cross_entropy(called(finish(canvases[rows])), labels[rows])
             if guesses is not None:
                 loss = loss + guesses.loss()
-        torch.autograd.backward(loss)
-        # The host's alone: else gradients of position parts would shorten its steps.
-        clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
-        schedule.step()
-        optimiser.zero_grad()
+        update(loss)
     return model, parts
 
 
@@ -323,20 +309,6 @@ def add_parts(model: nn.Module, run: Run) -> ls.PositionedModel | None:
     if parts.prediction and run.detached:
         parts.prediction.register_forward_pre_hook(lambda _, args: (args[0].detach(), *args[1:]))
     return parts
-
-
-def warm_cosine(step: int, run: Run) -> float:
-    """The factor of the learning rate: a linear rise, then half a cosine down to zero."""
-    share = max(0, step - run.warmup) / (run.steps - run.warmup)
-    return min((step + 1) / run.warmup, 0.5 * (1 + math.cos(math.pi * share)))
-
-
-def batches_of(run: Run) -> Tensor:
-    """Row numbers [steps, BATCH]: every pair once, in random order, then all again."""
-    generator = torch.Generator().manual_seed(run.seed)
-    epochs = math.ceil(run.steps * BATCH / run.pairs)
-    rows = [torch.randperm(run.pairs, generator=generator) for _ in range(epochs)]
-    return torch.cat(rows)[: run.steps * BATCH].view(run.steps, BATCH)
 
 
 # --- results ----------------------------------------------------------------------------------
@@ -397,24 +369,6 @@ def guessed(parts: ls.PositionedModel, images: Tensor) -> float:
     return mean(values)
 
 
-def keep(row: Row) -> None:
-    """Add a row to the results, where a base that was trained again has one already."""
-    if (row.question, row.case, row.arm, str(row.seed)) in done():
-        return
-    CSV.parent.mkdir(parents=True, exist_ok=True)
-    with CSV.open("a", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(asdict(row)), lineterminator="\n")
-        if file.tell() == 0:
-            writer.writeheader()
-        writer.writerow(asdict(row))
-
-
-def done() -> set[tuple[str, ...]]:
-    """The keys of the runs that have a row."""
-    rows = rows_of(CSV.name) if CSV.exists() else []
-    return {(row["question"], row["case"], row["arm"], row["seed"]) for row in rows}
-
-
 def missing(
     stages: Sequence[Sequence[Run]], directory: Path, *, finished: set[tuple[str, ...]]
 ) -> list[list[Run]]:
@@ -427,21 +381,15 @@ def missing(
     return [[run for run in stage if run.key not in finished or lost(run)] for stage in stages]
 
 
-def train_all(directory: Path, *, workers: int) -> None:
-    """Train what is missing, in the order of the table, each run in a process of its own."""
-    directory.mkdir(parents=True, exist_ok=True)
-    # A fork of torch is sound as long as the parent has computed nothing, and saves its import.
-    with get_context("fork").Pool(workers, maxtasksperchild=1) as pool:
-        for number in range(len(STAGES)):
-            runs = missing(STAGES, directory, finished=done())[number]
-            for row in pool.imap_unordered(partial(measure, directory=directory), runs):
-                keep(row)
-                print(*asdict(row).values(), sep=", ", flush=True)
-
-
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Train what the results do not have yet.")
-    parser.add_argument("directory", type=Path, help="for the weights of bases")
-    parser.add_argument("--workers", type=int, default=1, help="trainings at a time")
-    arguments = parser.parse_args()
-    train_all(arguments.directory, workers=arguments.workers)
+    arguments = read_arguments(
+        "Train what the results do not have yet.", directory="for the weights of bases"
+    )
+    arguments.directory.mkdir(parents=True, exist_ok=True)
+    train_stages(
+        missing(STAGES, arguments.directory, finished=finished(CSV, KEY)),
+        partial(measure, directory=arguments.directory),
+        table=CSV,
+        key=KEY,
+        workers=arguments.workers,
+    )

@@ -289,9 +289,11 @@ def measure_attacks(
     for arm in arms:
         model = loaded(study, arm, seed)
         every = SEQUENTIAL if arm in IN_ORDER else judges
-        known = attacked(
-            model, images, labels, lambda _, answering=every: answering[:1], radius=radius
-        )
+        known = foreign
+        if arm != "baseline":
+            known = attacked(
+                model, images, labels, lambda _, answering=every: answering[:1], radius=radius
+            )
         cases = {"none": (images, every), "order known": (known, every[:1])}
         if arm not in IN_ORDER:
             averaged = attacked(model, images, labels, many_orders, radius=radius)

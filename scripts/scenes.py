@@ -9,14 +9,11 @@ not trained again; the directory holds the weights of models that others begin w
 
 from __future__ import annotations
 
-import argparse
-import csv
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import chain
-from multiprocessing import get_context
 from pathlib import Path
 
 import breaks
@@ -24,14 +21,14 @@ import timm
 import torch
 import torch.nn.functional as F
 from digit_scenes import CLASSES, SIDE, Scenes, scenes
-from open_questions import RESULTS, rows_of
+from open_questions import RESULTS
 from safetensors.torch import load_file, save_model
 from timm.layers import resample_abs_pos_embed
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_
 from torchmetrics.detection import MeanAveragePrecision
 from torchmetrics.segmentation import MeanIoU
 from torchvision.ops import batched_nms, generalized_box_iou_loss, sigmoid_focal_loss
+from trainings import Training, batches_of, finished, read_arguments, train_stages, updates
 
 import layershuffle as ls
 from layershuffle.data.digits import CANVAS, DIGIT_VIEW, LEVELS
@@ -40,6 +37,7 @@ from layershuffle.methods import METHODS
 from layershuffle.training.order_schedule import OrderSchedule, orders_by_row
 
 CSV = RESULTS / "scenes.csv"
+KEY = ("arm", "seed")
 BATCH, PATCH, DEPTH, VALUES = 32, 4, breaks.DEPTH, CLASSES - 1
 GRID = SIDE // PATCH
 TRAINED, TESTED, ORDERS = 8_000, 300, 4
@@ -171,21 +169,15 @@ def loss_of(predicted: Predicted, truth: Scenes, rows: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class Run(Training):
     """A training on scenes; `start`: "bundled", "base", or the arm of a classifier to freeze."""
 
-    arm: str
-    seed: int
-    start: str
     method: str = "baseline"
-    steps: int = 500
-    warmup: int = 50
-    rate: float = 4e-3
 
     @property
-    def key(self) -> tuple[str, str]:
+    def key(self) -> tuple[str, ...]:
         """What names the run in the results."""
-        return self.arm, str(self.seed)
+        return tuple(str(getattr(self, column)) for column in KEY)
 
 
 BASE = Run(arm="base", seed=0, start="bundled", steps=1_500)
@@ -251,34 +243,15 @@ def train(model: nn.Module, run: Run, truth: Scenes) -> nn.Module:
     """`model` itself, trained on these scenes by a loop as a user would write it."""
     images = finish(truth.ink)
     weights = [weight for weight in model.parameters() if weight.requires_grad]
-    optimiser = torch.optim.AdamW(weights, lr=run.rate, eps=1e-6, weight_decay=0.0, fused=True)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: warm_cosine(step, run))
+    update = updates(weights, run, clipped=weights)
     orders = orders_of(run)
     model.train()
-    for step, rows in enumerate(batches_of(run, len(images))):
+    for step, rows in enumerate(batches_of(run, len(images), size=BATCH)):
         drawn = orders.draw(step=step, micro_batch=0)
         with ls.running(model, orders_by_row(drawn, BATCH)):
             loss = loss_of(predict(model, images[rows]), truth, rows)
-        torch.autograd.backward(loss)
-        clip_grad_norm_(weights, 1.0)
-        optimiser.step()
-        schedule.step()
-        optimiser.zero_grad()
+        update(loss)
     return model
-
-
-def warm_cosine(step: int, run: Run) -> float:
-    """The factor of the learning rate: a linear rise, then half a cosine down to zero."""
-    share = max(0, step - run.warmup) / (run.steps - run.warmup)
-    return min((step + 1) / run.warmup, 0.5 * (1 + math.cos(math.pi * share)))
-
-
-def batches_of(run: Run, count: int) -> Tensor:
-    """Row numbers [steps, BATCH]: every scene once, in random order, then all again."""
-    generator = torch.Generator().manual_seed(run.seed)
-    epochs = math.ceil(run.steps * BATCH / count)
-    rows = [torch.randperm(count, generator=generator) for _ in range(epochs)]
-    return torch.cat(rows)[: run.steps * BATCH].view(run.steps, BATCH)
 
 
 def weights_of(run: Run, directory: Path) -> Path:
@@ -375,24 +348,8 @@ def measure(run: Run, directory: Path) -> Row:
     )
 
 
-def keep(row: Row) -> None:
-    """Add a row to the results, where a base that was trained again has one already."""
-    if (row.arm, str(row.seed)) in done():
-        return
-    with CSV.open("a", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(asdict(row)), lineterminator="\n")
-        if file.tell() == 0:
-            writer.writeheader()
-        writer.writerow(asdict(row))
-
-
-def done() -> set[tuple[str, str]]:
-    """The keys of the runs that have a row."""
-    return {(row["arm"], row["seed"]) for row in (rows_of(CSV.name) if CSV.exists() else [])}
-
-
 def missing(
-    stages: Sequence[Sequence[Run]], directory: Path, *, finished: set[tuple[str, str]]
+    stages: Sequence[Sequence[Run]], directory: Path, *, finished: set[tuple[str, ...]]
 ) -> list[list[Run]]:
     """What to train in each stage: what is not finished, and the base if such a run needs it."""
     left = [run for run in chain(*stages) if run.key not in finished]
@@ -400,20 +357,15 @@ def missing(
     return [[run for run in stage if run in left or (lost and run == BASE)] for stage in stages]
 
 
-def train_all(directory: Path, *, workers: int) -> None:
-    """Train what is missing, in the order of the table, each run in a process of its own."""
-    directory.mkdir(parents=True, exist_ok=True)
-    # A fork of torch is sound as long as the parent has computed nothing, and saves its import.
-    with get_context("fork").Pool(workers, maxtasksperchild=1) as pool:
-        for runs in missing(STAGES, directory, finished=done()):
-            for row in pool.imap_unordered(partial(measure, directory=directory), runs):
-                keep(row)
-                print(*asdict(row).values(), sep=", ", flush=True)
-
-
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Train what the results do not have yet.")
-    parser.add_argument("directory", type=Path, help="for the weights of the base")
-    parser.add_argument("--workers", type=int, default=1, help="trainings at a time")
-    arguments = parser.parse_args()
-    train_all(arguments.directory, workers=arguments.workers)
+    arguments = read_arguments(
+        "Train what the results do not have yet.", directory="for the weights of the base"
+    )
+    arguments.directory.mkdir(parents=True, exist_ok=True)
+    train_stages(
+        missing(STAGES, arguments.directory, finished=finished(CSV, KEY)),
+        partial(measure, directory=arguments.directory),
+        table=CSV,
+        key=KEY,
+        workers=arguments.workers,
+    )

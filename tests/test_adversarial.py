@@ -16,6 +16,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import adversarial  # noqa: E402
 import breaks  # noqa: E402
 import robustness  # noqa: E402
+import trainings  # noqa: E402
 
 RADIUS = 8 / 255
 ORDER = robustness.drawn(1)[0]
@@ -52,15 +53,14 @@ def test_attacks_of_no_reach_leave_ordinary_training(arm: str) -> None:
         question="", case="", arm=arm, seed=1, start="bundled", steps=4, warmup=2, pairs=128
     )
     usual, _ = breaks.train(run, Path())
-    model = adversarial.train(replace(run, arm=f"{arm}-adversarial"), radius=0.0)
+    model = adversarial.train(replace(run, arm=f"{arm}-adversarial"), radius=0.0, pairs=128)
     for name, weight in model.state_dict().items():
         torch.testing.assert_close(weight, usual.state_dict()[name], rtol=1e-3, atol=1e-5)
 
 
 def test_attacks_of_some_reach_do_not() -> None:
-    run = breaks.Run(
-        question="", case="", arm="baseline-adversarial", seed=1, start="bundled", steps=3,
-        warmup=1, pairs=64,
-    )  # fmt: skip
-    near, far = (adversarial.train(run, radius=radius).state_dict() for radius in (0.0, RADIUS))
+    run = trainings.Training(arm="baseline-adversarial", seed=1, start="bundled", steps=3, warmup=1)
+    near, far = (
+        adversarial.train(run, radius=radius, pairs=64).state_dict() for radius in (0.0, RADIUS)
+    )
     assert max(float((near[name] - far[name]).abs().max()) for name in near) > 1e-3

@@ -114,21 +114,6 @@ def test_few_pairs_are_the_first_of_more() -> None:
     assert torch.equal(labels, more_labels[:PAIRS])
 
 
-def test_every_pair_is_used_equally_often() -> None:
-    rows = breaks.batches_of(replace(short("200 pairs"), steps=5))
-    counts = torch.bincount(rows.flatten(), minlength=PAIRS)
-    assert rows.shape == (5, breaks.BATCH)
-    assert (int(counts.min()), int(counts.max())) == (2, 3)
-
-
-def test_the_rate_rises_and_falls_to_zero() -> None:
-    run = replace(short("200 pairs"), steps=150, warmup=50)
-    assert breaks.warm_cosine(0, run) == 1 / 50
-    assert breaks.warm_cosine(49, run) == breaks.warm_cosine(50, run) == 1
-    assert math.isclose(breaks.warm_cosine(100, run), 0.5)
-    assert breaks.warm_cosine(150, run) == 0
-
-
 def test_both_arms_differ_in_the_order_alone(tmp_path: Path) -> None:
     bundled = ls.load("bundled:digits").state_dict()
     models = [breaks.train(short("200 pairs", arm=arm), tmp_path)[0] for arm in breaks.ARMS]

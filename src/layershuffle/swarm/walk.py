@@ -149,24 +149,15 @@ class OverlapWalk:
     def _take_ended(self, now: float) -> None:
         """Give up what is late, add up what has come, and drop what can no longer count."""
         # First, because answers that came wait for a visit of several blocks until it is late.
-        for call in self._calls:
-            if call.waited and now >= call.ends and not call.task.done():
-                self._router.fail(self._walk, call, outcome="late", why="no answer in time")
+        _give_up_late(self._router, self._walk, self._calls, now=now)
         while ended := [call for call in self._joinable if call.task.done()]:
-            self._calls.remove(ended[0])
-            self._take(ended[0])
+            call = ended[0]
+            self._calls.remove(call)
+            after = self._router.answer_to(self._walk, call)
+            if after is not None:
+                _add(self._walk, call, after)
             self._drop_stale()
         self._drop_stale()
-
-    def _take(self, call: PendingVisit) -> None:
-        walk = self._walk
-        after = self._router.answer_to(walk, call)
-        if after is None:
-            return
-        # Exactly the host's answer where it read the newest state; else what it added to its own.
-        newest = call.version == len(walk.progress.done)
-        walk.state = after if newest else walk.state + (after - call.before)
-        walk.progress = walk.progress.after(call.visit.blocks, version=call.version)
 
     def _drop_stale(self) -> None:
         age, beside = self._rounds.max_age, [call for call in self._calls if not call.waited]
@@ -258,9 +249,7 @@ class OrderedWalk:
             if after is not None:
                 self._answers[position] = call, after
                 self._drop(position)
-        for _, call in self._calls:
-            if call.waited and now >= call.ends:
-                self._router.fail(self._walk, call, outcome="late", why="no answer in time")
+        _give_up_late(self._router, self._walk, [call for _, call in self._calls], now=now)
         self._join()
 
     def _join(self) -> None:
@@ -268,11 +257,7 @@ class OrderedWalk:
         walk = self._walk
         while answer := self._answers.pop(self._steps.over, None):
             call, after = answer
-            # Exactly the host's answer where it read the newest state; else what it added to its
-            # own.
-            newest = call.version == len(walk.progress.done)
-            walk.state = after if newest else walk.state + (after - call.before)
-            walk.progress = walk.progress.after(call.visit.blocks, version=call.version)
+            _add(walk, call, after)
             self._over(len(call.visit.blocks), ran=True)
 
     def _over(self, count: int, *, ran: bool) -> None:
@@ -311,3 +296,18 @@ class OrderedWalk:
 
 def _under_way(call: PendingVisit) -> UnderWay:
     return UnderWay(call.visit.host, call.visit.blocks, call.version, call.waited)
+
+
+def _give_up_late(router: Caller, walk: Walk, calls: Iterable[PendingVisit], *, now: float) -> None:
+    """Count the visits that the request waits for, and that are late, as failed."""
+    for call in calls:
+        if call.waited and now >= call.ends and not call.task.done():
+            router.fail(walk, call, outcome="late", why="no answer in time")
+
+
+def _add(walk: Walk, call: PendingVisit, after: State) -> None:
+    """Add what the visit made of its state to that of its request."""
+    # Exactly the host's answer where it read the newest state; else what it added to its own.
+    newest = call.version == len(walk.progress.done)
+    walk.state = after if newest else walk.state + (after - call.before)
+    walk.progress = walk.progress.after(call.visit.blocks, version=call.version)

@@ -1,0 +1,123 @@
+"""What scripts that train small models share: parts of their loops, and runs that are resumed.
+
+A script states its runs in stages; a stage begins when the one before has ended. Every finished run
+is a row of a table at once, and what has a row is not trained again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+R = TypeVar("R")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """A training; its script says what the names of `start` mean. `rate`: the highest."""
+
+    arm: str
+    seed: int
+    start: str
+    steps: int = 500
+    warmup: int = 50
+    rate: float = 4e-3
+
+
+def warm_cosine(step: int, run: Training) -> float:
+    """The factor of the learning rate: a linear rise, then half a cosine down to zero."""
+    share = max(0, step - run.warmup) / (run.steps - run.warmup)
+    return min((step + 1) / run.warmup, 0.5 * (1 + math.cos(math.pi * share)))
+
+
+def batches_of(run: Training, count: int, *, size: int) -> Tensor:
+    """Row numbers [steps, size]: each of `count` once, in random order, then all again."""
+    generator = torch.Generator().manual_seed(run.seed)
+    epochs = math.ceil(run.steps * size / count)
+    rows = [torch.randperm(count, generator=generator) for _ in range(epochs)]
+    return torch.cat(rows)[: run.steps * size].view(run.steps, size)
+
+
+def updates(
+    weights: Sequence[Tensor], run: Training, *, clipped: Sequence[Tensor]
+) -> Callable[[Tensor], None]:
+    """What takes a step down the gradient of a loss, as `layershuffle fit` does.
+
+    It trains `weights`; the norm of the gradients of `clipped` is at most 1.
+    """
+    optimiser = torch.optim.AdamW(weights, lr=run.rate, eps=1e-6, weight_decay=0.0, fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: warm_cosine(step, run))
+
+    def update(loss: Tensor) -> None:
+        torch.autograd.backward(loss)
+        clip_grad_norm_(clipped, 1.0)
+        optimiser.step()
+        schedule.step()
+        optimiser.zero_grad()
+
+    return update
+
+
+def finished(table: Path, key: Sequence[str]) -> set[tuple[str, ...]]:
+    """The keys of the runs that have a row in `table`."""
+    if not table.exists():
+        return set()
+    with table.open(encoding="utf-8") as file:
+        return {tuple(row[column] for column in key) for row in csv.DictReader(file)}
+
+
+def keep(row: DataclassInstance, table: Path, key: Sequence[str]) -> None:
+    """Add a row to the results, where a base that was trained again has one already."""
+    values = asdict(row)
+    if tuple(str(values[column]) for column in key) in finished(table, key):
+        return
+    table.parent.mkdir(parents=True, exist_ok=True)
+    with table.open("a", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(values), lineterminator="\n")
+        if file.tell() == 0:
+            writer.writeheader()
+        writer.writerow(values)
+
+
+def in_processes(work: Callable[[R], T], runs: Sequence[R], *, workers: int) -> Iterator[T]:
+    """What `work` makes of each run, as it comes, each in a process of its own."""
+    # A fork of torch is sound as long as the parent has computed nothing, and saves its import.
+    with get_context("fork").Pool(workers, maxtasksperchild=1) as pool:
+        yield from pool.imap_unordered(work, runs)
+
+
+def train_stages(
+    stages: Sequence[Sequence[R]],
+    measure: Callable[[R], DataclassInstance],
+    *,
+    table: Path,
+    key: Sequence[str],
+    workers: int,
+) -> None:
+    """Train the runs of each stage, and keep and print a row of each."""
+    for runs in stages:
+        for row in in_processes(measure, runs, workers=workers):
+            keep(row, table, key)
+            print(*asdict(row).values(), sep=", ", flush=True)
+
+
+def read_arguments(description: str, *, directory: str) -> argparse.Namespace:
+    """`directory` (its help is given) and `workers` of the command line."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("directory", type=Path, help=directory)
+    parser.add_argument("--workers", type=int, default=1, help="trainings at a time")
+    return parser.parse_args()
