@@ -55,7 +55,8 @@ class FitSettings(Settings):
 
     method: str
     """How to train: baseline, layershuffle, layershuffle-position, layershuffle-predict, layerdrop,
-    truncated, layershuffle-depth, layershuffle-parallel or layershuffle-tied."""
+    truncated, layershuffle-depth, layershuffle-parallel, layershuffle-mixed or
+    layershuffle-tied."""
     model: str
     """Host model: bundled:digits, timm:NAME, hf:NAME_OR_DIR, torchvision:NAME or dir:PATH."""
     data: str

@@ -13,6 +13,7 @@ import pytest
 from layershuffle.analysis import ANALYSES
 from layershuffle.bench.settings import KINDS
 from layershuffle.cli import ROOT, SWARM, Group, main, swarm
+from layershuffle.methods import METHODS
 from layershuffle.swarm.chaos import KINDS as KINDS_OF_FAULTS
 from layershuffle.swarm.plan import DEFAULT_MODEL
 from layershuffle.swarm.policy import ROUTINGS
@@ -97,6 +98,8 @@ def test_names_that_help_texts_repeat_are_all_there():
     assert [name for name in ANALYSES if name not in analysis] == []
     (kind,) = [about for written, about in arguments_of("bench") if written == "KIND"]
     assert [name for name in KINDS if name not in kind] == []
+    (method,) = [about for written, about in arguments_of("fit") if written == "--method STR"]
+    assert set(METHODS) <= set(re.findall(r"[a-z]+(?:-[a-z]+)*", method))
     assert (swarm.DEFAULT_MODEL, swarm.ROUTINGS) == (DEFAULT_MODEL, ROUTINGS)
     assert swarm.FAULT_KINDS == KINDS_OF_FAULTS
 
