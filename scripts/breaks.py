@@ -150,6 +150,14 @@ LESS_DATA: dict[str, dict[str, Any]] = {
     **{f"{pairs} pairs": {"pairs": pairs} for pairs in (200, 1_000, 5_000)},
     **{f"{digits} digits": {"digits": digits} for digits in (2, 5, 12, 31)},
 }
+EQUAL_EPOCHS: dict[str, dict[str, Any]] = {
+    f"{pairs} pairs, equal epochs": {
+        "pairs": pairs,
+        "steps": Run.steps * pairs // PAIRS,
+        "warmup": max(1, Run.warmup * pairs // PAIRS),
+    }
+    for pairs in (1_000, 5_000)
+}
 FIRST_BASES = {
     "MLP-Mixer": ("MLP-Mixer", DEPTH),
     "ConvNeXt": ("ConvNeXt", DEPTH),
@@ -209,7 +217,7 @@ def position_runs(seed: int) -> Iterator[Run]:
 
 
 def data_runs(sizes: Mapping[str, Mapping[str, Any]], seed: int) -> Iterator[Run]:
-    """Fewer pairs of all digits, or fewer different digits, at equal steps."""
+    """Fewer pairs of all digits, or fewer different digits, at equal steps or epochs."""
     for case, size in sizes.items():
         for arm in ARMS:
             run = Run(question="data", case=case, arm=arm, seed=seed, start="bundled")
@@ -222,8 +230,12 @@ STAGES: tuple[tuple[Run, ...], ...] = (
     tuple(bases(MORE_BASES, 0)),
     (*refinements(MORE_BASES, 0), *slower_runs(0), *position_runs(0), *data_runs(LESS_DATA, 0)),
     (*position_runs(1), *data_runs({**ALL_DATA, **LESS_DATA}, 1), *skip_runs(1)),
+    tuple(bases({**FIRST_BASES, **MORE_BASES}, 1)),
+    (*refinements({**FIRST_BASES, **MORE_BASES}, 1), *slower_runs(1)),
     tuple(bases(DEEP_BASES, 0)),
     tuple(refinements(DEEP_BASES, 0)),
+    tuple(chain(*(data_runs(EQUAL_EPOCHS, seed) for seed in range(3)))),
+    tuple(data_runs({**ALL_DATA, **LESS_DATA}, 2)),
 )
 """A stage begins when the one before has ended: refinements need their bases."""
 

@@ -33,6 +33,10 @@ CONDITIONS = {
 }
 DATA = {
     **{("data", f"{n} pairs"): f"{n:,} pairs of all digits" for n in (20_000, 5_000, 1_000, 200)},
+    **{
+        ("data", f"{n} pairs, equal epochs"): f"{n:,} pairs, steps in proportion"
+        for n in (5_000, 1_000)
+    },
     **{("data", f"{n} digits"): f"20,000 pairs of {n} digits per class" for n in (31, 12, 5, 2)},
 }
 
