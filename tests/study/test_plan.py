@@ -284,9 +284,10 @@ def test_the_large_recipes_are_planned_with_nothing_at_hand(
 @pytest.mark.parametrize(
     ("name", "steps", "images", "runs"),
     [
-        # Per order of all blocks 12 runs, of 9, 6 and 3 blocks 18 together; test images and orders.
-        ("formula-cpu", 3 * 2000, "64", 3 * 1000 * (12 + 8 * 12 + 2 * 8 * 18)),
-        ("formula-gpu", 3 * 2000, "512", 3 * 6000 * (12 + 10 * 12 + 2 * 10 * 18)),
+        # Per order of all blocks 12 runs, of 9, 6 and 3 blocks 18 together, of 6 blocks twice and
+        # of 3 four times 24; test images and orders.
+        ("formula-cpu", 6 * 2000, "64", 6 * 2000 * (12 + 6 * (12 + 2 * 18 + 24))),
+        ("formula-gpu", 6 * 2000, "512", 6 * 6000 * (12 + 10 * (12 + 2 * 18 + 24))),
     ],
 )
 def test_a_recipe_is_planned_before_the_model_that_it_refines_is_there(
