@@ -26,7 +26,7 @@ from robustness import (
 )
 from torch import Tensor, nn
 from torch.nn import functional
-from trainings import Training, batches_of, in_processes, read_arguments, updates
+from trainings import Training, batches_of, in_processes, read_arguments, stepper
 
 import layershuffle as ls
 from layershuffle.models import logits_of
@@ -62,7 +62,7 @@ def train(run: Training, *, radius: float = RADIUS, pairs: int = PAIRS) -> nn.Mo
     model = ls.load("bundled:digits", seed=run.seed)
     images, labels = split_images("train", pairs)
     weights = list(model.parameters())
-    update = updates(weights, run, clipped=weights)
+    step_down = stepper(weights, run, clipped=weights)
     generator = torch.Generator().manual_seed(run.seed)
     model.train()
     for step, rows in enumerate(batches_of(run, pairs, size=BATCH)):
@@ -73,7 +73,7 @@ def train(run: Training, *, radius: float = RADIUS, pairs: int = PAIRS) -> nn.Mo
         )
         with ls.running(model, order):
             loss = functional.cross_entropy(logits_of(model(normalised(worst))), labels[rows])
-        update(loss)
+        step_down(loss)
     return model.eval()
 
 
@@ -94,7 +94,9 @@ def train_and_save(run: Training, directory: Path) -> str:
 
 
 if __name__ == "__main__":
-    arguments = read_arguments("Train models against attacks.", directory="that of digits-tied")
+    arguments = read_arguments(
+        "Train models against attacks.", directory="the directory of the study digits-tied"
+    )
     directory = arguments.directory / "adversarial"
     left = [
         Training(arm=arm, seed=seed, start="bundled", steps=1000)

@@ -27,7 +27,7 @@ from timm.models.convmixer import ConvMixer
 from timm.models.convnext import ConvNeXtBlock
 from timm.models.mlp_mixer import MlpMixer
 from torch import Tensor, nn
-from trainings import Training, batches_of, finished, read_arguments, train_stages, updates
+from trainings import Training, batches_of, finished, key_of, read_arguments, stepper, train_stages
 
 import layershuffle as ls
 from layershuffle.data.digits import (
@@ -139,7 +139,7 @@ class Run(Training):
     @property
     def key(self) -> tuple[str, ...]:
         """What names the run in the results."""
-        return tuple(str(getattr(self, column)) for column in KEY)
+        return key_of(self, KEY)
 
 
 BASE_STEPS, BASE_RATE = 3000, 1e-3
@@ -230,12 +230,14 @@ STAGES: tuple[tuple[Run, ...], ...] = (
     tuple(bases(MORE_BASES, 0)),
     (*refinements(MORE_BASES, 0), *slower_runs(0), *position_runs(0), *data_runs(LESS_DATA, 0)),
     (*position_runs(1), *data_runs({**ALL_DATA, **LESS_DATA}, 1), *skip_runs(1)),
-    tuple(bases({**FIRST_BASES, **MORE_BASES}, 1)),
-    (*refinements({**FIRST_BASES, **MORE_BASES}, 1), *slower_runs(1)),
+    tuple(chain(*(data_runs(EQUAL_EPOCHS, seed) for seed in range(3)))),
+    tuple(bases(FIRST_BASES, 1)),
+    (*refinements(FIRST_BASES, 1), *slower_runs(1)),
+    tuple(data_runs({**ALL_DATA, **LESS_DATA}, 2)),
+    tuple(bases(MORE_BASES, 1)),
+    tuple(refinements(MORE_BASES, 1)),
     tuple(bases(DEEP_BASES, 0)),
     tuple(refinements(DEEP_BASES, 0)),
-    tuple(chain(*(data_runs(EQUAL_EPOCHS, seed) for seed in range(3)))),
-    tuple(data_runs({**ALL_DATA, **LESS_DATA}, 2)),
 )
 """A stage begins when the one before has ended: refinements need their bases."""
 
@@ -293,7 +295,7 @@ def train(run: Run, directory: Path) -> tuple[nn.Module, ls.PositionedModel | No
     called = model if parts is None else parts
     weights = [weight for weight in called.parameters() if weight.requires_grad]
     # The host's alone are clipped: else gradients of position parts would shorten its steps.
-    update = updates(weights, run, clipped=list(model.parameters()))
+    step_down = stepper(weights, run, clipped=list(model.parameters()))
     policy = ls.Shuffled() if run.arm == "layershuffle" else ls.Sequential()
     noise = torch.Generator().manual_seed(run.seed)
     called.train()
@@ -307,7 +309,7 @@ def train(run: Run, directory: Path) -> tuple[nn.Module, ls.PositionedModel | No
             loss = F.cross_entropy(called(finish(canvases[rows])), labels[rows])
             if guesses is not None:
                 loss = loss + guesses.loss()
-        update(loss)
+        step_down(loss)
     return model, parts
 
 
@@ -388,7 +390,8 @@ def missing(
     needed = {(run.start, run.seed) for run in chain(*stages) if run.key not in finished}
 
     def lost(run: Run) -> bool:
-        return (run.case, run.seed) in needed and not weights_of(run, directory).exists()
+        is_needed = run.arm == "base" and (run.case, run.seed) in needed
+        return is_needed and not weights_of(run, directory).exists()
 
     return [[run for run in stage if run.key not in finished or lost(run)] for stage in stages]
 

@@ -289,12 +289,12 @@ def measure_attacks(
     for arm in arms:
         model = loaded(study, arm, seed)
         every = SEQUENTIAL if arm in IN_ORDER else judges
-        known = foreign
+        informed = foreign
         if arm != "baseline":
-            known = attacked(
+            informed = attacked(
                 model, images, labels, lambda _, answering=every: answering[:1], radius=radius
             )
-        cases = {"none": (images, every), "order known": (known, every[:1])}
+        cases = {"none": (images, every), "order known": (informed, every[:1])}
         if arm not in IN_ORDER:
             averaged = attacked(model, images, labels, many_orders, radius=radius)
             cases["order drawn"] = (averaged, every)

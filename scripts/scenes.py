@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torchmetrics.detection import MeanAveragePrecision
 from torchmetrics.segmentation import MeanIoU
 from torchvision.ops import batched_nms, generalized_box_iou_loss, sigmoid_focal_loss
-from trainings import Training, batches_of, finished, read_arguments, train_stages, updates
+from trainings import Training, batches_of, finished, key_of, read_arguments, stepper, train_stages
 
 import layershuffle as ls
 from layershuffle.data.digits import CANVAS, DIGIT_VIEW, LEVELS
@@ -177,7 +177,7 @@ class Run(Training):
     @property
     def key(self) -> tuple[str, ...]:
         """What names the run in the results."""
-        return tuple(str(getattr(self, column)) for column in KEY)
+        return key_of(self, KEY)
 
 
 BASE = Run(arm="base", seed=0, start="bundled", steps=1_500)
@@ -243,14 +243,14 @@ def train(model: nn.Module, run: Run, truth: Scenes) -> nn.Module:
     """`model` itself, trained on these scenes by a loop as a user would write it."""
     images = finish(truth.ink)
     weights = [weight for weight in model.parameters() if weight.requires_grad]
-    update = updates(weights, run, clipped=weights)
+    step_down = stepper(weights, run, clipped=weights)
     orders = orders_of(run)
     model.train()
     for step, rows in enumerate(batches_of(run, len(images), size=BATCH)):
         drawn = orders.draw(step=step, micro_batch=0)
         with ls.running(model, orders_by_row(drawn, BATCH)):
             loss = loss_of(predict(model, images[rows]), truth, rows)
-        update(loss)
+        step_down(loss)
     return model
 
 

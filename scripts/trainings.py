@@ -52,24 +52,24 @@ def batches_of(run: Training, count: int, *, size: int) -> Tensor:
     return torch.cat(rows)[: run.steps * size].view(run.steps, size)
 
 
-def updates(
+def stepper(
     weights: Sequence[Tensor], run: Training, *, clipped: Sequence[Tensor]
 ) -> Callable[[Tensor], None]:
-    """What takes a step down the gradient of a loss, as `layershuffle fit` does.
+    """A function that takes a step of `weights` down the gradient of a loss, as `fit` does.
 
-    It trains `weights`; the norm of the gradients of `clipped` is at most 1.
+    The norm of the gradients of `clipped` is at most 1.
     """
     optimiser = torch.optim.AdamW(weights, lr=run.rate, eps=1e-6, weight_decay=0.0, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: warm_cosine(step, run))
 
-    def update(loss: Tensor) -> None:
+    def step_down(loss: Tensor) -> None:
         torch.autograd.backward(loss)
         clip_grad_norm_(clipped, 1.0)
         optimiser.step()
         schedule.step()
         optimiser.zero_grad()
 
-    return update
+    return step_down
 
 
 def finished(table: Path, key: Sequence[str]) -> set[tuple[str, ...]]:
@@ -80,11 +80,16 @@ def finished(table: Path, key: Sequence[str]) -> set[tuple[str, ...]]:
         return {tuple(row[column] for column in key) for row in csv.DictReader(file)}
 
 
-def keep(row: DataclassInstance, table: Path, key: Sequence[str]) -> None:
-    """Add a row to the results, where a base that was trained again has one already."""
-    values = asdict(row)
-    if tuple(str(values[column]) for column in key) in finished(table, key):
+def key_of(run: object, key: Sequence[str]) -> tuple[str, ...]:
+    """What names a run or its row in a table whose rows are told apart by the columns `key`."""
+    return tuple(str(getattr(run, column)) for column in key)
+
+
+def add_row(row: DataclassInstance, table: Path, key: Sequence[str]) -> None:
+    """Add a row to the table, unless the run has one."""
+    if key_of(row, key) in finished(table, key):
         return
+    values = asdict(row)
     table.parent.mkdir(parents=True, exist_ok=True)
     with table.open("a", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(values), lineterminator="\n")
@@ -111,13 +116,14 @@ def train_stages(
     """Train the runs of each stage, and keep and print a row of each."""
     for runs in stages:
         for row in in_processes(measure, runs, workers=workers):
-            keep(row, table, key)
+            add_row(row, table, key)
             print(*asdict(row).values(), sep=", ", flush=True)
 
 
-def read_arguments(description: str, *, directory: str) -> argparse.Namespace:
-    """`directory` (its help is given) and `workers` of the command line."""
+def read_arguments(description: str, *, directory: str | None = None) -> argparse.Namespace:
+    """The command line: `workers`, and `directory` for a script that says what it is for."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("directory", type=Path, help=directory)
+    if directory is not None:
+        parser.add_argument("directory", type=Path, help=directory)
     parser.add_argument("--workers", type=int, default=1, help="trainings at a time")
     return parser.parse_args()

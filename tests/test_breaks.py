@@ -167,6 +167,10 @@ def test_a_base_is_trained_again_only_where_it_is_needed(tmp_path: Path) -> None
 
     assert left() == [[base], [refined]]
     assert left(base) == [[base], [refined]]  # its weights are not here
+    other = replace(refined, arm="baseline")
+    keys = {base.key, other.key}
+    stages = breaks.missing([[base], [refined, other]], tmp_path, finished=keys)
+    assert stages == [[base], [refined]]
     breaks.measure(base, tmp_path)
     assert left(base) == [[], [refined]]
     started = breaks.begin(refined, tmp_path).state_dict()

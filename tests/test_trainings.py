@@ -36,14 +36,14 @@ def test_the_rate_rises_and_falls_to_zero() -> None:
     assert trainings.warm_cosine(150, run) == 0
 
 
-def test_a_step_clips_what_it_is_told_to_and_moves_the_rest_too() -> None:
+def test_a_step_clips_some_gradients_and_moves_all_weights() -> None:
     clipped, free = (torch.zeros(3, requires_grad=True) for _ in range(2))
     run = training(steps=10, warmup=2)
-    update = trainings.updates([clipped, free], run, clipped=[clipped])
+    step_down = trainings.stepper([clipped, free], run, clipped=[clipped])
     gradients = []
     for weight in (clipped, free):
         weight.register_post_accumulate_grad_hook(lambda weight: gradients.append(weight.grad))
-    update(30 * clipped.sum() + 40 * free.sum())
+    step_down(30 * clipped.sum() + 40 * free.sum())
     # Clipping changes the gradients in place, after these hooks.
     norms = sorted(float(gradient.norm()) for gradient in gradients)
     assert norms == pytest.approx([1, 40 * math.sqrt(3)], rel=1e-5)

@@ -306,7 +306,7 @@ def _give_up_late(router: Caller, walk: Walk, calls: Iterable[PendingVisit], *, 
 
 
 def _add(walk: Walk, call: PendingVisit, after: State) -> None:
-    """Add what the visit made of its state to that of its request."""
+    """Join the answer of a visit to the state of its request."""
     # Exactly the host's answer where it read the newest state; else what it added to its own.
     newest = call.version == len(walk.progress.done)
     walk.state = after if newest else walk.state + (after - call.before)
