@@ -23,7 +23,7 @@ from layershuffle.policies import Shuffled
 from layershuffle.stack import depth_of, running
 
 WIDTH_128 = (
-    "timm:vit_tiny_patch16_224?pretrained=false&num_classes=100&img_size=64&patch_size=8"
+    "timm:vit_tiny_patch16_224?pretrained=false&num_classes=300&img_size=64&patch_size=16"
     "&embed_dim=128&depth=12&num_heads=4&mlp_ratio=2"
 )
 VIT_S = "timm:vit_small_patch16_224?pretrained=false&num_classes=300"
@@ -40,7 +40,7 @@ class Case:
     least: float
 
 
-ON_CPU = Case(name="width 128 at 64 pixels", spec=WIDTH_128, batch=64, device="cpu", least=10)
+ON_CPU = Case(name="width 128 at 64 pixels", spec=WIDTH_128, batch=64, device="cpu", least=5)
 ON_GPU = Case(name="ViT-S/16 at 224 pixels", spec=VIT_S, batch=512, device="cuda", least=3)
 SMOKES = Case(name="smoke", spec=PICO, batch=4, device="cpu", least=0)
 
