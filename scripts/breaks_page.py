@@ -133,7 +133,8 @@ def break_table(models: Models, cases: Mapping[tuple[str, str], str], name: str)
             for group in (ordinary, shuffled)
             for of in (in_order, any_order)
         ]
-        numbers = " | ".join(f"{cell:.1f}" for cell in (*cells, cells[2] - cells[3]))
+        gap = round(cells[2] - cells[3], 1) + 0.0  # never "-0.0"
+        numbers = " | ".join(f"{cell:.1f}" for cell in (*cells, gap))
         share = 100 * cells[3] / cells[0]
         verdict = verdict_on(models, case)
         lines.append(f"| {label} | {len(seeds)} | {numbers} | {share:.0f} % | **{verdict}** |")
