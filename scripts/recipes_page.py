@@ -1,4 +1,6 @@
-"""Write the tables of docs/recipes.md from the results of digits-recipes and digits-paper.
+"""Write the tables of docs/recipes.md.
+
+They come from the studies digits-recipes and digits-paper and from scripts/changed_training.py.
 
 python scripts/recipes_page.py
 """
@@ -12,7 +14,9 @@ from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 
-from science_page import with_marked
+import changed_training
+from open_questions import rows_of
+from science_page import verdict, with_marked
 
 from layershuffle.files import write_text
 from layershuffle.stats import Difference, compare, estimate, mean
@@ -141,10 +145,11 @@ def reached(difference: Difference, *, within: float) -> str:
 
 
 def interval(difference: Difference) -> str:
-    """ "+1.2 (+0.3 to +2.1)"."""
+    """ "+1.2 (+0.3 to +2.1)", and never "-0.0"."""
+    points = round(difference.points, 1) + 0.0
     if not isfinite(difference.low):
-        return f"{difference.points:+.1f} (one model)"
-    return f"{difference.points:+.1f} ({difference.low:+.1f} to {difference.high:+.1f})"
+        return f"{points:+.1f} (one model)"
+    return f"{points:+.1f} ({difference.low:+.1f} to {difference.high:+.1f})"
 
 
 def accuracy_table(scores: Scores, steps: int) -> str:
@@ -181,6 +186,37 @@ def verdict_table(scores: Scores, goal: Goal) -> str:
     return "\n".join(lines)
 
 
+def changes_table() -> str:
+    """What changed trainings reach, and what they gain on unchanged ones, in pairs over seeds."""
+    columns = {
+        "in order": "in_order",
+        "any order": "any_order",
+        "6 alive": "six",
+        "6 alive, twice": "six_twice",
+        "3 alive, 4 times": "three_four_times",
+    }
+    scores: dict[str, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
+    for row in rows_of("changed-training.csv"):
+        for column in columns.values():
+            values = [float(value) for value in row[column].split()]
+            scores[row["arm"]][column][int(row["seed"])] = mean(values)
+    head = [*columns, "measured by", "in order", "any order"]
+    lines = ["| training | models | " + " | ".join(head) + " |"]
+    lines.append("|:--|--:|" + "--:|" * len(columns) + ":--|:--|:--|")
+    for name in changed_training.NAMES:
+        accuracy = scores[name]
+        cells = [f"{mean(list(accuracy[column].values())):.1f}" for column in columns.values()]
+        reference = changed_training.REFERENCES.get(name, changed_training.PLAIN)
+        if name != changed_training.PLAIN:
+            cells.append(reference)
+            for column in ("in_order", "any_order"):
+                gain = compare(accuracy[column], scores[reference][column])
+                cells.append(f"{interval(gain)} **{verdict(gain)}**")
+        cells += [""] * (len(head) - len(cells))
+        lines.append(f"| {name} | {len(accuracy['in_order'])} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def cost_table() -> str:
     """What several orders per batch cost: the time of a step, in pairs (benchmarks)."""
     rows = json.loads(STEP_TIMES.read_text(encoding="utf-8"))["rows"]
@@ -195,6 +231,7 @@ def with_tables(page: str, scores: Scores) -> str:
         page = with_marked(page, f"accuracy {steps}", accuracy_table(scores, steps))
     for goal in GOALS:
         page = with_marked(page, goal.name, verdict_table(scores, goal))
+    page = with_marked(page, "changes", changes_table())
     return with_marked(page, "costs", cost_table())
 
 

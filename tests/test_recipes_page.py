@@ -29,7 +29,8 @@ def test_tables_are_made_of_the_results(page: str, scores: recipes_page.Scores) 
     assert page == recipes_page.with_tables(page, scores), "run scripts/recipes_page.py"
     marks = re.findall(r"<!-- begin: (.*) -->", page)
     budgets = [f"accuracy {steps}" for steps in recipes_page.BUDGETS]
-    assert sorted(marks) == sorted([*budgets, *(goal.name for goal in recipes_page.GOALS), "costs"])
+    goals = [goal.name for goal in recipes_page.GOALS]
+    assert sorted(marks) == sorted([*budgets, *goals, "changes", "costs"])
 
 
 def test_every_arm_is_trained_at_the_smallest_budget_with_three_seeds(
@@ -65,6 +66,12 @@ def test_a_goal_is_reached_or_missed_by_the_whole_interval(
 ) -> None:
     difference = Difference(points=(low + high) / 2, low=low, high=high, seeds=3)
     assert recipes_page.reached(difference, within=1.0) == verdict
+
+
+def test_every_change_is_trained_with_three_seeds() -> None:
+    rows = [(row["arm"], row["seed"]) for row in recipes_page.rows_of("changed-training.csv")]
+    names = recipes_page.changed_training.NAMES
+    assert sorted(rows) == sorted((name, seed) for name in names for seed in "012")
 
 
 def test_a_gap_is_the_mean_of_pairs() -> None:

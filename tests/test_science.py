@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import re
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from layershuffle.stats import Difference
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
+import formula_page  # noqa: E402
 import science_page  # noqa: E402
 
 
@@ -72,3 +74,44 @@ def test_the_best_column_is_compared(scores: science_page.Scores) -> None:
 def test_the_criterion(low: float, high: float, wanted: str) -> None:
     difference = Difference(points=(low + high) / 2, low=low, high=high, seeds=3)
     assert science_page.verdict(difference) == wanted
+
+
+# --- images made from formulas ----------------------------------------------------------------
+
+
+def test_the_table_of_formulas_is_made_of_the_results(page: str) -> None:
+    assert page == formula_page.with_table(page), "run scripts/formula_page.py"
+    rows = page.partition("<!-- begin: formula -->")[2].partition("<!-- end")[0].splitlines()
+    assert len([row for row in rows if row.startswith("|")]) == 2 + len(formula_page.ARMS)
+
+
+def test_models_of_formulas_are_scored_alike() -> None:
+    scores = science_page.read_scores(formula_page.RESULTS)
+    for arm in formula_page.ARMS:
+        for name in formula_page.SHOWN:
+            (values,) = scores[arm.name, *science_page.COLUMNS[name]].values()
+            assert len(values) == (1 if name == "in order" else 6)
+    with formula_page.RESULTS.open(encoding="utf-8") as file:
+        assert {int(row["n"]) for row in csv.DictReader(file)} == {formula_page.IMAGES}
+
+
+def test_words_about_formulas_name_numbers_of_their_table(page: str) -> None:
+    section = page.partition("## Where capacity counts more")[2].partition("\n## ")[0]
+    lines = section.splitlines()
+    table = " ".join(line for line in lines if line.startswith("|"))
+    words = " ".join(line for line in lines if not line.startswith("|"))
+    numbers = re.findall(r"\d+\.\d+", words)
+    assert numbers
+    assert set(numbers) <= set(re.findall(r"\d+\.\d+", table))
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "wanted"),
+    [(5.1, 6.0, "better"), (1.0, 2.9, "worse"), (2.9, 3.1, "not told apart")],
+)
+def test_two_models_are_told_apart_where_their_intervals_are(
+    low: float, high: float, wanted: str
+) -> None:
+    sample = formula_page.Interval(mean=(low + high) / 2, low=low, high=high)
+    reference = formula_page.Interval(mean=4.0, low=3.0, high=5.0)
+    assert formula_page.compared(sample, reference) == wanted

@@ -1,0 +1,72 @@
+"""Write what `layershuffle reproduce formula-cpu` has measured into docs/science.md.
+
+python scripts/formula_page.py
+"""
+
+from __future__ import annotations
+
+from breaks_page import Interval, interval
+from science_page import ANY, COLUMNS, ORDERED, PAGE, ROOT, Arm, Scores, read_scores, with_marked
+
+from layershuffle.files import write_text
+
+RESULTS = ROOT / "docs" / "results" / "formula-cpu" / "results.csv"
+IMAGES = 2_000
+"""Test images of the recipe."""
+ARMS = (
+    Arm(name="baseline", label="ordinary training", different=12),
+    Arm(name="layershuffle", label="LayerShuffle", different=12),
+    Arm(name="layershuffle-mixed", label="four orders, 1/4 in order", different=12),
+    Arm(name="layershuffle-depth", label="LayerShuffle-depth", different=12),
+    Arm(
+        name="layershuffle-tied-3-mixed",
+        label="tied, three blocks, four orders, 1/4 in order",
+        different=3,
+    ),
+    Arm(name="layershuffle-tied", label="tied, one block", different=1),
+)
+SHOWN = (
+    "in order", "any order", "6 alive, once", "6 alive, twice", "3 alive, once", "3 alive, 4 times"
+)  # fmt: skip
+
+
+def interval_of(scores: Scores, arm: str, column: tuple[str, int, int]) -> Interval:
+    """Of the one model of an arm: over orders or images, whichever end is farther out."""
+    (values,) = scores[arm, *column].values()
+    return interval(values, IMAGES)
+
+
+def compared(sample: Interval, reference: Interval) -> str:
+    """The criterion for two models: their intervals do not overlap.
+
+    It says nothing about other models of the same arms: how another seed comes out is not covered.
+    """
+    if sample.low > reference.high:
+        return "better"
+    return "worse" if sample.high < reference.low else "not told apart"
+
+
+def accuracy_table(scores: Scores) -> str:
+    """Top-1 in percent of every model, and whether it is told apart from that of LayerShuffle."""
+    head = [*SHOWN, "these two models in order", "in any order"]
+    lines = ["| arm | different blocks | " + " | ".join(head) + " |"]
+    lines.append("|:--|--:|" + "--:|" * len(SHOWN) + ":--|:--|")
+    for arm in ARMS:
+        shown = [interval_of(scores, arm.name, COLUMNS[name]) for name in SHOWN]
+        cells = [f"{cell.mean:.1f} ({cell.low:.1f}-{cell.high:.1f})" for cell in shown]
+        for column in (ORDERED, ANY) if arm.name != "layershuffle" else ():
+            reference = interval_of(scores, "layershuffle", column)
+            cells.append(compared(interval_of(scores, arm.name, column), reference))
+        cells += [""] * (len(head) - len(cells))
+        lines.append(f"| {arm.label} | {arm.different} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def with_table(page: str) -> str:
+    """`page` with a new table between its marks."""
+    return with_marked(page, "formula", accuracy_table(read_scores(RESULTS)))
+
+
+if __name__ == "__main__":
+    write_text(PAGE, with_table(PAGE.read_text(encoding="utf-8")))
+    print(f"Written: {PAGE}")
