@@ -13,7 +13,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from timm.models.convmixer import ConvMixer
 from timm.models.convnext import ConvNeXtBlock
 from timm.models.mlp_mixer import MlpMixer
 from torch import Tensor, nn
-from trainings import Training, batches_of, finished, key_of, read_arguments, stepper, train_stages
+from trainings import Training, batches_of, key_of, stepper, train_with_bases
 
 import layershuffle as ls
 from layershuffle.data.digits import (
@@ -397,14 +396,4 @@ def missing(
 
 
 if __name__ == "__main__":
-    arguments = read_arguments(
-        "Train what the results do not have yet.", directory="for the weights of bases"
-    )
-    arguments.directory.mkdir(parents=True, exist_ok=True)
-    train_stages(
-        missing(STAGES, arguments.directory, finished=finished(CSV, KEY)),
-        partial(measure, directory=arguments.directory),
-        table=CSV,
-        key=KEY,
-        workers=arguments.workers,
-    )
+    train_with_bases(STAGES, measure, missing=missing, table=CSV, key=KEY)

@@ -8,7 +8,6 @@ Every finished run is a row of `CSV` at once, and what has a row is not trained 
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +16,16 @@ from breaks import BATCH, DEPTH, PAIRS, finish
 from open_questions import RESULTS, SEEDS
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
-from trainings import Training, batches_of, finished, key_of, read_arguments, stepper, train_stages
+from trainings import (
+    WHAT_IS_MISSING,
+    Training,
+    batches_of,
+    finished,
+    key_of,
+    read_arguments,
+    stepper,
+    train_stages,
+)
 
 import layershuffle as ls
 from layershuffle.data.digits import DigitPairs
@@ -128,11 +136,9 @@ def with_exit(
     position = int(torch.randint(DEPTH - 1, (), generator=generator))
     states: list[Tensor] = []
     block = ls.blocks_of(model)[list(order)[position]]
-    with ExitStack() as stack:
-        hook = block.register_forward_hook(lambda _, __, state: states.append(state))
-        stack.callback(hook.remove)
-        with ls.running(model, order):
-            loss = F.cross_entropy(model(images), labels)
+    hook = block.register_forward_hook(lambda _, __, state: states.append(state))
+    with hook, ls.running(model, order):
+        loss = F.cross_entropy(model(images), labels)
     early = model.forward_head(model.norm(states[0]))
     return loss + EXIT_WEIGHT * F.cross_entropy(early, labels)
 
@@ -167,8 +173,7 @@ def tied(model: nn.Module, *, rank: int) -> nn.Module:
     for block in ls.blocks_of(model) if rank else ():
         layers = [(name, x) for name, x in block.named_modules() if isinstance(x, nn.Linear)]
         for path, linear in layers:
-            parent, _, name = path.rpartition(".")
-            setattr(block.get_submodule(parent), name, Adapted(linear, rank))
+            block.set_submodule(path, Adapted(linear, rank))
     return model
 
 
@@ -222,7 +227,7 @@ def measure(run: Training) -> Row:
 
 
 if __name__ == "__main__":
-    arguments = read_arguments("Train what the results do not have yet.")
+    arguments = read_arguments(WHAT_IS_MISSING)
     done = finished(CSV, KEY)
     runs = [training(name, seed=seed) for seed in SEEDS for name in NAMES]
     train_stages(

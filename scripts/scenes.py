@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from itertools import chain
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torchmetrics.detection import MeanAveragePrecision
 from torchmetrics.segmentation import MeanIoU
 from torchvision.ops import batched_nms, generalized_box_iou_loss, sigmoid_focal_loss
-from trainings import Training, batches_of, finished, key_of, read_arguments, stepper, train_stages
+from trainings import Training, batches_of, key_of, stepper, train_with_bases
 
 import layershuffle as ls
 from layershuffle.data.digits import CANVAS, DIGIT_VIEW, LEVELS
@@ -358,14 +358,4 @@ def missing(
 
 
 if __name__ == "__main__":
-    arguments = read_arguments(
-        "Train what the results do not have yet.", directory="for the weights of the base"
-    )
-    arguments.directory.mkdir(parents=True, exist_ok=True)
-    train_stages(
-        missing(STAGES, arguments.directory, finished=finished(CSV, KEY)),
-        partial(measure, directory=arguments.directory),
-        table=CSV,
-        key=KEY,
-        workers=arguments.workers,
-    )
+    train_with_bases(STAGES, measure, missing=missing, table=CSV, key=KEY)

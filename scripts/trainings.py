@@ -11,6 +11,7 @@ import csv
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 T = TypeVar("T")
+WHAT_IS_MISSING = "Train what the results do not have yet."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +120,30 @@ def train_stages(
         for row in in_processes(measure, runs, workers=workers):
             add_row(row, table, key)
             print(*asdict(row).values(), sep=", ", flush=True)
+
+
+def train_with_bases(
+    stages: Sequence[Sequence[R]],
+    measure: Callable[..., DataclassInstance],
+    *,
+    missing: Callable[..., Sequence[Sequence[R]]],
+    table: Path,
+    key: Sequence[str],
+) -> None:
+    """What a script runs whose trainings begin with weights of others, which lie in a directory.
+
+    `measure(run, directory=)` trains; `missing(stages, directory, finished=)` says what is left, of
+    the keys of finished runs.
+    """
+    arguments = read_arguments(WHAT_IS_MISSING, directory="for the weights of bases")
+    arguments.directory.mkdir(parents=True, exist_ok=True)
+    train_stages(
+        missing(stages, arguments.directory, finished=finished(table, key)),
+        partial(measure, directory=arguments.directory),
+        table=table,
+        key=key,
+        workers=arguments.workers,
+    )
 
 
 def read_arguments(description: str, *, directory: str | None = None) -> argparse.Namespace:
