@@ -106,7 +106,10 @@ class Rig:
             await self.begin_anew(name)
         self.backend.heal(name)
         await self.visit(name, BLOCKS[name][0])  # what it still had to do is done
-        self.router.update(name, lambda view: replace(view, compute=None, link=None))
+        # No habit of an earlier check decides whom this one asks.
+        self.router.update(
+            name, lambda view: replace(view, compute=None, link=None, lag=None, batch=1.0)
+        )
 
     async def begin_anew(self, name: str) -> float:
         """Another process for the host; seconds until it is up."""
@@ -380,8 +383,10 @@ async def an_audit_finds_a_liar(rig: Rig) -> None:
     limits, rig.router.limits = rig.router.limits, LIMITS.model_copy(update={"audit_share": 1.0})
     try:
         await rig.inject("wrong", "b")
-        rig.router.update("c", lambda view: replace(view, link=1.0))  # so b is asked
-        await rig.walk()
+        for host, link in (("b", 0.001), ("c", 1.0)):  # so b is asked
+            rig.router.update(host, lambda view, link=link: replace(view, link=link))
+        _, route = await rig.walk()
+        assert [hop.outcome for hop in route.hops if hop.host == "b"] == ["answered"]
         await until(lambda: rig.router.swarm["b"].condition == "shut-out")
         assert rig.router.swarm["c"].usable
         assert rig.coordinator.health.disagreed == 1
