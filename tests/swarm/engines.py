@@ -68,11 +68,6 @@ def pico() -> nn.Module:
     return FAMILIES["timm-vit"].wrapped()
 
 
-def sibling() -> nn.Module:
-    """Another model of the same base, as far as a bundle is told so."""
-    return redraw(pico(), seed=2).eval()
-
-
 @dataclass
 class Rig:
     """Hosts of one engine, a coordinator that does not watch, and what its checks measured."""
@@ -107,9 +102,8 @@ class Rig:
         self.backend.heal(name)
         await self.visit(name, BLOCKS[name][0])  # what it still had to do is done
         # No habit of an earlier check decides whom this one asks.
-        self.router.update(
-            name, lambda view: replace(view, compute=None, link=None, lag=None, batch=1.0)
-        )
+        fresh = {"compute": None, "link": None, "lag": None, "batch": 1.0}
+        self.router.update(name, lambda view: replace(view, **fresh))
 
     async def begin_anew(self, name: str) -> float:
         """Another process for the host; seconds until it is up."""
@@ -383,8 +377,8 @@ async def an_audit_finds_a_liar(rig: Rig) -> None:
     limits, rig.router.limits = rig.router.limits, LIMITS.model_copy(update={"audit_share": 1.0})
     try:
         await rig.inject("wrong", "b")
-        for host, link in (("b", 0.001), ("c", 1.0)):  # so b is asked
-            rig.router.update(host, lambda view, link=link: replace(view, link=link))
+        rig.router.update("b", lambda view: replace(view, link=0.001))
+        rig.router.update("c", lambda view: replace(view, link=1.0))  # so b is asked
         _, route = await rig.walk()
         assert [hop.outcome for hop in route.hops if hop.host == "b"] == ["answered"]
         await until(lambda: rig.router.swarm["b"].condition == "shut-out")
@@ -408,7 +402,7 @@ async def a_draining_host_ends_what_it_has(rig: Rig) -> None:
 
 
 async def a_swap_loses_no_request(rig: Rig) -> None:
-    other = sibling()
+    other = redraw(pico(), seed=2).eval()
     donor = replace(make_bundle(other), lineage=rig.bundle.lineage)
     mixed = copy.deepcopy(rig.model)
     ls.blocks_of(mixed)[2].load_state_dict(ls.blocks_of(other)[2].state_dict())
