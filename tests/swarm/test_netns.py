@@ -150,10 +150,9 @@ def kill_an_agent(network, directory, marks):
     # The process has this title only once it has started.
     until(network, directory, lambda log: network.running("h1", "ray::DashboardAgent"))
     (agent,) = network.running("h1", "ray::DashboardAgent")
-    begun = time.monotonic()
     os.kill(agent, signal.SIGKILL)
+    # The machine joins again, or the story ends here.
     until(network, directory, lambda log: {*network.running("h1", start)} - {member})
-    marks["agent_killed"] = time.monotonic() - begun
     (directory / "stop").touch()
     until(network, directory, lambda log: count(log, "stopped") >= 1)
 
@@ -282,10 +281,6 @@ def test_a_killed_host_costs_a_hop_and_no_request(story):
     assert first_failed_hop(story, "h2", story.killed) < 1.0
     assert gone < 10.0
     assert any(line["skipped"].keys() == {"1", "3"} for line in answered)
-
-
-def test_a_member_begins_anew_when_an_agent_of_ray_dies(story):
-    print(f"agent killed: its machine joins again after {story.agent_killed:.1f} s")
 
 
 def test_the_head_ended_without_an_error(story):
