@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
+import adversarial
+import breaks
 import pytest
+import robustness
 import torch
+import trainings
 
 import layershuffle as ls
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "scripts"))
-import adversarial  # noqa: E402
-import breaks  # noqa: E402
-import robustness  # noqa: E402
-import trainings  # noqa: E402
 
 RADIUS = 8 / 255
 ORDER = robustness.drawn(1)[0]

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import replace
 from itertools import chain, pairwise
 from pathlib import Path
 
+import breaks
+import breaks_page
 import pytest
 import torch
 
 import layershuffle as ls
 from layershuffle.data.digits import digit_images, draw_pairs
 from layershuffle.discovery import find_blocks
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "scripts"))
-import breaks  # noqa: E402
-import breaks_page  # noqa: E402
 
 RUNS = [run for stage in breaks.STAGES for run in stage]
 PAIRS = 128

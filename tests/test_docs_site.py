@@ -4,16 +4,11 @@
 """
 
 import re
-import sys
-from pathlib import Path
 
 import pytest
+from docs_hooks import foreign_requests, inside
 
 import layershuffle as ls
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
-
-from docs_hooks import foreign_requests, inside
 
 OWN = """<link rel="stylesheet" href="assets/main.css"><link rel="canonical" href="https://a.example/x">
 <script src="../bundle.js"></script><a href="https://a.example">follow me</a>

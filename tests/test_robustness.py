@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
+import robustness
 import torch
 
 import layershuffle as ls
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "scripts"))
-import robustness  # noqa: E402
 
 ORDERS = robustness.drawn(3)
 RADIUS = 8 / 255

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
+import digit_scenes
 import pytest
+import scenes
 import torch
 from torch import Tensor, nn
 
 import layershuffle as ls
 from layershuffle.data.digits import digit_images, digit_instances
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "scripts"))
-import digit_scenes  # noqa: E402
-import scenes  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import math
-import sys
 from itertools import chain
-from pathlib import Path
 
+import open_questions
 import pytest
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "scripts"))
-import open_questions  # noqa: E402
-import recipes_page  # noqa: E402
-import scenes  # noqa: E402
-import scenes_page  # noqa: E402
+import recipes_page
+import scenes
+import scenes_page
 
 
 def test_tables_are_made_of_the_results() -> None:
