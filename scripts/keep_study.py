@@ -19,6 +19,7 @@ from PIL import Image
 
 from layershuffle.analysis import find_analysis, read_analysis
 from layershuffle.plotting import figure_bytes
+from layershuffle.study.claims import judge
 from layershuffle.study.plan import KEPT_FILE
 from layershuffle.study.report import KEPT_DPI, write_report
 from layershuffle.study.store import completed, read_study, write_kept
@@ -58,7 +59,11 @@ def keep(directory: Path, out: Path) -> int:
     for name, content in figures.items():
         (out / "figures").mkdir(exist_ok=True)
         (out / "figures" / name).write_bytes(content)
-    write_report(out).html.unlink()
+    report = write_report(out)
+    report.html.unlink()
+    (out / "table.md").unlink()  # the first table of report.md
+    if all(judged == "not measured" for _, judged, _ in judge(report.summary)):
+        (out / "claims.md").unlink()
     for path in out.rglob("*.png"):
         picture = Image.open(io.BytesIO(path.read_bytes())).convert("RGB")
         with_palette = picture.quantize(COLOURS, dither=Image.Dither.NONE)
