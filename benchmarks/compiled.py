@@ -1,4 +1,4 @@
-"""Claim: blocks compiled one by one share one graph in every order; what that gains is told.
+"""Claim: blocks compiled one by one share one graph in every order; what that gains is measured.
 
 Nothing is promised here: on this kind of processor a compiler gains little. Compiling needs a C++
 compiler; without one the rows say so.

@@ -1,4 +1,4 @@
-"""Claim: four orders per batch cost little more than one at width 192; at width 64 it is told.
+"""Claim: four orders per batch cost little more than one at width 192; at width 64 it is stated.
 
 As many images run through as many blocks, in more and smaller calls. At width 64 a call with a
 quarter of the images takes well over a quarter of the time.
