@@ -24,7 +24,7 @@ from layershuffle.swarm.plan import even_plan
 from layershuffle.swarm.server.app import create_app
 from layershuffle.swarm.server.gateway_page import PageOptions
 from layershuffle.swarm.server.limits import GatewayLimits
-from layershuffle.swarm.server.run import Listener, Server
+from layershuffle.swarm.server.run import ListeningSocket, Server
 from layershuffle.swarm.service import swarm_on
 
 VIEWERS, HOSTS, STARTS, PLENTY = 20, 4, 3, 100_000.0
@@ -81,7 +81,7 @@ def gateway() -> Iterator[int]:
                 model=service.plan.model,
                 page=PageOptions(),
             )
-            with Listener("127.0.0.1", port=0, limits=LIMITS) as listener:
+            with ListeningSocket("127.0.0.1", port=0, limits=LIMITS) as listener:
                 server = Server(app, limits=LIMITS)
                 serving = asyncio.create_task(server.serve(sockets=[listener]))
                 ports.append(listener.getsockname()[1])

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from layershuffle.bench.timing import SMOKE, Effort
 from layershuffle.models import load
 from layershuffle.stack import blocks_of, depth_of
-from layershuffle.swarm.chaos import Fault, Kind
+from layershuffle.swarm.chaos import Fault, FaultKind
 from layershuffle.swarm.drill import run_drill
 from layershuffle.swarm.load_client import client_inside, labelled_images, load_client
 from layershuffle.swarm.messages import Route, Wire
@@ -170,7 +170,7 @@ async def speed(ask: Callable[[int], Awaitable[Any]], count: int) -> tuple[float
 # --- how soon a failure is felt -------------------------------------------------------------------
 
 
-async def noticed(swarms: Swarms, kind: Kind, *, count: int) -> Row:
+async def noticed(swarms: Swarms, kind: FaultKind, *, count: int) -> Row:
     """From the failure of a host to the end of the first request that does without its blocks."""
     plan = even_plan(DEPTH, 6)
     times = []

@@ -15,7 +15,7 @@ from layershuffle.swarm import policy, state
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Visited
 from layershuffle.swarm.plan import SwarmPlan, even_plan
-from layershuffle.swarm.policy import ROUTINGS, Progress, Routing
+from layershuffle.swarm.policy import ROUTINGS, RequestProgress, Routing
 from layershuffle.swarm.simulation import (
     Arrivals,
     Churn,
@@ -100,7 +100,7 @@ def stepping(hosts: int) -> Callable[[], object]:
         nonlocal swarm
         number = next(numbers)
         done = tuple(range(number % DEPTH))
-        asked = Progress(DEPTH, 1e9, done=done, seed=number)
+        asked = RequestProgress(DEPTH, 1e9, done=done, seed=number)
         action = policy.decide(asked, swarm, now=0.0, limits=limits)
         assert isinstance(action, policy.Visit)
         hop = Visited(action.host, action.blocks, "answered", 6.0 + number % 7 / 10, 4.0)

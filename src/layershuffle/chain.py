@@ -24,7 +24,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
-from layershuffle.entries import HOSTS, Entry, Form, Host, form_of, has_parts, state_first, state_of
+from layershuffle.entries import (
+    HOSTS,
+    Entry,
+    Form,
+    HostBehaviour,
+    form_of,
+    has_parts,
+    state_first,
+    state_of,
+)
 from layershuffle.errors import StackError
 from layershuffle.runs import apart, in_place
 
@@ -34,7 +43,7 @@ IMAGES = 2  # with one image a mask for all samples looks like a mask per sample
 _FACTORS = (1.0, 0.0, 1e4, math.nan)
 # Calls whose arguments never repeat would fill the memory.
 _MOST_CALLS = 64
-_BY_CALL: WeakKeyDictionary[nn.Module, dict[Hashable, Host]] = WeakKeyDictionary()
+_BY_CALL: WeakKeyDictionary[nn.Module, dict[Hashable, HostBehaviour]] = WeakKeyDictionary()
 # Two trials at a time would take each other's modes for those to come back to. Reentrant, because a
 # host may hold a model with a stack of its own.
 _LOCK = threading.RLock()
@@ -47,7 +56,7 @@ def host_of_stack(
     arguments: Any,
     batch: int,
     forward: Callable[[Any], Any],
-) -> Host:
+) -> HostBehaviour:
     """What the host does around `stack` in a call of `model`, which holds it.
 
     `forward(arguments)` calls `model` for `batch` samples; the trial gives it `IMAGES` of them. It
@@ -84,7 +93,7 @@ def _kind(arguments: Any, batch: int) -> tuple[Hashable, ...]:
     return structure, *kinds
 
 
-def _tried(stack: nn.Module, model: nn.Module, forward: Callable[[], Any]) -> Host:
+def _tried(stack: nn.Module, model: nn.Module, forward: Callable[[], Any]) -> HostBehaviour:
     trial = _Trial(stack)
 
     def run(entries: list[Entry]) -> Any:
@@ -110,7 +119,7 @@ def _tried(stack: nn.Module, model: nn.Module, forward: Callable[[], Any]) -> Ho
         chain = False
     finally:
         trial.over = True
-    return Host(chain=chain, form=trial.form, batched=trial.batched, writes=trial.writes)
+    return HostBehaviour(chain=chain, form=trial.form, batched=trial.batched, writes=trial.writes)
 
 
 class _Trial:

@@ -24,7 +24,7 @@ from layershuffle.runs import Run, in_backward, in_checkpoint
 
 BlockCall = Callable[[int, int, Tensor, "tuple[int, ...] | None"], Tensor]
 """Runs a block at a position on a state, of these rows of the batch or of all (`None`)."""
-Walk = Callable[[BlockCall, Tensor], Tensor]
+BlockWalk = Callable[[BlockCall, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Form:
 
 
 @dataclass(frozen=True)
-class Host:
+class HostBehaviour:
     """What a trial showed about the host of a stack in a kind of call (`layershuffle.chain`).
 
     `chain`: between its blocks it only hands on the state. `batched`: which of the things that it
@@ -58,7 +58,7 @@ class Host:
 
 # Of the latest call that was judged. Beside the stack, not in it: a copy of a model may be changed
 # before it runs.
-HOSTS: WeakKeyDictionary[nn.Module, Host] = WeakKeyDictionary()
+HOSTS: WeakKeyDictionary[nn.Module, HostBehaviour] = WeakKeyDictionary()
 
 
 def has_parts(leaf: Any, batch: int) -> bool:
@@ -249,7 +249,13 @@ class Walked(Entry):
     """The one entry of a stack that a walk runs as a whole."""
 
     def __init__(
-        self, stack: nn.Module, walk: Walk, run: Run, host: Host | None, *, older: bool = False
+        self,
+        stack: nn.Module,
+        walk: BlockWalk,
+        run: Run,
+        host: HostBehaviour | None,
+        *,
+        older: bool = False,
     ) -> None:
         self._blocks = list(stack._modules.values())
         super().__init__(self._blocks[0])  # type: ignore[arg-type]
@@ -286,7 +292,7 @@ class Walked(Entry):
         return form.filled(after)
 
 
-def _refuse_batched(arguments: Any, *, batch: int, host: Host | None) -> None:
+def _refuse_batched(arguments: Any, *, batch: int, host: HostBehaviour | None) -> None:
     """Attention masks and the like that differ between samples cannot be regrouped here."""
     leaves = tree_leaves(arguments)
     batched = [True] * len(leaves) if host is None else host.batched

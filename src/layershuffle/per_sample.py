@@ -16,7 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from layershuffle.chain import host_of_stack
-from layershuffle.entries import BlockCall, Entry, Host, Walk, Walked, state_first, state_of
+from layershuffle.entries import (
+    BlockCall,
+    BlockWalk,
+    Entry,
+    HostBehaviour,
+    Walked,
+    state_first,
+    state_of,
+)
 from layershuffle.errors import StackError, UsageError
 from layershuffle.machine import to_device
 from layershuffle.orders import ExecutionOrder
@@ -44,7 +52,7 @@ def run_grouped(state: Tensor, orders: Sequence[ExecutionOrder], *, call: BlockC
     arranged = [row for rows in rows_of.values() for row in rows]
     chunks = torch.split(_rearranged(state, arranged), list(map(len, rows_of.values())))
     groups = [
-        _Group(order, rows, state if len(chunks) == 1 else chunk)
+        _SampleGroup(order, rows, state if len(chunks) == 1 else chunk)
         for (order, rows), chunk in zip(rows_of.items(), chunks, strict=True)
     ]
     # As many block runs as with one order, but in smaller calls: 2.7 times the time at width 64,
@@ -64,7 +72,7 @@ def run_grouped(state: Tensor, orders: Sequence[ExecutionOrder], *, call: BlockC
     return _rearranged(torch.cat([group.state for group in groups]), original)
 
 
-class _Group:
+class _SampleGroup:
     """The samples of one order: their rows in the batch, and how far they came."""
 
     def __init__(self, order: ExecutionOrder, rows: Sequence[int], state: Tensor) -> None:
@@ -85,9 +93,9 @@ class _Group:
         self.state = out if newest else added(self.state, read=self._read, out=out)
 
 
-def _by_next_block(groups: Sequence[_Group], position: int) -> dict[int, list[_Group]]:
+def _by_next_block(groups: Sequence[_SampleGroup], position: int) -> dict[int, list[_SampleGroup]]:
     """The groups that run a block at `position`, by that block, ascending."""
-    members: dict[int, list[_Group]] = {}
+    members: dict[int, list[_SampleGroup]] = {}
     for group in groups:
         if position < len(group.steps):
             members.setdefault(group.steps[position][0], []).append(group)
@@ -112,7 +120,7 @@ class SampleOrders:
     def __init__(self, stack: nn.Module, orders: Sequence[ExecutionOrder]) -> None:
         self.orders, self.called = tuple(orders), 0
         self._older = any(order.versions is not None for order in self.orders)
-        self.host: Host | None = None
+        self.host: HostBehaviour | None = None
         self._stack = stack
 
     def entries(self, run: Run) -> list[Entry]:
@@ -131,7 +139,7 @@ class SampleOrders:
     def _walk(self, call: BlockCall, state: Tensor) -> Tensor:
         return run_grouped(state, self.orders, call=call)
 
-    def _at(self, position: int) -> Walk:
+    def _at(self, position: int) -> BlockWalk:
         steps = [ExecutionOrder((order.blocks[position],), order.depth) for order in self.orders]
 
         def walk(call: BlockCall, state: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from layershuffle.models import image_view, logits_of
 from layershuffle.runs import in_eval
 from layershuffle.stack import blocks_of
 
-Work = Callable[[], object]
+ProbeStep = Callable[[], object]
 GAIN = 1.2
 """How many times as fast bf16 has to be: less could be chance, and it rounds every state."""
 LEAST_WEIGHTS = 12 * 128**2
@@ -82,10 +82,10 @@ def judged(ratios: list[float]) -> ChosenPrecision:
     )
 
 
-def ratios_of(fp32: Work, bf16: Work, *, clock: Callable[[], float]) -> list[float]:
+def ratios_of(fp32: ProbeStep, bf16: ProbeStep, *, clock: Callable[[], float]) -> list[float]:
     """Seconds of `fp32` over seconds of `bf16`, pair by pair; a single one if that one is clear."""
 
-    def seconds(step: Work) -> float:
+    def seconds(step: ProbeStep) -> float:
         begun = clock()
         step()
         # A coarse clock may not have moved.
@@ -102,7 +102,7 @@ def ratios_of(fp32: Work, bf16: Work, *, clock: Callable[[], float]) -> list[flo
     return ratios
 
 
-def training_steps(model: nn.Module, images: Tensor) -> tuple[Work, Work]:
+def training_steps(model: nn.Module, images: Tensor) -> tuple[ProbeStep, ProbeStep]:
     """Forward and backward on `images` `[n, *view]`, in fp32 and under bf16 autocast."""
 
     def step(dtype: AbstractContextManager[object]) -> None:
@@ -117,7 +117,7 @@ def training_steps(model: nn.Module, images: Tensor) -> tuple[Work, Work]:
     )
 
 
-def scoring_steps(model: nn.Module, images: Tensor) -> tuple[Work, Work]:
+def scoring_steps(model: nn.Module, images: Tensor) -> tuple[ProbeStep, ProbeStep]:
     """Forwards on `images` `[n, *view]`, in fp32 and with weights and images in bf16."""
     rounded, pixels = copy.deepcopy(model).to(torch.bfloat16), images.bfloat16()
 

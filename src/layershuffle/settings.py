@@ -25,7 +25,10 @@ from layershuffle.text import nearest
 
 DEFAULT_EPOCHS = 20.0  # paper, section 4: performance "plateaus at 20 epochs the latest"
 Positive = Annotated[int, Field(ge=1)]
+Above = Annotated[float, Field(gt=0)]
+NotBelow = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(gt=0.0, lt=1.0)]
+BlockId = Annotated[int, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, lt=1 << 32)]
 """Below 2 ** 32: numpy's generator, which augmentation uses, takes no more."""
 Precision = Literal["fp32", "bf16"]

@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from layershuffle.discovery import find_blocks
-from layershuffle.entries import HOSTS, Placed, Walk, Walked, versioned
+from layershuffle.entries import HOSTS, BlockWalk, Placed, Walked, versioned
 from layershuffle.errors import StackError
 from layershuffle.hooks import BlockHook, Step, Tap
 from layershuffle.orders import ExecutionOrder, order_of, refuse_non_orders
@@ -374,7 +374,7 @@ def _say_batch_norm(stack: BlockStack, consequence: str) -> None:
 
 
 @contextmanager
-def walking(model: nn.Module, walk: Walk, *, older: bool = False) -> Iterator[None]:
+def walking(model: nn.Module, walk: BlockWalk, *, older: bool = False) -> Iterator[None]:
     """Run `walk(call, state) -> state` in place of the whole stack, in this thread.
 
     `call(block, position, chunk, rows)` runs one block, hooks included, with the other arguments

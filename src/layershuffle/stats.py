@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-Kind = Literal["models", "orders", "images", "none"]
+IntervalKind = Literal["models", "orders", "images", "none"]
 Values = Sequence[float] | Mapping[int, float]
 """Values of no particular order, or one value per seed."""
 
@@ -47,7 +47,7 @@ class Estimate:
     sd_models: float | None
     low: float | None
     high: float | None
-    kind: Kind
+    kind: IntervalKind
     models: int
     orders: int
     images: int
@@ -312,8 +312,8 @@ class ImageGroups:
 
 def _interval(
     means: Sequence[float], values: Sequence[float], images: float, percent: bool
-) -> tuple[float | None, float | None, Kind]:
-    kind: Kind
+) -> tuple[float | None, float | None, IntervalKind]:
+    kind: IntervalKind
     if len(values) > 1:
         # One model says nothing about other seeds, so its interval covers orders, and says so.
         kind = "models" if len(means) > 1 else "orders"

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from layershuffle.chain import host_of_stack
-from layershuffle.entries import BlockCall, Host
+from layershuffle.entries import BlockCall, HostBehaviour
 from layershuffle.errors import StackError
 from layershuffle.orders import ExecutionOrder
 from layershuffle.residual import added
@@ -206,7 +206,7 @@ def _is_chain(model: nn.Module, images: Tensor, *, forward: Callable[[Tensor], T
     return chain
 
 
-def _tried(model: nn.Module, images: Tensor, forward: Callable[[Tensor], Tensor]) -> Host:
+def _tried(model: nn.Module, images: Tensor, forward: Callable[[Tensor], Tensor]) -> HostBehaviour:
     return host_of_stack(
         stack_of(model), model=model, arguments=images, batch=len(images), forward=forward
     )

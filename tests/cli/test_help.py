@@ -12,13 +12,15 @@ import pytest
 
 from layershuffle.analysis import ANALYSES
 from layershuffle.bench.settings import KINDS
-from layershuffle.cli import ROOT, SWARM, Group, main, swarm
+from layershuffle.cli import ROOT, SWARM, CommandGroup, main, swarm
 from layershuffle.methods import METHODS
 from layershuffle.swarm.chaos import KINDS as KINDS_OF_FAULTS
 from layershuffle.swarm.plan import DEFAULT_MODEL
 from layershuffle.swarm.policy import ROUTINGS
 
-COMMANDS = [name for name, (_, target) in ROOT.commands.items() if not isinstance(target, Group)]
+COMMANDS = [
+    name for name, (_, target) in ROOT.commands.items() if not isinstance(target, CommandGroup)
+]
 COMMANDS += [f"swarm {name}" for name in SWARM.commands]
 FLAG = r"--[a-z][a-z0-9.-]*[a-z0-9]"
 

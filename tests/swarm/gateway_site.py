@@ -25,7 +25,7 @@ from layershuffle.swarm.remote_model import RemoteModel
 from layershuffle.swarm.router import Router
 from layershuffle.swarm.server.app import create_app
 from layershuffle.swarm.server.limits import GatewayLimits
-from layershuffle.swarm.server.run import Listener, Server
+from layershuffle.swarm.server.run import ListeningSocket, Server
 from layershuffle.swarm.state import HostView, Swarm
 from waiting import HANGS
 
@@ -120,7 +120,7 @@ async def listening(
     app: Any, limits: GatewayLimits, *, tls: ssl.SSLContext | None = None
 ) -> AsyncIterator[tuple[Any, int]]:
     """(server, port) of `app` on a socket of this machine."""
-    with Listener("127.0.0.1", port=0, limits=limits) as listener:
+    with ListeningSocket("127.0.0.1", port=0, limits=limits) as listener:
         server = Server(app, limits=limits, tls=tls)
         running = asyncio.create_task(server.serve(sockets=[listener]))
         try:

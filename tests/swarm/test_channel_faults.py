@@ -20,7 +20,7 @@ from layershuffle.swarm.channel import (
 from layershuffle.swarm.frames import (
     FRAME_BYTES,
     HEAD_BYTES,
-    Kind,
+    FrameKind,
     answer_frame,
     visit_frame,
     word_frame,
@@ -110,7 +110,7 @@ async def raw(server_address):
     return await asyncio.open_connection(host, int(port))
 
 
-BIG = bytearray(b"".join(word_frame(Kind.PROOF, words=b"x" * 64)))
+BIG = bytearray(b"".join(word_frame(FrameKind.PROOF, words=b"x" * 64)))
 BIG[8:12] = struct.pack("<I", 65)
 
 
@@ -120,11 +120,11 @@ BIG[8:12] = struct.pack("<I", 65)
         (b"GET / HTTP/1.1\r\nHost: swarm.example.org\r\nAccept: */*\r\n\r\n", "no frame"),
         (bytes(HEAD_BYTES), "no frame"),
         (bytes(BIG), "65 bytes, of 64 at most"),
-        (b"".join(word_frame(Kind.PROOF)), "wrong token"),
-        (b"".join(word_frame(Kind.PROOF, words=bytes(64))), "wrong token"),
-        (b"".join(word_frame(Kind.CANCEL, number=1)), "wrong token"),
-        (b"".join(word_frame(Kind.VISIT)), "wrong token"),
-        (b"".join(word_frame(Kind.PROOF, words=bytes(64)))[:-1], "no proof in time"),
+        (b"".join(word_frame(FrameKind.PROOF)), "wrong token"),
+        (b"".join(word_frame(FrameKind.PROOF, words=bytes(64))), "wrong token"),
+        (b"".join(word_frame(FrameKind.CANCEL, number=1)), "wrong token"),
+        (b"".join(word_frame(FrameKind.VISIT)), "wrong token"),
+        (b"".join(word_frame(FrameKind.PROOF, words=bytes(64)))[:-1], "no proof in time"),
         (b"", "no proof in time"),
     ],
 )
@@ -159,10 +159,10 @@ async def liar(reply):
 
     async def talk(reader, writer):
         nonce = bytes(32)
-        writer.writelines(word_frame(Kind.CHALLENGE, words=nonce))
+        writer.writelines(word_frame(FrameKind.CHALLENGE, words=nonce))
         proof = (await reader.readexactly(HEAD_BYTES + 64))[HEAD_BYTES:]
         words = proof_of(CREDENTIALS.token, b"host ", host="a", nonces=nonce + proof[:32])
-        writer.writelines(word_frame(Kind.WELCOME, words=words))
+        writer.writelines(word_frame(FrameKind.WELCOME, words=words))
         await reader.readexactly(HEAD_BYTES)
         await reply(reader, writer)
         writer.close()
@@ -202,7 +202,7 @@ WIDER[20:24] = struct.pack("<I", 5)
         (bytes(LONG), f"of {FRAME_BYTES} at most"),
         (bytes(WIDER), "bytes for 0 blocks and a state"),
         (b"".join(visit_frame(1, (1,), packet=pack(STATE, "fp32"), budget_ms=1.0)), "kind VISIT"),
-        (b"".join(word_frame(Kind.FAILURE, number=1, code=7)), "unknown failure 7"),
+        (b"".join(word_frame(FrameKind.FAILURE, number=1, code=7)), "unknown failure 7"),
     ],
 )
 def test_garbage_from_a_host_ends_the_channel(frame, says):

@@ -10,7 +10,7 @@ from layershuffle.swarm.frames import (
     FRAME_BYTES,
     HEAD_BYTES,
     BrokenFrame,
-    Kind,
+    FrameKind,
     answer_frame,
     failure_frame,
     read_answer,
@@ -38,7 +38,7 @@ def test_a_visit_and_its_answer_come_out_as_they_went_in(wire):
     packet = pack(STATE, wire)
     whole = b"".join(visit_frame(7, (3, 0, 2), packet=packet, budget_ms=12.5))
     head, tail = split(whole)
-    assert (head.kind, head.id, len(whole)) == (Kind.VISIT, 7, HEAD_BYTES + 12 + packet.nbytes)
+    assert (head.kind, head.id, len(whole)) == (FrameKind.VISIT, 7, HEAD_BYTES + 12 + packet.nbytes)
     blocks, again, budget_ms = read_visit(head, tail)
     assert (blocks, budget_ms) == ((3, 0, 2), 12.5)
     sealed = b"".join(answer_frame(7, Answer(packet, 1.5, 0.25, 3.0)))
@@ -89,7 +89,7 @@ def test_what_no_frame_may_say():
     with pytest.raises(BrokenFrame, match=f"of {FRAME_BYTES} at most"):
         read_head(bytes(long))
     with pytest.raises(BrokenFrame, match="unknown failure 9"):
-        read_answer(*split(b"".join(word_frame(Kind.FAILURE, code=9))))
+        read_answer(*split(b"".join(word_frame(FrameKind.FAILURE, code=9))))
     with pytest.raises(BrokenFrame, match="kind VISIT"):
         read_answer(*split(whole))
     for other in (None, "text", 5):

@@ -16,7 +16,7 @@ from layershuffle.errors import UsageError
 from layershuffle.orders import ExecutionOrder
 from layershuffle.swarm.messages import HostGone, HostUnavailable, Visit
 from layershuffle.swarm.ordered import Ask, PassOver, Steps, decide_step, stretch
-from layershuffle.swarm.policy import Finish, Progress, Wait
+from layershuffle.swarm.policy import Finish, RequestProgress, Wait
 from layershuffle.swarm.router import Router
 from layershuffle.swarm.state import HostView, Swarm
 
@@ -35,7 +35,7 @@ def next_of(text, *hosts, ran="", answered=(), visits=(), **progress):
     for mark in ran:
         steps = steps.after(1, ran=mark == "x")
     done = tuple(block for block, mark in zip(order, ran, strict=False) if mark == "x")
-    asked = Progress(**{"depth": DEPTH, "deadline": 1.0, "order": order.blocks, **progress})
+    asked = RequestProgress(**{"depth": DEPTH, "deadline": 1.0, "order": order.blocks, **progress})
     return decide_step(asked.after(done), steps, swarm=Swarm(hosts), now=0.0, limits=LIMITS)
 
 

@@ -13,7 +13,7 @@ from layershuffle.swarm import state
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Visit, Visited
 from layershuffle.swarm.overlap import MOST_BESIDE, counts, decide_overlap
-from layershuffle.swarm.policy import Finish, Progress, UnderWay, Wait, compared
+from layershuffle.swarm.policy import Finish, RequestProgress, UnderWay, Wait, compared
 from layershuffle.swarm.rounds import Rounds, Way
 from layershuffle.swarm.state import HostView, Swarm
 
@@ -22,7 +22,7 @@ AGAIN = Rounds({2: Way(2, 3)}, otherwise=Way(2), max_age=4)
 
 
 def next_of(*hosts, rounds=THREE, now=0.0, walks=1, done=(), **progress):
-    asked = Progress(**{"depth": 4, "deadline": 1.0, **progress}).after(done)
+    asked = RequestProgress(**{"depth": 4, "deadline": 1.0, **progress}).after(done)
     return decide_overlap(asked, Swarm(hosts), now=now, limits=LIMITS, rounds=rounds, walks=walks)
 
 
@@ -112,14 +112,16 @@ def test_a_slow_host_takes_part_if_it_may_be_back_in_time():
     """Two quick blocks take 6 ms each, one under way at a time: 12 ms, and the slow host 11."""
     hosts = host("a", 0), host("b", 1), host("c", 2), host("d", 3, compute=0.009, link=0.002)
     limits = Limits(reserve_ms=10, slow_factor=2.0, slow_margin_ms=1.0)
-    progress = Progress(4, 1.0).after((0,))
+    progress = RequestProgress(4, 1.0).after((0,))
     two = Rounds(otherwise=Way(2), max_age=4)
     visit = decide_overlap(progress, Swarm(hosts), now=0.0, limits=limits, rounds=two)
     assert visit.host != "d", "only one round is left: 6 ms"
-    visit = decide_overlap(Progress(4, 1.0), Swarm(hosts), now=0.0, limits=limits, rounds=two)
+    visit = decide_overlap(
+        RequestProgress(4, 1.0), Swarm(hosts), now=0.0, limits=limits, rounds=two
+    )
     assert (visit.host, visit.blocks, visit.waited) == ("d", (3,), False)
     busy = decide_overlap(
-        Progress(4, 1.0), Swarm(hosts), now=0.0, limits=limits, rounds=two, walks=3
+        RequestProgress(4, 1.0), Swarm(hosts), now=0.0, limits=limits, rounds=two, walks=3
     )
     assert busy.host != "d", "a busy swarm has no visits to spare"
     ended = progress.after((1, 2))
@@ -148,7 +150,7 @@ def test_slow_hosts_are_the_last_resort():
     limits = replace_limits(slow_factor=2.0, slow_margin_ms=1.0)
 
     def decided(**progress):
-        asked = Progress(**{"depth": 4, "deadline": 1.0, **progress}).after((0, 1, 2))
+        asked = RequestProgress(**{"depth": 4, "deadline": 1.0, **progress}).after((0, 1, 2))
         hosts = Swarm((A, B, slow))
         return decide_overlap(asked, hosts, now=0.0, limits=limits, rounds=THREE)
 
@@ -163,7 +165,7 @@ def test_a_block_that_nobody_will_be_asked_for_ends_no_pass():
     rounds = Rounds(otherwise=Way(1, 3), max_age=4)
     limits = replace_limits(slow_factor=2.0, slow_margin_ms=1.0)
     for third in (replace(C, compute=0.05), replace(C, condition="gone")):
-        progress = Progress(5, 1.0).after((0, 2, 3))
+        progress = RequestProgress(5, 1.0).after((0, 2, 3))
         hosts = Swarm((host("a", 0), B, third))
         action = decide_overlap(progress, hosts, now=0.0, limits=limits, rounds=rounds)
         assert action.blocks == (0,)
@@ -178,7 +180,7 @@ def test_no_more_than_eight_go_on_beside_a_request():
     slow = [host(f"s{k}", k, compute=0.004, link=0.002) for k in range(9)]
     quick = [host(f"q{k}", k, compute=0.001, link=0.005) for k in range(9, 20)]
     limits = replace_limits(slow_factor=2.0, slow_margin_ms=1.0)
-    progress = Progress(20, 1.0)
+    progress = RequestProgress(20, 1.0)
     for k in range(MOST_BESIDE):
         visit = decide_overlap(
             progress, Swarm(slow + quick), now=0.0, limits=limits, rounds=Rounds(otherwise=Way(2))
@@ -198,7 +200,7 @@ def test_visits_side_by_side_draw_other_hosts():
     swarm = Swarm(host(f"h{k:03}", 0, 1, 2, 3) for k in range(1000))
 
     def drawn(**progress):
-        asked = Progress(4, 1.0, seed=3, **progress)
+        asked = RequestProgress(4, 1.0, seed=3, **progress)
         return [view.name for view in compared(asked, swarm, blocks=range(4), limits=LIMITS)]
 
     beside = under_way(("h000", (0,), 0))
@@ -216,7 +218,7 @@ def test_a_late_answer_is_waited_for_while_blocks_are_too_few():
 
 
 def test_what_still_counts():
-    progress = Progress(6, 1.0).after((0, 1, 2))
+    progress = RequestProgress(6, 1.0).after((0, 1, 2))
     assert counts(progress, UnderWay("a", (3,), 1), max_age=2)
     assert not counts(progress, UnderWay("a", (3,), 0), max_age=2), "too old"
     assert not counts(progress, UnderWay("a", (2,), 1), max_age=2), "it ran meanwhile"
@@ -250,7 +252,7 @@ def test_requests_end_in_time_and_run_no_block_too_often(
         HostView(f"h{i}", blocks, compute=compute, link=link, waiting=waiting)
         for i, (blocks, compute, link, waiting) in enumerate(hosts)
     )
-    progress, now, calls, fates = Progress(DEPTH, deadline, min_blocks), 0.0, [], iter(fates)
+    progress, now, calls, fates = RequestProgress(DEPTH, deadline, min_blocks), 0.0, [], iter(fates)
     last_start = deadline - LIMITS.reserve_ms / 1000
     for _ in range(500):
         calls = [call for call in calls if counts(progress, call[1], max_age=rounds.max_age)]

@@ -12,7 +12,7 @@ from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Visit, Visited
 from layershuffle.swarm.policy import (
     Finish,
-    Progress,
+    RequestProgress,
     Wait,
     compared,
     decide,
@@ -30,7 +30,7 @@ def host(name, *blocks, **fields):
 
 
 def next_of(*hosts, now=0.0, routing="order-free", **progress):
-    asked = Progress(**{"depth": 4, "deadline": 1.0, **progress})
+    asked = RequestProgress(**{"depth": 4, "deadline": 1.0, **progress})
     return decide(asked, Swarm(hosts), now=now, limits=LIMITS, routing=routing)
 
 
@@ -118,7 +118,7 @@ def test_enough_is_enough():
     assert next_of(a, b, most=3, min_blocks=4, done=(0, 1, 3)).blocks == (2,)
     assert next_of(a, b, most=1, order=(2, 3)).blocks == (2,), "an order asked for is run whole"
     assert next_of(a, b, most=1, routing="sequential", done=(0, 1)).blocks == (2,)
-    asked = Progress(4, 1.0, most=3, done=(0, 1, 3))
+    asked = RequestProgress(4, 1.0, most=3, done=(0, 1, 3))
     skips = skipped(asked, Swarm([a, b]), ending="enough", limits=LIMITS)
     assert skips == {2: "the plan lets requests do with 3 blocks"}
 
@@ -194,7 +194,9 @@ def test_a_visit_hedges_what_it_repeats():
 
 def test_every_skipped_block_has_its_reason():
     swarm = Swarm([host("a", 0, condition="suspect", why="no answer in time"), host("b", 1)])
-    skips = skipped(Progress(4, 1.0, order=(0, 1, 3)), swarm, ending="deadline", limits=LIMITS)
+    skips = skipped(
+        RequestProgress(4, 1.0, order=(0, 1, 3)), swarm, ending="deadline", limits=LIMITS
+    )
     assert skips == {
         0: "host a is suspect: no answer in time",
         1: "the deadline was near",
@@ -262,7 +264,7 @@ def played(hosts, fates, *, routing, progress):
 def test_requests_end_in_time_and_never_repeat_a_block(
     hosts, fates, routing, deadline, min_blocks, order
 ):
-    progress = Progress(DEPTH, deadline, min_blocks, order)
+    progress = RequestProgress(DEPTH, deadline, min_blocks, order)
     ending, progress, visits, swarm, now = played(hosts, fates, routing=routing, progress=progress)
     assert len(set(progress.done)) == len(progress.done)
     last_start = deadline - LIMITS.reserve_ms / 1000
@@ -287,7 +289,7 @@ def test_every_reachable_block_runs_when_time_allows(hosts, faults, demanding):
     Slow hosts are left out, unless the request asks for every block.
     """
     fates = [(fault, 0.5) for fault in faults] + [("answered", 0.001)] * 40
-    progress = Progress(DEPTH, 1000.0, min_blocks=DEPTH if demanding else 1)
+    progress = RequestProgress(DEPTH, 1000.0, min_blocks=DEPTH if demanding else 1)
     _, progress, _, swarm, _ = played(hosts, fates, routing="order-free", progress=progress)
     pace = swarm.pace(LIMITS)
     reachable = {
@@ -304,7 +306,7 @@ def test_a_step_compares_a_bounded_number_of_hosts():
     swarm = Swarm(HostView(f"h{i:04}", frozenset({i % 12})) for i in range(2400))
     seen = Counter()
     for seed in range(200):
-        progress = Progress(12, 1.0, seed=seed)
+        progress = RequestProgress(12, 1.0, seed=seed)
         chosen = compared(progress, swarm, blocks=progress.wanted, limits=limits)
         assert len(chosen) <= 48
         assert {block for host in chosen for block in host.blocks} == set(range(12))
@@ -313,5 +315,5 @@ def test_a_step_compares_a_bounded_number_of_hosts():
     assert max(seen.values()) < 20
     assert len(seen) > 2200
     few = Swarm(HostView(f"h{i:02}", frozenset({i % 12})) for i in range(48))
-    asked = Progress(12, 1.0)
+    asked = RequestProgress(12, 1.0)
     assert compared(asked, few, blocks=asked.wanted, limits=limits) == list(few.values())

@@ -19,7 +19,7 @@ from engines import BLOCKS, CHECKS, LIMITS, rig_of
 
 from layershuffle.errors import UsageError
 from layershuffle.swarm.chaos import signal_process
-from layershuffle.swarm.frames import Kind, answer_frame, word_frame
+from layershuffle.swarm.frames import FrameKind, answer_frame, word_frame
 from layershuffle.swarm.local import LocalHosts
 from layershuffle.swarm.messages import (
     Answer,
@@ -212,7 +212,7 @@ STATE = Packet("fp32", np.ones((1, 2, 3), np.float32))
         (b"", "a head of 0 bytes"),
         (bytes(200), "no frame"),
         (b"".join(answer_frame(0, Answer(STATE, 1.0, 0.0)))[:-9], "15 bytes of 24"),
-        (b"".join(word_frame(Kind.WELCOME)), "kind WELCOME"),
+        (b"".join(word_frame(FrameKind.WELCOME)), "kind WELCOME"),
         (pickle.dumps(Answer(STATE, 1.0, 0.0)), "no frame"),
         (None, "a NoneType in the place of a frame"),
     ],

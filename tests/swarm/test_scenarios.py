@@ -12,7 +12,7 @@ from test_chaos import STATE
 from test_drill import calibration
 from test_server_run import answered, connected, plain
 
-from layershuffle.cli.swarm import Scenario as NamedInHelp
+from layershuffle.cli.swarm import ScenarioFlag as NamedInHelp
 from layershuffle.cli.swarm.breaking import RunningSwarm, child_of, listener_of
 from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.swarm.chaos import ChaosTransport

@@ -12,7 +12,7 @@ from gateway_site import certify, listening
 
 from layershuffle.errors import LayerShuffleError
 from layershuffle.swarm.server.limits import GatewayLimits
-from layershuffle.swarm.server.run import Listener, Server
+from layershuffle.swarm.server.run import ListeningSocket, Server
 from layershuffle.swarm.server.tls import client_context, server_context
 from waiting import until
 
@@ -107,14 +107,14 @@ def test_answers_that_are_not_fetched_are_cut():
 def test_the_listener():
     """It names its protocol, or asyncio leaves Nagle's algorithm on: 40 ms per answer."""
     limits = GatewayLimits()
-    with Listener("127.0.0.1", port=0, limits=limits) as listener:
+    with ListeningSocket("127.0.0.1", port=0, limits=limits) as listener:
         taken = listener.getsockname()[1]
         with socket.create_connection(("127.0.0.1", taken)):
             accepted, _ = listener.accept()
         with accepted:
             assert listener.proto == accepted.proto == socket.IPPROTO_TCP
         with pytest.raises(LayerShuffleError, match=f"cannot listen on 127.0.0.1:{taken}"):
-            Listener("127.0.0.1", port=taken, limits=limits)
+            ListeningSocket("127.0.0.1", port=taken, limits=limits)
 
 
 def test_the_server_believes_no_forwarded_address():

@@ -27,7 +27,7 @@ from layershuffle.settings import FitSettings
 from layershuffle.stack import with_hooks
 from layershuffle.training.distributed import Ranks
 from layershuffle.training.job import Job
-from layershuffle.training.loop import Batch, train
+from layershuffle.training.loop import TrainingBatch, train
 from layershuffle.training.state import TrainState, new_state
 from layershuffle.training.warmup import largest_forward
 
@@ -127,7 +127,7 @@ def time_training(
     last, end = first + steps, first + steps + phased
     graphs_before = peak = 0
 
-    def batches() -> Iterator[list[Batch]]:
+    def batches() -> Iterator[list[TrainingBatch]]:
         for _ in range(state.step, end):
             pixels = workload.pixels.to(device, non_blocking=True)
             # Copied in every step, as a loader's batches are: the copy belongs to the phase `data`.

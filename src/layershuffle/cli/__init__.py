@@ -21,7 +21,7 @@ from layershuffle.text import did_you_mean, listing, one_line
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class CommandGroup:
     """Commands under one word, each with a line about it.
 
     A command is named as "module:class" and imported only when it is chosen, so that `--help` stays
@@ -30,10 +30,10 @@ class Group:
 
     about: str
     first_step: str
-    commands: dict[str, tuple[str, str | Group]]
+    commands: dict[str, tuple[str, str | CommandGroup]]
 
 
-SWARM = Group(
+SWARM = CommandGroup(
     about="Inference that goes on while hosts fail. Needs pip install 'layershuffle[swarm]'.",
     first_step="layershuffle swarm demo",
     commands={
@@ -55,7 +55,7 @@ SWARM = Group(
         ),
     },
 )
-ROOT = Group(
+ROOT = CommandGroup(
     about="Vision transformers whose blocks run in any order (arXiv 2407.04513).",
     first_step="layershuffle predict bundled:digits-swarm bundled:digit-pair.png",
     commands={
@@ -133,7 +133,7 @@ def _dispatch(arguments: Sequence[str]) -> int:
             raise UsageError(f"There is no command {unknown!r}", hint=hint)
         path.append(name)
         _, target = group.commands[name]
-        if isinstance(target, Group):
+        if isinstance(target, CommandGroup):
             group = target
             continue
         module, _, kind = target.partition(":")
@@ -145,7 +145,7 @@ def _dispatch(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _group_help(group: Group, path: str) -> str:
+def _group_help(group: CommandGroup, path: str) -> str:
     summaries = [(name, summary) for name, (summary, _) in group.commands.items()]
     return (
         f"usage: {path} COMMAND [options]\n\n{group.about}\n\n{listing(summaries)}\n\n"

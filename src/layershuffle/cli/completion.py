@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Union
 
 import tyro
 
-from layershuffle.cli import ROOT, Group
+from layershuffle.cli import ROOT, CommandGroup
 from layershuffle.cli.command import Command
 
 _SPEC = re.compile(r"^COMPLETION_SPEC = .*$", re.MULTILINE)
@@ -45,11 +45,11 @@ def completion_script(shell: str) -> str:
     return _SPEC.sub(lambda line: line[0].replace("\\n", " "), output.getvalue())
 
 
-def _tree(group: Group) -> Any:
+def _tree(group: CommandGroup) -> Any:
     """The commands of a group as the union of types that tyro makes subcommands of."""
     kinds: list[Any] = []
     for name, (summary, target) in group.commands.items():
-        if isinstance(target, Group):
+        if isinstance(target, CommandGroup):
             kind: Any = make_dataclass(name.title(), [("command", _tree(target))])
         else:
             module, _, word = target.partition(":")

@@ -19,11 +19,10 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from layershuffle.study.runner import TaskState
+    from layershuffle.study.runner import StudyWatcher, TaskState
+    from layershuffle.training.loop import Listener
 
-Listener = Callable[[dict[str, Any]], None]
 Clock = Callable[[], float]
-Watcher = Callable[[list["TaskState"], float], None]
 LOADER_BOUND = 10.0  # percent of the steps' time: below that, more loading would gain little
 _LINE_SECONDS, _DRAW_SECONDS = 20.0, 0.5  # between lines in a pipe, and drawings on a terminal
 _MOST_ROWS = 20
@@ -251,7 +250,7 @@ def loader_bound(event: dict[str, Any]) -> str:
 
 
 @contextmanager
-def study_watcher() -> Iterator[Watcher]:
+def study_watcher() -> Iterator[StudyWatcher]:
     """A watcher for `layershuffle.study.runner.run_study`: a live table, or a line per change."""
     if not _live():
         yield _study_lines()
@@ -270,7 +269,7 @@ def study_watcher() -> Iterator[Watcher]:
         yield watch
 
 
-def _study_lines() -> Watcher:
+def _study_lines() -> StudyWatcher:
     phases: dict[str, str] = {}
     pace: Countdown | None = None
     last = 0.0

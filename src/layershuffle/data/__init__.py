@@ -5,15 +5,15 @@
 
 from layershuffle.data.class_names import match_classes
 from layershuffle.data.contract import DataOptions, ImageData, Split
-from layershuffle.data.loading import SOURCES, Source, open_data, parse_spec
+from layershuffle.data.loading import SOURCES, DataSource, open_data, parse_spec
 from layershuffle.data.view import ImageView
 
 __all__ = [
     "SOURCES",
     "DataOptions",
+    "DataSource",
     "ImageData",
     "ImageView",
-    "Source",
     "Split",
     "match_classes",
     "open_data",

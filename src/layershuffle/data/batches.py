@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from layershuffle.data.contract import Finish, Split
+from layershuffle.data.contract import BatchFinish, Split
 
-Place = Literal["gpu", "host"]
+PixelPlace = Literal["gpu", "host"]
 # The activations of a training need the rest; ImageNet's 50,000 test images are 7.5 GB.
 GPU_SHARE = 0.25  # of the GPU's memory that is free when the first batch arrives
 
@@ -32,7 +32,7 @@ class DeviceBatches:
     def __init__(
         self,
         split: Split,
-        finish: Finish,
+        finish: BatchFinish,
         *,
         batch_size: int,
         device: torch.device | str,
@@ -85,7 +85,7 @@ class DeviceBatches:
         # The host does not wait: torch does not reuse pinned memory before the GPU has read it.
         return tensor.to(self.device, non_blocking=True)
 
-    def _place(self, pixels: Tensor) -> Place | None:
+    def _place(self, pixels: Tensor) -> PixelPlace | None:
         # A stream has no length, so nobody can say beforehand whether it fits.
         if self.split.size is None:
             return None
@@ -94,7 +94,7 @@ class DeviceBatches:
         return place_for(size, gpu_free=free, host_bytes=self._host_bytes)
 
 
-def place_for(size: int, *, gpu_free: int | None, host_bytes: int) -> Place | None:
+def place_for(size: int, *, gpu_free: int | None, host_bytes: int) -> PixelPlace | None:
     """Where `size` bytes are kept: on the GPU, in main memory, or nowhere.
 
     `gpu_free`: bytes free on the GPU, None without one.

@@ -65,7 +65,7 @@ class CacheReport:
 
 
 @dataclass(frozen=True)
-class Part:
+class CachedSplit:
     """One split: its folder in the cache, the table of its images, class folders by label."""
 
     folder: str
@@ -145,7 +145,7 @@ def _build(
     out: Path,
     made_by: Header,
     *,
-    parts: Sequence[Part],
+    parts: Sequence[CachedSplit],
     settings: CacheSettings,
     progress: Progress,
 ) -> CacheReport:
@@ -179,7 +179,7 @@ def _build(
     return _report(out, header, written=written)
 
 
-def _open(spec: str) -> list[Part]:
+def _open(spec: str) -> list[CachedSplit]:
     """The splits of the source. Raises UsageError for data that is not made of image files."""
     data = open_data(spec, _VIEW, options=DataOptions(holdout=None))
     classes, parts = class_folders(data.classes), []
@@ -197,11 +197,11 @@ def _open(spec: str) -> list[Part]:
             )
         # folder: reports val/ where there is no test/, so the copy has the splits of its source.
         folder = "val" if name == "test" and "holdout" not in data.splits else _FOLDERS[name]
-        parts.append(Part(folder, table, classes))
+        parts.append(CachedSplit(folder, table, classes))
     return sorted(parts, key=lambda part: ("train", "val", "test").index(part.folder))
 
 
-def _source(parts: Sequence[Part]) -> str:
+def _source(parts: Sequence[CachedSplit]) -> str:
     """A checksum that changes with the source: image 12 might be another one by now."""
     content = [
         (p.folder, p.classes, [int(label) for label in p.table.labels], p.table.fingerprint())
@@ -213,7 +213,7 @@ def _source(parts: Sequence[Part]) -> str:
 class _Chunks(Dataset[tuple[int, int]]):
     """Reading item i makes the i-th missing chunk: (images written, images dealt with)."""
 
-    def __init__(self, work: Path, parts: Sequence[Part], settings: CacheSettings) -> None:
+    def __init__(self, work: Path, parts: Sequence[CachedSplit], settings: CacheSettings) -> None:
         self._work, self._settings = work, settings
         chunks = [
             (part, number, range(start, min(start + CHUNK, len(part.table.labels))))
@@ -240,10 +240,10 @@ class _Chunks(Dataset[tuple[int, int]]):
         write_text(self._record(part, number), "".join(lines))
         return written, len(rows)
 
-    def _record(self, part: Part, number: int) -> Path:
+    def _record(self, part: CachedSplit, number: int) -> Path:
         return self._work / MANIFEST / f"{part.folder}-{number:05d}.jsonl"
 
-    def _line(self, part: Part, row: int, content: bytes | None) -> dict[str, str | int]:
+    def _line(self, part: CachedSplit, row: int, content: bytes | None) -> dict[str, str | int]:
         """The manifest's line of an image, which is written first if there is no `content`."""
         source, file = part.table.name(row), part.file(row)
         if content is None:
@@ -267,7 +267,7 @@ class _Chunks(Dataset[tuple[int, int]]):
         return buffer.getvalue()
 
 
-def _counts(work: Path, parts: Sequence[Part]) -> Header:
+def _counts(work: Path, parts: Sequence[CachedSplit]) -> Header:
     """Counts and checksum of a finished cache. Raises DataError if a class has no image in it."""
     images = {part.folder: 0 for part in parts}
     empty = {f"{part.folder}/{name}" for part in parts for name in part.classes}

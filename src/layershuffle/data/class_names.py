@@ -16,7 +16,7 @@ from layershuffle.data.contract import ImageData, Item, Split
 from layershuffle.errors import DataError
 from layershuffle.text import shortened
 
-Names = Sequence[str]
+ClassNames = Sequence[str]
 _IMAGENET_CLASSES = 1000
 
 
@@ -25,12 +25,14 @@ def numbered(count: int) -> tuple[str, ...]:
     return tuple(str(index) for index in range(count))
 
 
-def have_names(classes: Names) -> bool:
+def have_names(classes: ClassNames) -> bool:
     """Whether classes have names, which numbers in their order are not."""
     return tuple(classes) != numbered(len(classes))
 
 
-def match_classes(data: ImageData, names: Names | None, *, outputs: int, place: str) -> ImageData:
+def match_classes(
+    data: ImageData, names: ClassNames | None, *, outputs: int, place: str
+) -> ImageData:
     """`data` with the classes and the class indices of a model.
 
     `names`: of the model's classes, `None` if it has none; `outputs`: how many its head has.
@@ -47,7 +49,7 @@ def match_classes(data: ImageData, names: Names | None, *, outputs: int, place: 
     return in_order_of(data, names)
 
 
-def class_difference(classes: Names, names: Names | None, *, outputs: int) -> str | None:
+def class_difference(classes: ClassNames, names: ClassNames | None, *, outputs: int) -> str | None:
     """Why a head with `outputs` outputs does not stand for these classes; `None` if it does."""
     if len(classes) != outputs:
         return f"the model has {outputs} outputs, the data has {len(classes)} classes"
@@ -69,7 +71,7 @@ def class_difference(classes: Names, names: Names | None, *, outputs: int) -> st
     )
 
 
-def in_order_of(data: ImageData, names: Names | None) -> ImageData:
+def in_order_of(data: ImageData, names: ClassNames | None) -> ImageData:
     """`data` with its classes numbered in the order of `names`, which are its own in any order.
 
     Nothing changes where the model has no names; data without names take them over.
@@ -86,7 +88,7 @@ def in_order_of(data: ImageData, names: Names | None) -> ImageData:
     return replace(data, classes=tuple(names), splits=splits)
 
 
-def _indices(classes: Names, names: Names) -> list[int] | None:
+def _indices(classes: ClassNames, names: ClassNames) -> list[int] | None:
     """The index in `names` of every class, `None` unless both name the same classes."""
     # Before names are compared one by one: ImageNet's words have two cranes.
     if tuple(classes) == tuple(names) or (_is_imagenet(classes) and _is_imagenet(names)):
@@ -102,7 +104,7 @@ def _plain(name: str) -> str:
     return name.strip().replace("_", " ").casefold()
 
 
-def _is_imagenet(names: Names) -> bool:
+def _is_imagenet(names: ClassNames) -> bool:
     """Whether these are ImageNet's 1,000 classes in its order: as folders, or in words.
 
     Models say "tench" or "tench, Tinca tinca" where folders say n01440764.

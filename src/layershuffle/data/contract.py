@@ -77,7 +77,7 @@ class Split:
     groups: Tensor | None = None
 
 
-class Finish(Protocol):
+class BatchFinish(Protocol):
     """The last step from the items of a source to what the model takes, on the items' device."""
 
     @property
@@ -102,7 +102,7 @@ class ImageData:
     spec: str
     classes: tuple[str, ...]
     splits: Mapping[str, Split]
-    finish: Finish
+    finish: BatchFinish
     notes: tuple[str, ...] = ()
     skipped: int = 0
 

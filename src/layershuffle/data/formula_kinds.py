@@ -69,7 +69,7 @@ def length(x: Tensor, y: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placement:
+class AffineMap:
     """The affine map of an instance: x' = xx x + xy y + x0, and y' alike; each [n, 1]."""
 
     xx: Tensor
@@ -84,14 +84,14 @@ class Placement:
         return self.xx * x + self.xy * y + self.x0, self.yx * x + self.yy * y + self.y0
 
 
-def placement(noise: Tensor) -> Placement:
+def placement(noise: Tensor) -> AffineMap:
     """Turned, zoomed, stretched and shifted a little; `noise` [n, 5] in [-0.5, 0.5)."""
     turn, zoom, stretch, x0, y0 = noise.unsqueeze(-1).unbind(1)
     # At most a 24th of a turn: classes may be turned copies of each other by more than that.
     turn = turn * (1 / 12)
     cosine, sine = wave(turn + 0.25), wave(turn)
     across, down = 1.0 + 0.3 * zoom + 0.2 * stretch, 1.0 + 0.3 * zoom - 0.2 * stretch
-    return Placement(
+    return AffineMap(
         xx=across * cosine,
         xy=across * -sine,
         yx=down * sine,
@@ -117,7 +117,7 @@ class Instances:
 
     classes: Tensor
     noise: Tensor
-    place: Placement
+    place: AffineMap
     size: int
 
     def value(self, index: int, span: tuple[float, float], *, noise: float) -> Tensor:
@@ -179,7 +179,7 @@ def fractal(given: Instances) -> Tensor:
     return shown.clamp(max=1.0)
 
 
-def _contraction(given: Instances, first: int) -> Placement:
+def _contraction(given: Instances, first: int) -> AffineMap:
     """turn (a) * stretch (s, t) * turn (b), then a shift, from six parameters."""
     a, b = (given.value(first + index, (0, 1), noise=0.03) for index in (0, 1))
     s, t = (
@@ -187,7 +187,7 @@ def _contraction(given: Instances, first: int) -> Placement:
         given.value(first + 3, (0.2, 0.5), noise=0.04),
     )
     cos_a, sin_a, cos_b, sin_b = wave(a + 0.25), wave(a), wave(b + 0.25), wave(b)
-    return Placement(
+    return AffineMap(
         xx=cos_a * s * cos_b - sin_a * t * sin_b,
         xy=-(cos_a * s * sin_b) - sin_a * t * cos_b,
         yx=sin_a * s * cos_b + cos_a * t * sin_b,
@@ -217,7 +217,7 @@ def coordinates(given: Instances) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kind:
+class FormulaKind:
     """A way to draw: how many parameters a class has, and its ink."""
 
     parameters: int
@@ -225,9 +225,9 @@ class Kind:
 
 
 KINDS = {
-    "orbits": Kind(parameters=9, ink=orbits),
-    "fractal": Kind(parameters=6 * MAPS, ink=fractal),
-    "coordinates": Kind(parameters=3 * WIDTH + (WIDTH + 1) * (WIDTH + 1), ink=coordinates),
+    "orbits": FormulaKind(parameters=9, ink=orbits),
+    "fractal": FormulaKind(parameters=6 * MAPS, ink=fractal),
+    "coordinates": FormulaKind(parameters=3 * WIDTH + (WIDTH + 1) * (WIDTH + 1), ink=coordinates),
 }
 
 

@@ -28,7 +28,7 @@ from layershuffle.text import did_you_mean, nearest
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class DataSource:
     """One kind of data. `settings` are the keys allowed after "?"; `module` has `open_source`.
 
     `extra`: what has to be installed for it, and of that the package which is imported.
@@ -51,8 +51,8 @@ class Source:
         return cast(Callable[[SourceRequest], ImageData], function)(request)
 
 
-SOURCES: dict[str, Source] = {
-    "digit-pairs": Source(
+SOURCES: dict[str, DataSource] = {
+    "digit-pairs": DataSource(
         form="digit-pairs[?train=N&validation=N&test=N]",
         summary="pairs of real handwritten digits, 100 classes, no download",
         module="layershuffle.data.digits",
@@ -60,19 +60,19 @@ SOURCES: dict[str, Source] = {
         settings=("train", "validation", "test"),
         needs_place=False,
     ),
-    "formula": Source(
+    "formula": DataSource(
         form="formula[?kind=orbits|fractal|coordinates&classes=N&size=N&train=N&validation=N&test=N]",
         summary="images made from formulas, any number of classes, no files",
         module="layershuffle.data.formula",
         settings=("kind", "classes", "size", "train", "validation", "test"),
         needs_place=False,
     ),
-    "folder": Source(
+    "folder": DataSource(
         form="folder:DIR",
         summary="one folder per class under DIR/train and DIR/val",
         module="layershuffle.data.folder",
     ),
-    "hf": Source(
+    "hf": DataSource(
         form="hf:NAME_OR_DIR[:CONFIG][?image=COLUMN&label=COLUMN]",
         summary="Hugging Face datasets: hub name, image folder or save_to_disk directory",
         module="layershuffle.data.hub",
@@ -80,12 +80,12 @@ SOURCES: dict[str, Source] = {
         settings=("image", "label"),
         streams=True,
     ),
-    "cifar100": Source(
+    "cifar100": DataSource(
         form="cifar100:DIR",
         summary="CIFAR-100, the python version, unpacked in DIR",
         module="layershuffle.data.cifar100",
     ),
-    "wds": Source(
+    "wds": DataSource(
         form="wds:TRAIN_SHARDS,VAL_SHARDS or wds:DIR",
         summary="webdataset tar shards, with {000..009} for numbered ones",
         module="layershuffle.data.wds",

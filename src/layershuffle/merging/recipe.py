@@ -24,10 +24,8 @@ from pydantic import Field, model_validator
 from layershuffle.errors import SettingsError, UsageError
 from layershuffle.merging.plans import MergePlan, Source
 from layershuffle.recipes import read_recipe
-from layershuffle.settings import Settings, check_known
+from layershuffle.settings import BlockId, Settings, check_known
 from layershuffle.text import did_you_mean
-
-Block = Annotated[int, Field(ge=0)]
 
 
 class Slice(Settings):
@@ -35,7 +33,7 @@ class Slice(Settings):
 
     model: str
     """Directory of a fit or of a saved model, or any model spec."""
-    blocks: Annotated[tuple[Block, ...], Field(min_length=1)]
+    blocks: Annotated[tuple[BlockId, ...], Field(min_length=1)]
     """Ids of its blocks that the merge takes."""
 
 

@@ -19,7 +19,7 @@ from layershuffle.results import (
 )
 from layershuffle.stats import Estimate, estimate
 
-Kind = Literal["donor", "merge", "soup", "ensemble"]
+RowKind = Literal["donor", "merge", "soup", "ensemble"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class MergingRow:
     `top1_n`, `top5_n` as in `ScoreRow`.
     """
 
-    kind: Kind
+    kind: RowKind
     index: int
     name: str = ""
     ends: str = ""
@@ -54,9 +54,9 @@ class MergingRow:
 COLUMNS = tuple(field.name for field in fields(MergingRow) if field.name not in EFFECTIVE)
 
 
-def group_rows(rows: Iterable[MergingRow]) -> dict[tuple[Kind, str, str], list[MergingRow]]:
+def group_rows(rows: Iterable[MergingRow]) -> dict[tuple[RowKind, str, str], list[MergingRow]]:
     """Rows by (kind, name, ends): single models and merges together, soups and ensembles apart."""
-    groups: dict[tuple[Kind, str, str], list[MergingRow]] = {}
+    groups: dict[tuple[RowKind, str, str], list[MergingRow]] = {}
     for row in rows:
         # Donors differ in their names and belong together; the others' names are variants.
         name = "" if row.kind == "donor" else row.name

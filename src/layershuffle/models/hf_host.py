@@ -48,7 +48,7 @@ from layershuffle.models.files import (
 from layershuffle.models.hf_view import processor_of, stored_view, view_of
 from layershuffle.models.origin import (
     LOG,
-    Host,
+    HostModel,
     Origin,
     hub_silence,
     new_linear,
@@ -113,12 +113,12 @@ def build(name: str, settings: Mapping[str, Any], *, seed: int) -> nn.Module:
     return with_authors_parts(host, directory)
 
 
-def num_classes(host: Host) -> int:
+def num_classes(host: HostModel) -> int:
     """Number of classes of the head."""
     return int(host.config.num_labels)
 
 
-def resize_head(host: Host, classes: int, *, seed: int) -> None:
+def resize_head(host: HostModel, classes: int, *, seed: int) -> None:
     """Give `host` fresh heads (all of them, where it has several), and say so."""
     old, config = num_classes(host), host.config
     heads = _heads(host)
@@ -141,7 +141,7 @@ def resize_head(host: Host, classes: int, *, seed: int) -> None:
     warn_new_head(old, classes, seed=seed)
 
 
-def class_names(host: Host) -> tuple[str, ...] | None:
+def class_names(host: HostModel) -> tuple[str, ...] | None:
     """The names in id2label; transformers' filler (LABEL_0, ...) stands for none."""
     names = host.config.id2label
     listed = tuple(str(names.get(index, f"LABEL_{index}")) for index in range(num_classes(host)))
@@ -149,7 +149,7 @@ def class_names(host: Host) -> tuple[str, ...] | None:
     return None if filler else listed
 
 
-def set_class_names(host: Host, names: Sequence[str]) -> None:
+def set_class_names(host: HostModel, names: Sequence[str]) -> None:
     """Name the classes, which also says how many there are."""
     host.config.id2label = dict(enumerate(names))
     host.config.label2id = {name: index for index, name in enumerate(names)}
@@ -157,7 +157,7 @@ def set_class_names(host: Host, names: Sequence[str]) -> None:
         host.config.label_names = list(names)
 
 
-def set_depth(host: Host, depth: int) -> None:
+def set_depth(host: HostModel, depth: int) -> None:
     """Note that `host` now has `depth` blocks, so that it can be saved.
 
     Raises `UsageError` if transformers would not build the same from the noted configuration.
@@ -191,13 +191,13 @@ def _note_depth(config: Any, depth: int) -> None:
         config._out_features, config._out_indices = [config.stage_names[-1]], [depth]
 
 
-def image_view(host: Host) -> ImageView:
+def image_view(host: HostModel) -> ImageView:
     """The view of models of this kind; what came with a model stands in its origin."""
     return view_of(host)
 
 
 def write(
-    host: Host, directory: Path, *, view: ImageView, model_args: Mapping[str, Any] | None
+    host: HostModel, directory: Path, *, view: ImageView, model_args: Mapping[str, Any] | None
 ) -> tuple[str, dict[str, Any]]:
     """`save_pretrained` into `directory`, with a processor for the view; (class name, {})."""
     if not isinstance(host, PreTrainedModel) or model_args:
@@ -307,14 +307,14 @@ def _refuse_code(data: Mapping[str, Any], place: Path) -> None:
             _refuse_code(value, place)
 
 
-def _random(directory: Path, *, seed: int) -> Host:
+def _random(directory: Path, *, seed: int) -> HostModel:
     config = checked_config(directory)
     with _explained(directory / CONFIG), quiet(), seeded(seed):
-        host: Host = AutoModelForImageClassification.from_config(config)
+        host: HostModel = AutoModelForImageClassification.from_config(config)
     return host.eval()
 
 
-def _stored(directory: Path, *, seed: int, lenient: bool) -> Host:
+def _stored(directory: Path, *, seed: int, lenient: bool) -> HostModel:
     """The model of `directory`; `lenient`: heads may be missing, other tasks' tensors be there."""
     files = weight_files(directory)
     config = checked_config(directory)
@@ -342,7 +342,7 @@ def _check_stored_depth(config: Any, names: set[str], place: Path) -> None:
 
 
 def _check_loaded(
-    host: Host,
+    host: HostModel,
     info: Mapping[str, Any],
     names: set[str],
     directory: Path,
@@ -378,7 +378,7 @@ def _check_loaded(
         )
 
 
-def _heads(host: Host) -> dict[str, nn.Linear]:
+def _heads(host: HostModel) -> dict[str, nn.Linear]:
     """Linear layers beside the backbone with as many outputs as there are classes, by path."""
     classes = num_classes(host)
     heads = {name: child for name, child in host.named_children() if isinstance(child, nn.Linear)}

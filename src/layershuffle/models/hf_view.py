@@ -20,7 +20,7 @@ from layershuffle.data.transforms import uncropped_size
 from layershuffle.data.view import ImageView, Resize
 from layershuffle.errors import ModelFileError
 from layershuffle.models.files import PROCESSORS, check_numbers, read_json
-from layershuffle.models.origin import Host, per_channel, size_pair
+from layershuffle.models.origin import HostModel, per_channel, size_pair
 from layershuffle.models.timm_view import view_of_config
 
 _HALF = (0.5, 0.5, 0.5)
@@ -47,7 +47,7 @@ _PLAIN = frozenset(
 
 
 @dataclass(frozen=True)
-class _Habit:
+class _ViewHabit:
     mean: tuple[float, ...] = _HALF
     std: tuple[float, ...] = _HALF
     interpolation: str = "bicubic"
@@ -55,21 +55,21 @@ class _Habit:
     resize: Resize = "squash"
 
 
-_DEIT = _Habit(_IMAGENET_MEAN, _IMAGENET_STD, crop_pct=224 / 256)
-_DINOV2 = _Habit(_IMAGENET_MEAN, _IMAGENET_STD, crop_pct=224 / 256, resize="crop")
+_DEIT = _ViewHabit(_IMAGENET_MEAN, _IMAGENET_STD, crop_pct=224 / 256)
+_DINOV2 = _ViewHabit(_IMAGENET_MEAN, _IMAGENET_STD, crop_pct=224 / 256, resize="crop")
 _HABITS = {
-    "vit": _Habit(interpolation="bilinear"),
+    "vit": _ViewHabit(interpolation="bilinear"),
     "deit": _DEIT,
     "dinov2": _DINOV2,
     "dinov2_with_registers": _DINOV2,
-    "ijepa": _Habit(_IMAGENET_MEAN, _IMAGENET_STD),
-    "clip": _Habit(
+    "ijepa": _ViewHabit(_IMAGENET_MEAN, _IMAGENET_STD),
+    "clip": _ViewHabit(
         (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711), resize="crop"
     ),
 }
 
 
-def view_of(host: Host) -> ImageView:
+def view_of(host: HostModel) -> ImageView:
     """The view of `host` without a processor: that of its kind of model."""
     # timm's model inside of transformers' wrapper knows how its weights were trained, unless the
     # configuration around it says otherwise.
@@ -78,7 +78,7 @@ def view_of(host: Host) -> ImageView:
         cfg = getattr(host.config, "pretrained_cfg", None) or timm_model.pretrained_cfg
         return view_of_config(timm_model, resolve_data_config(pretrained_cfg=dict(cfg)))
     size, channels = _input_of(host)
-    habit = _HABITS.get(host.config.model_type, _Habit())
+    habit = _HABITS.get(host.config.model_type, _ViewHabit())
     return ImageView(
         channels=channels,
         height=size[0],
@@ -91,7 +91,7 @@ def view_of(host: Host) -> ImageView:
     )
 
 
-def stored_view(host: Host, directory: Path) -> ImageView | None:
+def stored_view(host: HostModel, directory: Path) -> ImageView | None:
     """The view of the image processor's file in `directory`, `None` without one.
 
     Raises `ModelFileError` for a file that transformers cannot use, or that a view cannot express.
@@ -127,7 +127,7 @@ def stored_view(host: Host, directory: Path) -> ImageView | None:
         ) from error
 
 
-def _input_of(host: Host) -> tuple[tuple[int, int], int]:
+def _input_of(host: HostModel) -> tuple[tuple[int, int], int]:
     """((height, width), channels) that the model was built for."""
     # CLIP and SigLIP keep the settings of their image tower apart.
     vision: Any = getattr(host.config, "vision_config", host.config)

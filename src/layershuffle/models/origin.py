@@ -23,7 +23,7 @@ from layershuffle.errors import ModelFileError, UsageError
 
 LOG = logging.getLogger("layershuffle")
 # An nn.Module. The host libraries give theirs attributes that nn.Module does not declare.
-Host = Any
+HostModel = Any
 _ATTRIBUTE = "layershuffle_origin"
 _VIEW_KEYS = ("channels", "height", "width", "mean", "std", "interpolation", "crop_pct", "resize")
 

@@ -10,7 +10,7 @@ import torch
 
 from layershuffle.errors import ModelFileError
 from layershuffle.models.files import check_tensors, shapes_of
-from layershuffle.models.origin import Host, match_dtype
+from layershuffle.models.origin import HostModel, match_dtype
 from layershuffle.text import one_line
 
 # What torch raises for damaged checkpoints, and timm (RuntimeError) for those that it refuses.
@@ -20,7 +20,7 @@ _UNREADABLE = (
 )  # fmt: skip
 
 
-def load_checkpoint(host: Host, path: Path) -> None:
+def load_checkpoint(host: HostModel, path: Path) -> None:
     """Put the weights of a checkpoint of timm's training script into `host`, in their dtype.
 
     The average of the weights where the run kept one, as timm does. Read by torch's restricted

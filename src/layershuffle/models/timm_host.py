@@ -43,7 +43,7 @@ from layershuffle.models.files import (
     write_tensors,
 )
 from layershuffle.models.origin import (
-    Host,
+    HostModel,
     Origin,
     hub_silence,
     listed_names,
@@ -120,12 +120,12 @@ def build(name: str, settings: Mapping[str, Any], *, seed: int) -> nn.Module:
     return remember(host, Origin(model_args=args, base_model=base))
 
 
-def num_classes(host: Host) -> int:
+def num_classes(host: HostModel) -> int:
     """Number of classes of the head."""
     return int(host.num_classes)
 
 
-def resize_head(host: Host, classes: int, *, seed: int) -> None:
+def resize_head(host: HostModel, classes: int, *, seed: int) -> None:
     """Give `host` a fresh head (both heads of a distilled model), and say so."""
     old, reference = num_classes(host), next(host.parameters())
     with seeded(seed):
@@ -136,7 +136,7 @@ def resize_head(host: Host, classes: int, *, seed: int) -> None:
     warn_new_head(old, classes, seed=seed)
 
 
-def class_names(host: Host) -> tuple[str, ...] | None:
+def class_names(host: HostModel) -> tuple[str, ...] | None:
     """The `label_names` of the configuration: a list, or a mapping from 0..n-1; else `None`."""
     names = (getattr(host, "pretrained_cfg", None) or {}).get("label_names")
     if isinstance(names, dict):
@@ -147,19 +147,19 @@ def class_names(host: Host) -> tuple[str, ...] | None:
     return listed_names(names, num_classes(host), place="label_names")
 
 
-def _name_imagenet(host: Host) -> None:
+def _name_imagenet(host: HostModel) -> None:
     """Name the classes of weights that timm trained on ImageNet or a part of it, as timm infers."""
     subset = infer_imagenet_subset(host)
     if subset is not None and class_names(host) is None:
         set_class_names(host, ImageNetInfo(subset).label_names())
 
 
-def set_class_names(host: Host, names: Sequence[str]) -> None:
+def set_class_names(host: HostModel, names: Sequence[str]) -> None:
     """Name the classes."""
     host.pretrained_cfg = {**host.pretrained_cfg, "label_names": list(names)}
 
 
-def set_depth(host: Host, depth: int) -> None:
+def set_depth(host: HostModel, depth: int) -> None:
     """Note that `host` now has `depth` blocks, so that it can be saved.
 
     Raises `UsageError` if timm cannot build that architecture with so many.
@@ -169,7 +169,7 @@ def set_depth(host: Host, depth: int) -> None:
     remember(host, replace(origin_of(host), model_args=args))
 
 
-def image_view(host: Host) -> ImageView:
+def image_view(host: HostModel) -> ImageView:
     """The view in the model's pretrained_cfg, at the size and channels the model has.
 
     Raises `UsageError` for settings that a view does not have (the crop mode border).
@@ -178,7 +178,7 @@ def image_view(host: Host) -> ImageView:
 
 
 def write(
-    host: Host, directory: Path, *, view: ImageView, model_args: Mapping[str, Any] | None
+    host: HostModel, directory: Path, *, view: ImageView, model_args: Mapping[str, Any] | None
 ) -> tuple[str, dict[str, Any]]:
     """Write config.json and model.safetensors; (architecture, arguments that rebuild the model).
 
@@ -204,7 +204,7 @@ def write(
     return name, args
 
 
-def _architecture(host: Host) -> str:
+def _architecture(host: HostModel) -> str:
     name = (getattr(host, "pretrained_cfg", None) or {}).get("architecture")
     if not name:
         raise UsageError(
@@ -342,10 +342,10 @@ def _create(
     seed: int,
     pretrained: bool = False,
     overlay: Mapping[str, Any] | None = None,
-) -> Host:
+) -> HostModel:
     try:
         with seeded(seed):
-            host: Host = timm.create_model(
+            host: HostModel = timm.create_model(
                 name, pretrained=pretrained, pretrained_cfg_overlay=dict(overlay or {}), **args
             )
     # What architectures raise for arguments they do not take, or that do not fit each other.
@@ -354,7 +354,7 @@ def _create(
     return host
 
 
-def _sketch(name: str, args: Mapping[str, Any]) -> Host:
+def _sketch(name: str, args: Mapping[str, Any]) -> HostModel:
     """The model without memory for its tensors, not to be changed. `args` are plain JSON."""
     return _sketched(name, json.dumps(args))
 
@@ -362,11 +362,11 @@ def _sketch(name: str, args: Mapping[str, Any]) -> Host:
 # A training saves the same model again and again, and drawing weights that are not there takes as
 # long as half of a save.
 @lru_cache(maxsize=4)
-def _sketched(name: str, args_json: str) -> Host:
+def _sketched(name: str, args_json: str) -> HostModel:
     args = json.loads(args_json)
     try:
         with seeded(0), torch.device("meta"):
-            host: Host = timm.create_model(name, pretrained=False, **args)
+            host: HostModel = timm.create_model(name, pretrained=False, **args)
     except (TypeError, ValueError, RuntimeError, AssertionError, KeyError, AttributeError) as error:
         raise _not_built(name, args, error) from error
     return host
@@ -381,7 +381,7 @@ def _not_built(name: str, args: Mapping[str, Any], error: Exception) -> UsageErr
     )
 
 
-def _known_args(host: Host) -> dict[str, Any]:
+def _known_args(host: HostModel) -> dict[str, Any]:
     """Arguments remembered by timm (from 1.0.31 on) or by `build`, else what the model shows."""
     args = {**getattr(host, "_model_args", {}), **origin_of(host).model_args}
     if not args:
@@ -400,7 +400,7 @@ def _plain_json(args: dict[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def _check_rebuilt(host: Host, name: str, args: Mapping[str, Any]) -> None:
+def _check_rebuilt(host: HostModel, name: str, args: Mapping[str, Any]) -> None:
     """Raises `UsageError` unless `name` and `args` give a model that computes the same."""
     hint = "name what the model was built with: save(model, directory, model_args={'depth': 12})"
     try:
@@ -433,7 +433,7 @@ def _behaviour(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def _pretrained_cfg(host: Host, view: ImageView) -> dict[str, Any]:
+def _pretrained_cfg(host: HostModel, view: ImageView) -> dict[str, Any]:
     cfg = getattr(host, "pretrained_cfg", None) or {}
     settings = {key: cfg[key] for key in _CFG_KEYS if cfg.get(key) is not None}
     return _plain_json(settings) | {

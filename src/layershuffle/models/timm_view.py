@@ -9,12 +9,12 @@ from timm.data import resolve_data_config
 
 from layershuffle.data.view import INTERPOLATIONS, ImageView, Resize
 from layershuffle.errors import UsageError
-from layershuffle.models.origin import Host, per_channel, size_pair
+from layershuffle.models.origin import HostModel, per_channel, size_pair
 
 _CROP_MODES = {"center": "crop", "squash": "squash"}  # timm's word: ours
 
 
-def view_of_config(host: Host, config: Mapping[str, Any]) -> ImageView:
+def view_of_config(host: HostModel, config: Mapping[str, Any]) -> ImageView:
     """The view in what timm's `resolve_data_config` returned, at the size of timm's model `host`.
 
     Raises as `image_view`.
@@ -53,7 +53,7 @@ def config_of_view(view: ImageView) -> dict[str, Any]:
     }
 
 
-def set_view(host: Host, view: Mapping[str, Any]) -> None:
+def set_view(host: HostModel, view: Mapping[str, Any]) -> None:
     """Let `view`, settings of a spec, win over the host's own; raises `UsageError` for bad ones."""
     if not view:
         return
@@ -74,7 +74,7 @@ def _tuple(value: object) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
-def image_size(host: Host) -> tuple[int, int] | None:
+def image_size(host: HostModel) -> tuple[int, int] | None:
     """(height, width) that the patches of `host` were made for, if it says so."""
     size = getattr(getattr(host, "patch_embed", None), "img_size", None)
     return size_pair(size) if size is not None else None

@@ -37,7 +37,7 @@ from layershuffle.models.files import (
     write_tensors,
 )
 from layershuffle.models.origin import (
-    Host,
+    HostModel,
     Origin,
     listed_names,
     match_dtype,
@@ -80,12 +80,12 @@ def build(name: str, settings: Mapping[str, Any], *, seed: int) -> nn.Module:
     return host
 
 
-def num_classes(host: Host) -> int:
+def num_classes(host: HostModel) -> int:
     """Number of classes of the head."""
     return _head(host).out_features
 
 
-def resize_head(host: Host, classes: int, *, seed: int) -> None:
+def resize_head(host: HostModel, classes: int, *, seed: int) -> None:
     """Give `host` a fresh head, all zero as torchvision starts them, and say so."""
     old = _head(host)
     # The meta device draws nothing: torch's global generator stays as it was.
@@ -99,21 +99,21 @@ def resize_head(host: Host, classes: int, *, seed: int) -> None:
     warn_new_head(old.out_features, classes, seed=seed)
 
 
-def class_names(host: Host) -> tuple[str, ...] | None:
+def class_names(host: HostModel) -> tuple[str, ...] | None:
     """The categories of the weights, or those of the data that the model was refined on."""
     return origin_of(host).class_names
 
 
-def set_class_names(host: Host, names: Sequence[str]) -> None:
+def set_class_names(host: HostModel, names: Sequence[str]) -> None:
     """Name the classes; config.json then lists them as "categories", torchvision's own word."""
     remember(host, replace(origin_of(host), class_names=tuple(names)))
 
 
-def set_depth(host: Host, depth: int) -> None:
+def set_depth(host: HostModel, depth: int) -> None:
     """Nothing to note: the number of blocks is read off the model when it is saved."""
 
 
-def image_view(host: Host) -> ImageView:
+def image_view(host: HostModel) -> ImageView:
     """The view of the weights' preset, else torchvision's ImageNet preset at the model's size."""
     size = int(getattr(host, "image_size", 224))
     return ImageView(
@@ -128,7 +128,7 @@ def image_view(host: Host) -> ImageView:
 
 
 def write(
-    host: Host, directory: Path, *, view: ImageView, model_args: Mapping[str, Any] | None
+    host: HostModel, directory: Path, *, view: ImageView, model_args: Mapping[str, Any] | None
 ) -> tuple[str, dict[str, Any]]:
     """Write config.json and model.safetensors; ("VisionTransformer", its arguments).
 
@@ -183,10 +183,10 @@ def read(directory: Path, *, seed: int) -> tuple[nn.Module, str]:
     return remember(host, Origin(model_args=kwargs, class_names=names)), _CLASS
 
 
-def _create(name: str, args: Mapping[str, Any], *, seed: int) -> Host:
+def _create(name: str, args: Mapping[str, Any], *, seed: int) -> HostModel:
     try:
         with seeded(seed):
-            host: Host = torchvision.models.get_model(name, weights=None, **args)
+            host: HostModel = torchvision.models.get_model(name, weights=None, **args)
     except _REFUSED as error:
         given = ", ".join(f"{key}={value!r}" for key, value in args.items()) or "no arguments"
         raise UsageError(
@@ -196,7 +196,7 @@ def _create(name: str, args: Mapping[str, Any], *, seed: int) -> Host:
     return host
 
 
-def _trained(name: str, args: dict[str, Any], *, tag: str, seed: int) -> Host:
+def _trained(name: str, args: dict[str, Any], *, tag: str, seed: int) -> HostModel:
     kinds = torchvision.models.get_model_weights(name)
     tags = [kind.name for kind in kinds]
     if tag not in ("DEFAULT", *tags):
@@ -224,7 +224,7 @@ def _trained(name: str, args: dict[str, Any], *, tag: str, seed: int) -> Host:
     return host
 
 
-def _load_trained(host: Host, weights: Any, name: str) -> None:
+def _load_trained(host: HostModel, weights: Any, name: str) -> None:
     # torchvision publishes .pth alone. Its hash is checked, and weights_only makes torch read
     # tensors and refuse everything else a pickle can do; torch.hub's default would not.
     try:
@@ -247,7 +247,7 @@ def _load_trained(host: Host, weights: Any, name: str) -> None:
         ) from error
 
 
-def _preset_view(weights: Any, host: Host) -> ImageView:
+def _preset_view(weights: Any, host: HostModel) -> ImageView:
     preset = weights.transforms()
     size = int(getattr(host, "image_size", preset.crop_size[0]))
     return ImageView(
@@ -261,7 +261,7 @@ def _preset_view(weights: Any, host: Host) -> ImageView:
     )
 
 
-def _head(host: Host) -> nn.Linear:
+def _head(host: HostModel) -> nn.Linear:
     head = getattr(getattr(host, "heads", None), "head", None)
     if not isinstance(head, nn.Linear):
         raise UsageError(

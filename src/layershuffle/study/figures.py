@@ -23,7 +23,7 @@ from layershuffle.plotting import (
 )
 from layershuffle.stats import Estimate
 from layershuffle.study.paper import PaperNumber
-from layershuffle.study.summary import Cell, Column, Summary, label
+from layershuffle.study.summary import Column, ScoreCell, Summary, label
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -149,7 +149,7 @@ def _draw_panel(axes: Axes, summary: Summary, mode: str, arms: Sequence[str]) ->
     axes.set_axisbelow(True)
 
 
-def _draw_arm(axes: Axes, summary: Summary, cells: Sequence[Cell], shift: float) -> None:
+def _draw_arm(axes: Axes, summary: Summary, cells: Sequence[ScoreCell], shift: float) -> None:
     arm = cells[0].arm
     colour, marker, dash = arm_style(summary, arm)
     axes.errorbar(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from layershuffle.stats import Difference, compare
-from layershuffle.study.summary import Cell, Column, Summary, label
+from layershuffle.study.summary import Column, ScoreCell, Summary, label
 
 _ARMS_SHOWN = 4
 
@@ -63,7 +63,7 @@ def key_facts(summary: Summary) -> list[str]:
     ]
 
 
-def _cells(summary: Summary, column: Column, *, arms: list[str]) -> list[Cell]:
+def _cells(summary: Summary, column: Column, *, arms: list[str]) -> list[ScoreCell]:
     return [cell for arm in arms if (cell := summary.cell(arm, column))]
 
 

@@ -18,7 +18,7 @@ from layershuffle.study.tasks import Study
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Group = tuple[str, tuple[str, str, str], list[MergingRow]]
+RowGroup = tuple[str, tuple[str, str, str], list[MergingRow]]
 """Arm, (kind, name, ends), rows: what is one row of Table 2 and one column of Figure 5."""
 
 _KINDS = {"donor": "single models", "merge": "merges", "soup": "soup", "ensemble": "ensemble"}
@@ -36,7 +36,7 @@ _ROW, _ACROSS = 0.24, 0.8  # least height of a row in inches, and how much of it
 
 def merging_section(study: Study) -> Section | None:
     """The section, or `None` while no merging is done."""
-    groups: list[Group] = []
+    groups: list[RowGroup] = []
     for merging in study.mergings:
         if merging.result is None or not merging.result.rows:
             continue
@@ -65,7 +65,7 @@ def merging_section(study: Study) -> Section | None:
     )
 
 
-def _row(group: Group) -> tuple[str, ...]:
+def _row(group: RowGroup) -> tuple[str, ...]:
     arm, (kind, name, ends), rows = group
     top1, top5 = score_of(rows), score_of(rows, "top5")
     # The paper reports one variant of each kind, so only our main variant has a counterpart.
@@ -91,7 +91,7 @@ def _with_sd(value: float, sd: float | None) -> str:
     return f"{value:.2f}" if sd is None else f"{value:.2f} +-{sd:.2f}"
 
 
-def draw_merges(groups: Sequence[Group]) -> Figure:
+def draw_merges(groups: Sequence[RowGroup]) -> Figure:
     """Figure 5: a panel per arm, in it a row of dots per group of models, every model one dot."""
     by_arm: dict[str, list[tuple[str, list[float], list[float]]]] = {}
     for arm, (kind, name, ends), rows in groups:

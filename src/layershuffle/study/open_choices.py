@@ -12,7 +12,7 @@ from layershuffle.settings import EvalSettings, FitSettings
 from layershuffle.study.settings import StudySettings
 from layershuffle.study.tables import Section, Table, unique
 
-Answer = Callable[[StudySettings], tuple[str, str]]
+Answerer = Callable[[StudySettings], tuple[str, str]]
 """From a study to (default, what the study does)."""
 
 
@@ -44,7 +44,7 @@ def _show(settings: Any, *paths: str) -> str:
     return ", ".join(texts)
 
 
-def _evaluate(*paths: str) -> Answer:
+def _evaluate(*paths: str) -> Answerer:
     def answer(study: StudySettings) -> tuple[str, str]:
         used = (_show(study.evaluate_settings(arm), *paths) for arm in study.arms)
         return _show(EvalSettings(), *paths), "; ".join(unique(used))
@@ -52,7 +52,7 @@ def _evaluate(*paths: str) -> Answer:
     return answer
 
 
-def _fit(*paths: str, method: str = "") -> Answer:
+def _fit(*paths: str, method: str = "") -> Answerer:
     """The values in the runs of a method, or of all; several where the arms differ."""
 
     def answer(study: StudySettings) -> tuple[str, str]:
@@ -71,7 +71,7 @@ def _fit(*paths: str, method: str = "") -> Answer:
     return answer
 
 
-def _merging(*paths: str) -> Answer:
+def _merging(*paths: str) -> Answerer:
     def answer(study: StudySettings) -> tuple[str, str]:
         used = unique(_show(merging.options, *paths) for merging in study.merging)
         return _show(MergingSettings(), *paths), "; ".join(used) or "no merging"
@@ -91,12 +91,12 @@ def _numerics(study: StudySettings) -> tuple[str, str]:
     return default, used
 
 
-def _always(text: str) -> Answer:
+def _always(text: str) -> Answerer:
     return lambda _: (text, text)
 
 
 # The numbers never change, because pages, the log and decisions refer to them.
-QUESTIONS: tuple[tuple[str, str, str, Answer], ...] = (
+QUESTIONS: tuple[tuple[str, str, str, Answerer], ...] = (
     ("A1", "When does the order change in evaluation?", "evaluate.draw, evaluate.num_orders",
      _evaluate("draw", "num_orders")),
     ("A2", "What does +- vary over?", "(fixed)", _always("models and orders, each printed")),

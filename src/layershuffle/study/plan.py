@@ -31,7 +31,7 @@ KEPT_FILE = "runs.json"
 """Stands in for the directories of the runs where only the results of a study are kept."""
 _SCHEMA = 1
 
-Part = Literal["main", "budget"]
+ReportPart = Literal["main", "budget"]
 Scoring = TypeVar("Scoring", EvalSettings, MergingSettings, AnalysisSettings)
 
 
@@ -41,7 +41,7 @@ class RunSpec:
 
     name: str
     arm: str
-    part: Part
+    part: ReportPart
     settings: FitSettings
     evaluate: EvalSettings
 
@@ -106,7 +106,7 @@ def runs_of(study: StudySettings) -> tuple[RunSpec, ...]:
     return (*main, *_budget_runs(study))
 
 
-def _run(study: StudySettings, arm: Arm, seed: int, *, part: Part) -> RunSpec:
+def _run(study: StudySettings, arm: Arm, seed: int, *, part: ReportPart) -> RunSpec:
     settings = study.fit_settings(arm, seed)
     return RunSpec(
         name=run_name(arm.label, seed),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from layershuffle.plotting import INK, RULE, new_figure, style_axes
 from layershuffle.results import MODES
 from layershuffle.study.figures import STYLES, arm_style, error_bars
-from layershuffle.study.summary import Cell, Summary, label
+from layershuffle.study.summary import ScoreCell, Summary, label
 from layershuffle.study.tables import NONE, Picture, Section, Table, interval_text
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def rounds_section(summary: Summary) -> Section | None:
     )
 
 
-def in_rounds(summary: Summary, arm: str, *, mode: str) -> tuple[Cell, ...]:
+def in_rounds(summary: Summary, arm: str, *, mode: str) -> tuple[ScoreCell, ...]:
     """The cells of an arm with all blocks in one pass, by number of rounds, descending."""
     cells = [
         cell
@@ -70,7 +70,7 @@ def in_rounds(summary: Summary, arm: str, *, mode: str) -> tuple[Cell, ...]:
     return tuple(sorted(cells, key=lambda cell: -cell.rounds))
 
 
-def in_passes(summary: Summary, arm: str, *, passes: int) -> tuple[Cell, ...]:
+def in_passes(summary: Summary, arm: str, *, passes: int) -> tuple[ScoreCell, ...]:
     """The cells of an arm in arbitrary order, one block after the other, by blocks kept."""
     cells = [
         cell
@@ -134,7 +134,7 @@ def _times(passes: int) -> str:
     return {1: "once", 2: "twice"}.get(passes, f"{passes} times")
 
 
-def _text(cell: Cell) -> str:
+def _text(cell: ScoreCell) -> str:
     return f"{cell.top1.mean:.1f} ({interval_text(cell.top1)})"
 
 
@@ -180,7 +180,7 @@ def draw_passes(summary: Summary) -> Figure:
 
 def _line(
     axes: Axes,
-    cells: Sequence[Cell],
+    cells: Sequence[ScoreCell],
     places: Sequence[int],
     *,
     style: tuple[str, str, str],

@@ -45,7 +45,7 @@ class TaskState:
     weight: float = 1.0
 
 
-Watcher = Callable[[list[TaskState], float], None]
+StudyWatcher = Callable[[list[TaskState], float], None]
 """Called with the state of all tasks and the seconds since the study started."""
 MakePool = Callable[[StudySettings, Path], tuple[Pool, int]]
 """Where tasks are to run, and how many at a time."""
@@ -64,7 +64,7 @@ def run_study(
     *,
     only: str | None = None,
     workers: int | None = None,
-    watch: Watcher,
+    watch: StudyWatcher,
     make_pool: MakePool = local_pool,
 ) -> list[str]:
     """Run what is not finished; returns the names of the tasks that failed or were held back.

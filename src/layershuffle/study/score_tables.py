@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from layershuffle.results import CHOICES, MODES
 from layershuffle.study.figures import draw_figure
-from layershuffle.study.summary import Cell, Column, Summary, label
+from layershuffle.study.summary import Column, ScoreCell, Summary, label
 from layershuffle.study.tables import (
     NONE,
     Picture,
@@ -102,6 +102,6 @@ def scores_table(summary: Summary) -> Table:
     )
 
 
-def _in_main_table(summary: Summary, cell: Cell) -> bool:
+def _in_main_table(summary: Summary, cell: ScoreCell) -> bool:
     column = Column(cell.mode, cell.kept)
     return column in summary.columns and summary.cell(cell.arm, column) is cell

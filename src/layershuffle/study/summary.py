@@ -28,7 +28,7 @@ _LABELS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cell:
+class ScoreCell:
     """All scores of one arm under one condition, over its seeds and orders."""
 
     arm: str
@@ -85,12 +85,12 @@ class Summary:
 
     study: Study
     arms: tuple[str, ...]
-    cells: tuple[Cell, ...]
-    others: tuple[Cell, ...]
+    cells: tuple[ScoreCell, ...]
+    others: tuple[ScoreCell, ...]
     depth: int
     choose: str
 
-    def cell(self, arm: str, column: Column) -> Cell | None:
+    def cell(self, arm: str, column: Column) -> ScoreCell | None:
         """The cell for the main table and the figure: one order per pass before one per batch."""
         fitting = [
             cell
@@ -165,7 +165,7 @@ class Summary:
                     numbers.append(float(value))
         return mean(numbers) if numbers else None
 
-    def curve(self, arm: str, mode: str) -> tuple[Cell, ...]:
+    def curve(self, arm: str, mode: str) -> tuple[ScoreCell, ...]:
         """The cells of one line of the figure, by number of blocks kept, ascending."""
         levels = sorted({cell.kept for cell in self.cells})
         cells = (self.cell(arm, Column(mode, kept)) for kept in levels)
@@ -257,7 +257,7 @@ def _depth_shown(row: ScoreRow) -> int:
     return max([row.kept, *(int(block) + 1 for block in blocks)])
 
 
-def _cell(rows: Sequence[ScoreRow], *, arm: str) -> Cell:
+def _cell(rows: Sequence[ScoreRow], *, arm: str) -> ScoreCell:
     first = rows[0]
     # The fewest images give the widest interval.
     images = min(row.n for row in rows)
@@ -268,7 +268,7 @@ def _cell(rows: Sequence[ScoreRow], *, arm: str) -> Cell:
         effective = getattr(first, f"{name}_n", None)
         return estimate(scores, images=images, effective=effective, percent=percent)
 
-    return Cell(
+    return ScoreCell(
         arm=arm,
         mode=first.mode,
         kept=first.kept,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from layershuffle.results import MODES
 from layershuffle.stats import Estimate, compare
 from layershuffle.study.paper import REFERENCE, SETTING
-from layershuffle.study.summary import Cell, Column, Summary, label, printable, shown_arm
+from layershuffle.study.summary import Column, ScoreCell, Summary, label, printable, shown_arm
 from layershuffle.study.tasks import RunResult, Study
 from layershuffle.text import counted_as, shortened, table
 
@@ -263,7 +263,7 @@ def table_1(summary: Summary) -> Section | None:
     )
 
 
-def _to_baseline(summary: Summary, cell: Cell) -> str:
+def _to_baseline(summary: Summary, cell: ScoreCell) -> str:
     """Difference to the sequential baseline refined from the same model, with its interval."""
     # Arms may start from different models (CIFAR-100 refines two): each has its own baseline.
     models = {

@@ -38,7 +38,7 @@ from layershuffle.text import one_line
 AGAIN = "delete the task's directory and run the study again; finished tasks are not repeated"
 _OTHER_VERSION = "use the version of layershuffle that wrote it, or run the study into a new --out"
 
-State = Literal["done", "failed", "missing"]
+OutcomeState = Literal["done", "failed", "missing"]
 SpecT = TypeVar("SpecT", bound=Task)
 ResultT = TypeVar("ResultT", bound="TaskResult")
 
@@ -117,7 +117,7 @@ class TaskOutcome(Generic[SpecT, ResultT]):
     """A planned task and what is there of it: `result` if done, `failure` if failed."""
 
     task: SpecT
-    state: State
+    state: OutcomeState
     result: ResultT | None = None
     failure: str = ""
 

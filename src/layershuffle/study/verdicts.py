@@ -18,9 +18,9 @@ from layershuffle.study.summary import Summary
 Verdict = Literal["holds", "holds partly", "does not hold", "undecided", "not measured"]
 Judgement = tuple[Verdict, str] | None
 """The verdict and the numbers behind it; `None` where the study lacks what it takes."""
-Cell = tuple[str, str, int | None]
+CellKey = tuple[str, str, int | None]
 """Arm, mode, blocks kept (`None`: all)."""
-Bounds = tuple[float, float]
+GapBounds = tuple[float, float]
 SLIGHT = 2.0  # points that count as a slight difference
 PAR = 5.0  # points that still count as on a par
 
@@ -59,7 +59,7 @@ def claim(*, says: str, where: str, criterion: str) -> Callable[[Judge], None]:
 
 
 def between(
-    ours: Cell, theirs: Cell, *, holds: Bounds, partly: Bounds, interval: bool = False
+    ours: CellKey, theirs: CellKey, *, holds: GapBounds, partly: GapBounds, interval: bool = False
 ) -> Judge:
     """Whether the difference of two cells' means lies between bounds.
 

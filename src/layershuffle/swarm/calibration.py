@@ -26,6 +26,7 @@ from layershuffle.files import write_text
 from layershuffle.machine import Device, device_of
 from layershuffle.policies import Shuffled
 from layershuffle.progress import Progress, unheard
+from layershuffle.results import Count, Percent
 from layershuffle.stats import deviation, mean, t_interval, wilson_interval
 from layershuffle.swarm.rounds import Cell, late_last, overlapped
 
@@ -44,9 +45,6 @@ _TAIL = 0.05  # of the orders, beyond either end of the range over orders
 _PARALLEL = 4  # the shipped model loses 3 points with 4 side by side, and 7 with 6
 _PASSES = {2: 0.75, 3: 0.5}  # up to this share of the blocks; with more nothing was gained
 _log = logging.getLogger(__name__)
-
-Percent = Annotated[float, Field(ge=0, le=100)]
-Count = Annotated[int, Field(ge=1)]
 
 
 @dataclass(frozen=True)

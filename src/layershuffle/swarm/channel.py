@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any
 from layershuffle.errors import LayerShuffleError
 from layershuffle.swarm.frames import (
     BrokenFrame,
+    FrameKind,
+    FrameStream,
     Head,
-    Kind,
-    Stream,
     answer_frame,
     failure_frame,
     read_answer,
@@ -154,7 +154,7 @@ class _Served:
         self._loop = asyncio.get_running_loop()
         self._visits: dict[int, Future[Answer]] = {}
         self._patience: asyncio.TimerHandle | None = None
-        self.stream = Stream(self._receive, made=self._made, lost=self._lost)
+        self.stream = FrameStream(self._receive, made=self._made, lost=self._lost)
 
     def _made(self) -> None:
         connections = self._server.connections
@@ -165,7 +165,7 @@ class _Served:
         self._patience = asyncio.get_running_loop().call_later(
             self._server.limits.channel_ms / _MILLI, self.stream.abort, "it sent no proof in time"
         )
-        self.stream.send(word_frame(Kind.CHALLENGE, words=self._nonce))
+        self.stream.send(word_frame(FrameKind.CHALLENGE, words=self._nonce))
 
     def _lost(self, why: str) -> None:
         self._server.connections.discard(self)
@@ -183,7 +183,7 @@ class _Served:
     def _receive(self, head: Head, tail: bytearray) -> None:
         if not self.stream.trusted:
             self._check(head, tail)
-        elif head.kind is Kind.CANCEL:
+        elif head.kind is FrameKind.CANCEL:
             # It may be over already.
             if visit := self._visits.pop(head.id, None):
                 visit.cancel()
@@ -209,13 +209,13 @@ class _Served:
         token, name = self._server.credentials.token, self._server.host.name
         nonces = self._nonce + tail[:_NONCE]
         proof = proof_of(token, b"gateway ", host=name, nonces=nonces)
-        if head.kind is not Kind.PROOF or not hmac.compare_digest(proof, tail[_NONCE:]):
+        if head.kind is not FrameKind.PROOF or not hmac.compare_digest(proof, tail[_NONCE:]):
             raise BrokenFrame("a wrong token")
         self.stream.trusted = True
         if self._patience is not None:
             self._patience.cancel()
         mine = proof_of(token, b"host ", host=name, nonces=nonces)
-        self.stream.send(word_frame(Kind.WELCOME, words=mine))
+        self.stream.send(word_frame(FrameKind.WELCOME, words=mine))
 
     def _answer(self, number: int, visit: Future[Answer]) -> None:
         """Send what became of a visit. Nothing is sent of one that was given up."""
@@ -252,7 +252,7 @@ class _Connection:
         self.proved: asyncio.Future[None] = loop.create_future()
         self.ended: asyncio.Future[str] = loop.create_future()
         self.answered = False
-        self.stream = Stream(self._receive, made=lambda: None, lost=self._lost)
+        self.stream = FrameStream(self._receive, made=lambda: None, lost=self._lost)
 
     async def visit(self, blocks: Sequence[int], packet: Packet, *, budget_ms: float) -> Answer:
         """The host's answer; being cancelled drops the visit at the host."""
@@ -264,7 +264,7 @@ class _Connection:
         try:
             return await answer
         except asyncio.CancelledError:
-            self.stream.send(word_frame(Kind.CANCEL, number=number))
+            self.stream.send(word_frame(FrameKind.CANCEL, number=number))
             raise
         finally:
             self._visits.pop(number, None)
@@ -280,12 +280,16 @@ class _Connection:
     def _receive(self, head: Head, tail: bytearray) -> None:
         if self.stream.trusted:
             self._take(head, tail)
-        elif head.kind is Kind.CHALLENGE and not self._proof and len(tail) == _NONCE:
+        elif head.kind is FrameKind.CHALLENGE and not self._proof and len(tail) == _NONCE:
             nonces = bytes(tail) + self._nonce
             mine = proof_of(self._token, b"gateway ", host=self._host, nonces=nonces)
             self._proof = proof_of(self._token, b"host ", host=self._host, nonces=nonces)
-            self.stream.send(word_frame(Kind.PROOF, words=self._nonce + mine))
-        elif head.kind is Kind.WELCOME and self._proof and hmac.compare_digest(self._proof, tail):
+            self.stream.send(word_frame(FrameKind.PROOF, words=self._nonce + mine))
+        elif (
+            head.kind is FrameKind.WELCOME
+            and self._proof
+            and hmac.compare_digest(self._proof, tail)
+        ):
             self.stream.trusted = True
             if not self.proved.done():
                 self.proved.set_result(None)

@@ -40,12 +40,12 @@ if TYPE_CHECKING:
     from layershuffle.swarm.host import HostInfo
     from layershuffle.swarm.placement import Carrier, HostBackend, HostCall, Node
 
-Kind = Literal[
+FaultKind = Literal[
     "crash", "freeze", "slow", "wrong", "cut", "leave", "rejoin",
     "kill", "wrong-rarely", "wrong-but-canaries",
 ]  # fmt: skip
 # The last three are for scenarios; a list of faults rehearses those that can be undone.
-KINDS: tuple[Kind, ...] = ("crash", "freeze", "slow", "wrong", "cut", "leave", "rejoin")
+KINDS: tuple[FaultKind, ...] = ("crash", "freeze", "slow", "wrong", "cut", "leave", "rejoin")
 SLOW_FACTOR = 10.0
 _NOISE_FACTOR, _NOISE_SEED = 10.0, 20407
 _RARELY = 0.01  # of the answers
@@ -72,7 +72,7 @@ class Fault:
 
     at: int
     host: str
-    kind: Kind
+    kind: FaultKind
 
 
 def check_faults(faults: Sequence[Fault], hosts: Sequence[str]) -> tuple[Fault, ...]:
@@ -113,7 +113,7 @@ def crashes_text(faults: Sequence[Fault], *, share: float, hosts: int) -> str:
 
 
 def one_of_each_fault(
-    hosts: Sequence[str], *, requests: int, seed: int, kinds: Sequence[Kind] = KINDS
+    hosts: Sequence[str], *, requests: int, seed: int, kinds: Sequence[FaultKind] = KINDS
 ) -> tuple[Fault, ...]:
     """Every kind of failure once, one after the other, each on a host drawn at random.
 
@@ -152,11 +152,11 @@ class ChaosTransport:
         self.inner = transport
         self.dead: set[str] = set()
         self._slow: dict[str, tuple[float, asyncio.Lock]] = {}
-        self._wrong: dict[str, Kind] = {}
+        self._wrong: dict[str, FaultKind] = {}
         self._chance = np.random.default_rng(_NOISE_SEED)
         self._open: dict[str, asyncio.Event] = {}
 
-    def break_host(self, host: str, kind: Kind, *, factor: float = SLOW_FACTOR) -> None:
+    def break_host(self, host: str, kind: FaultKind, *, factor: float = SLOW_FACTOR) -> None:
         """From now on `host` is broken so: cut, freeze, slow (by `factor`), or a kind of wrong."""
         if kind == "slow":
             self._slow[host] = (factor, asyncio.Lock())

@@ -17,8 +17,8 @@ from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.swarm import state
 from layershuffle.swarm.health import HealthMonitor, references
 from layershuffle.swarm.placement import (
-    Action,
     Drop,
+    HostAction,
     HostBackend,
     HostRecord,
     Node,
@@ -259,7 +259,7 @@ class Coordinator:
             raise LayerShuffleError("what would have answered has ended")
         return asking.result()
 
-    def _do(self, action: Action) -> None:
+    def _do(self, action: HostAction) -> None:
         name = action.name
         if isinstance(action, Start):
             self._begin(action, anew=name in self.hosts)

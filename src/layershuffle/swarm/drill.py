@@ -112,7 +112,7 @@ async def run_drill(
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
+class DrillJudgement:
     """Accuracy over the answers of a drill (percent) against the calibration's interval."""
 
     answers: int
@@ -127,7 +127,7 @@ class Judgement:
         return self.low <= self.top1 <= self.high
 
 
-def judged(replies: Sequence[Reply], calibration: Calibration) -> Judgement:
+def judged(replies: Sequence[Reply], calibration: Calibration) -> DrillJudgement:
     """The accuracy of the answers, and the interval in which it should lie.
 
     Each answer counts with the accuracy of the way in which its blocks ran
@@ -138,10 +138,10 @@ def judged(replies: Sequence[Reply], calibration: Calibration) -> Judgement:
     measured = {cell for cell in ran.values() if expected_at(calibration, cell) is not None}
     answers = [reply for reply in replies if ran.get(reply) in measured]
     if not answers:
-        return Judgement(0, math.nan, math.nan, math.nan, math.nan)
+        return DrillJudgement(0, math.nan, math.nan, math.nan, math.nan)
     expected, low, high = expected_over(calibration, [ran[reply] for reply in answers])
     right = sum(reply.right for reply in answers)
-    return Judgement(len(answers), 100 * right / len(answers), expected, low, high)
+    return DrillJudgement(len(answers), 100 * right / len(answers), expected, low, high)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +216,7 @@ def why_not_judged(plan: SwarmPlan, calibration: Calibration | None, *, data: st
 
 
 def drill_report(
-    drill: Drill, seen: Foreseen, *, judgement: Judgement | str, routing: Routing
+    drill: Drill, seen: Foreseen, *, judgement: DrillJudgement | str, routing: Routing
 ) -> str:
     """The ends of the requests beside the expected ones, and the accuracy beside its interval.
 
@@ -246,7 +246,7 @@ def drill_report(
     return "\n".join(lines)
 
 
-def ends_json(drill: Drill, judgement: Judgement | None) -> dict[str, object]:
+def ends_json(drill: Drill, judgement: DrillJudgement | None) -> dict[str, object]:
     """How the requests of a drill ended, for `json.dumps`; shares and accuracy in percent.
 
     `accuracy` is `None` where it was not judged, as JSON has no NaN.
@@ -265,7 +265,7 @@ def ends_json(drill: Drill, judgement: Judgement | None) -> dict[str, object]:
 
 
 def drill_json(
-    drill: Drill, seen: Foreseen, *, judgement: Judgement | str, routing: Routing
+    drill: Drill, seen: Foreseen, *, judgement: DrillJudgement | str, routing: Routing
 ) -> dict[str, object]:
     """What `drill_report` says, for `json.dumps`."""
     why = judgement if isinstance(judgement, str) else ""

@@ -12,7 +12,7 @@ A frame is a head of fixed length, little-endian, and a tail whose length the he
     tail        blocks, scales (int8 alone), values; the words of a failure; a proof
 
 Arrays are read in place, without a copy, and nothing is unpickled: whatever the bytes are, they
-become numbers or `BrokenFrame`. `Stream` cuts what comes over a connection into frames.
+become numbers or `BrokenFrame`. `FrameStream` cuts what comes over a connection into frames.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _PROOFS = 64  # longest tail before the peer has proved itself
 _SILENCE_S, _SILENT_PROBES = 1, 3
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """What a frame is. The last three are the handshake (`channel`)."""
 
     VISIT = 1
@@ -85,7 +85,7 @@ class BrokenFrame(LayerShuffleError):
 class Head:
     """The head of a frame, as the module's docstring has it; `images` to `width` are the shape."""
 
-    kind: Kind
+    kind: FrameKind
     code: int
     count: int
     length: int
@@ -101,29 +101,31 @@ def visit_frame(
 ) -> list[Bytes]:
     """The parts of the frame of a visit with this id, to be sent one after the other."""
     numbers = (budget_ms, 0.0, 0.0)
-    return _state_frame(Kind.VISIT, number, packet=packet, numbers=numbers, blocks=blocks)
+    return _state_frame(FrameKind.VISIT, number, packet=packet, numbers=numbers, blocks=blocks)
 
 
 def answer_frame(number: int, answer: Answer) -> list[Bytes]:
     """The parts of the frame that answers the visit with this id."""
     numbers = (answer.compute_ms, answer.queue_ms, answer.batch)
-    return _state_frame(Kind.ANSWER, number, packet=answer.packet, numbers=numbers)
+    return _state_frame(FrameKind.ANSWER, number, packet=answer.packet, numbers=numbers)
 
 
 def failure_frame(number: int, error: VisitError) -> list[Bytes]:
     """The parts of the frame that says why the visit with this id has no answer."""
     code = next((i for i, kind in enumerate(_FAILURES) if isinstance(error, kind)), 0)
     words = error.cause[:_CAUSE].encode("utf-8", "replace")
-    return word_frame(Kind.FAILURE, number=number, code=code, words=words)
+    return word_frame(FrameKind.FAILURE, number=number, code=code, words=words)
 
 
-def word_frame(kind: Kind, *, number: int = 0, code: int = 0, words: bytes = b"") -> list[Bytes]:
+def word_frame(
+    kind: FrameKind, *, number: int = 0, code: int = 0, words: bytes = b""
+) -> list[Bytes]:
     """The parts of a frame without a state."""
     return [_HEAD.pack(_MARK, kind, code, 0, len(words), 0, 0, 0, number, 0.0, 0.0, 0.0), words]
 
 
 def _state_frame(
-    kind: Kind,
+    kind: FrameKind,
     number: int,
     *,
     packet: Packet,
@@ -173,12 +175,13 @@ def read_head(raw: Bytes, *, most: int = FRAME_BYTES) -> Head:
     )  # fmt: skip
 
 
-_KINDS = {int(kind): kind for kind in Kind}  # a look-up, because `Kind(number)` takes a microsecond
+# A look-up, because `FrameKind(number)` takes a microsecond.
+_KINDS = {int(kind): kind for kind in FrameKind}
 
 
 def read_visit(head: Head, tail: bytearray) -> tuple[tuple[int, ...], Packet, float]:
     """Blocks, state and budget (ms) of a visit. Raises `BrokenFrame`."""
-    if head.kind is not Kind.VISIT:
+    if head.kind is not FrameKind.VISIT:
         raise BrokenFrame(f"a frame of kind {head.kind.name} in the place of a visit")
     packet = _packet_in(head, tail)
     blocks = np.frombuffer(tail, _BLOCK, head.count)
@@ -190,11 +193,11 @@ def read_visit(head: Head, tail: bytearray) -> tuple[tuple[int, ...], Packet, fl
 
 def read_answer(head: Head, tail: bytearray) -> Answer:
     """The answer to a visit. Raises the `VisitError` that it says, or `BrokenFrame`."""
-    if head.kind is Kind.FAILURE:
+    if head.kind is FrameKind.FAILURE:
         if head.code >= len(_FAILURES):
             raise BrokenFrame(f"an unknown failure {head.code}")
         raise _FAILURES[head.code](tail.decode("utf-8", "replace")[:_CAUSE])
-    if head.kind is not Kind.ANSWER or head.count:
+    if head.kind is not FrameKind.ANSWER or head.count:
         raise BrokenFrame(f"a frame of kind {head.kind.name} in the place of an answer")
     compute_ms, queue_ms, batch = head.numbers
     return Answer(_packet_in(head, tail), compute_ms=compute_ms, queue_ms=queue_ms, batch=batch)
@@ -232,7 +235,7 @@ def split(whole: Any) -> tuple[Head, bytearray]:
 # --- over a connection ----------------------------------------------------------------------------
 
 
-class Stream(asyncio.BufferedProtocol):
+class FrameStream(asyncio.BufferedProtocol):
     """Cuts what comes over a connection into frames, which go to `receive`.
 
     Memory for a tail is taken only after its head was checked, and a long one is read straight into

@@ -19,7 +19,7 @@ from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Visit
 from layershuffle.swarm.policy import (
     Finish,
-    Progress,
+    RequestProgress,
     UnderWay,
     Wait,
     compared,
@@ -104,7 +104,7 @@ class PassOver:
 
 
 def decide_step(
-    progress: Progress, steps: Steps, *, swarm: Swarm, now: float, limits: Limits
+    progress: RequestProgress, steps: Steps, *, swarm: Swarm, now: float, limits: Limits
 ) -> Ask | PassOver | Wait | Finish:
     """The next action of a request that names its steps.
 
@@ -119,10 +119,10 @@ def decide_step(
         return Finish("deadline")
     if steps.is_repeated(over):
         return PassOver()
-    return _go_on(_Request(progress, steps, swarm, left=left, limits=limits), now=now)
+    return _go_on(_OrderedRequest(progress, steps, swarm, left=left, limits=limits), now=now)
 
 
-def _go_on(request: _Request, *, now: float) -> Ask | PassOver | Wait | Finish:
+def _go_on(request: _OrderedRequest, *, now: float) -> Ask | PassOver | Wait | Finish:
     """What a request does next that has steps and time left."""
     progress, steps, left = request.progress, request.steps, request.left
     order, over = steps.order, steps.over
@@ -154,11 +154,11 @@ def _go_on(request: _Request, *, now: float) -> Ask | PassOver | Wait | Finish:
     return nowhere(left_over, request.swarm, now=now, left=left, routing="order-free")
 
 
-class _Request:
+class _OrderedRequest:
     """A request at one moment: which hosts it could ask for a step."""
 
     def __init__(
-        self, progress: Progress, steps: Steps, swarm: Swarm, *, left: float, limits: Limits
+        self, progress: RequestProgress, steps: Steps, swarm: Swarm, *, left: float, limits: Limits
     ) -> None:
         visits = tuple(visit for _, visit in steps.under_way)
         self.progress = replace(progress, under_way=visits)

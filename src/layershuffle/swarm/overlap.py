@@ -23,7 +23,7 @@ from layershuffle.swarm.messages import Visit
 from layershuffle.swarm.policy import (
     Action,
     Finish,
-    Progress,
+    RequestProgress,
     UnderWay,
     Wait,
     compared,
@@ -42,7 +42,7 @@ MOST_BESIDE = 8
 """Visits that go on beside a request which does not wait for them. Each holds a state."""
 
 
-def counts(progress: Progress, visit: UnderWay, *, max_age: int) -> bool:
+def counts(progress: RequestProgress, visit: UnderWay, *, max_age: int) -> bool:
     """Whether an answer to `visit` could still join the state.
 
     Not if one of its blocks ran since it began, or its state is too old. What several blocks add
@@ -55,7 +55,7 @@ def counts(progress: Progress, visit: UnderWay, *, max_age: int) -> bool:
 
 
 def decide_overlap(
-    progress: Progress,
+    progress: RequestProgress,
     swarm: Swarm,
     *,
     now: float,
@@ -75,7 +75,7 @@ def decide_overlap(
         return Finish("complete" if whole else "enough" if len(ran) >= most else "deadline")
     waited = [visit for visit in progress.under_way if visit.waited]
     busy = {block for visit in waited for block in visit.blocks}
-    request = _Request(progress, swarm, left=left, limits=limits, alone=not waited)
+    request = _OverlapRequest(progress, swarm, left=left, limits=limits, alone=not waited)
     blocks = range(progress.depth)
     reached = [b for b in blocks if b in ran or b in busy or request.may_run(b)]
     way = rounds.way(len(reached), enough=most)
@@ -101,7 +101,9 @@ def decide_overlap(
     return nowhere(progress, swarm, now=now, left=left, routing="order-free")
 
 
-def _again(progress: Progress, request: _Request, *, busy: set[int], passes: int) -> list[int]:
+def _again(
+    progress: RequestProgress, request: _OverlapRequest, *, busy: set[int], passes: int
+) -> list[int]:
     """The blocks to run in the present pass beyond the first, once all of the one before ran."""
     runs = Counter(progress.done)
     # A block that no host will be asked for takes no part in this pass, or it would be the last.
@@ -112,7 +114,7 @@ def _again(progress: Progress, request: _Request, *, busy: set[int], passes: int
     return [block for block, times in runs.items() if times == passed and block not in busy]
 
 
-class _Request:
+class _OverlapRequest:
     """A request at one moment: which host it could ask next.
 
     `alone`: nothing that it waits for is under way.
@@ -120,7 +122,7 @@ class _Request:
 
     def __init__(
         self,
-        progress: Progress,
+        progress: RequestProgress,
         swarm: Swarm,
         *,
         left: float,

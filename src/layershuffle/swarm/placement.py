@@ -136,7 +136,7 @@ class Reload:
     blocks: frozenset[int]
 
 
-Action = Start | Drop | Reload
+HostAction = Start | Drop | Reload
 
 
 def reconcile(
@@ -146,7 +146,7 @@ def reconcile(
     hosts: Mapping[str, HostRecord],
     now: float,
     depth: int,
-) -> tuple[Action, ...]:
+) -> tuple[HostAction, ...]:
     """The actions that bring the hosts to what `plan` says, on the machines that are there."""
     homes = homes_of(nodes, hosts)
     here = {name: host for name, host in hosts.items() if homes.get(name) == host.node}
@@ -154,7 +154,7 @@ def reconcile(
     drops = [Drop(name, "its machine has left the swarm") for name in hosts if name not in here]
     # A held host may stay away for days, so that spares are to hold its blocks as well.
     holding = {name: host.blocks for name, host in here.items() if host.phase != "held"}
-    actions: list[Action] = [*drops]
+    actions: list[HostAction] = [*drops]
     # Hosts of the plan first: spare ones fill up what they leave open.
     for name in sorted(homes, key=lambda name: (name not in plan.hosts, name)):
         host = here.get(name)

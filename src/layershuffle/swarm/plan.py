@@ -24,12 +24,11 @@ from pydantic import Field, model_validator
 
 from layershuffle.errors import SettingsError, UsageError
 from layershuffle.recipes import read_recipe
-from layershuffle.settings import Name, Positive, Settings
+from layershuffle.settings import BlockId, Name, Positive, Settings
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Wire
 from layershuffle.swarm.policy import Routing
 
-BlockId = Annotated[int, Field(ge=0)]
 DEFAULT_MODEL = "bundled:digits-swarm"
 _MAX_DEPTH = 1024
 

@@ -64,7 +64,7 @@ class UnderWay:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class RequestProgress:
     """Where a request stands.
 
     `done`: blocks that ran, in order, and `versions`: which version of the state each of them read.
@@ -107,7 +107,7 @@ class Progress:
         reached = self.order.index(self.done[-1]) + 1 if self.done else 0
         return self.order[reached:]
 
-    def after(self, blocks: Sequence[int], *, version: int | None = None) -> Progress:
+    def after(self, blocks: Sequence[int], *, version: int | None = None) -> RequestProgress:
         """This request after `blocks` ran one after the other, from `version` (default: newest)."""
         first = len(self.done) if version is None else version
         versions = (*self.versions, *range(first, first + len(blocks)))
@@ -136,7 +136,7 @@ Action = Visit | Finish | Wait
 
 
 def decide(
-    progress: Progress,
+    progress: RequestProgress,
     swarm: Swarm,
     *,
     now: float,
@@ -177,7 +177,7 @@ def visit_to(
     host: HostView,
     blocks: tuple[int, ...],
     *,
-    progress: Progress,
+    progress: RequestProgress,
     pace: Pace,
     left: float,
     limits: Limits,
@@ -201,7 +201,7 @@ def hop_limit(wanted: float, *, lag: float, left: float, limits: Limits) -> floa
 
 
 def compared(
-    progress: Progress, swarm: Swarm, *, blocks: Sequence[int], limits: Limits
+    progress: RequestProgress, swarm: Swarm, *, blocks: Sequence[int], limits: Limits
 ) -> list[HostView]:
     """Usable hosts to choose from: the holders of `blocks`, by name.
 
@@ -225,7 +225,7 @@ def compared(
 
 
 def _free_visit(
-    progress: Progress, swarm: Swarm, *, left: float, limits: Limits
+    progress: RequestProgress, swarm: Swarm, *, left: float, limits: Limits
 ) -> tuple[HostView, tuple[int, ...]] | None:
     """The host that is expected to answer first, with what it is to run; fits `left` if any does.
 
@@ -269,7 +269,7 @@ def turn(host: HostView, work: int) -> float:
 
 
 def _offer(
-    host: HostView, progress: Progress, wanted: tuple[int, ...], *, pace: Pace, left: float
+    host: HostView, progress: RequestProgress, wanted: tuple[int, ...], *, pace: Pace, left: float
 ) -> tuple[int, ...]:
     """What `host` could run next: what it holds of `wanted`, cut to what fits and is needed."""
     if progress.order is not None:
@@ -300,7 +300,7 @@ def _earliest(
 
 
 def _pipeline_visit(
-    progress: Progress, swarm: Swarm, *, limits: Limits, routing: Routing
+    progress: RequestProgress, swarm: Swarm, *, limits: Limits, routing: Routing
 ) -> tuple[HostView, tuple[int, ...]] | None:
     """The next stretch of the pipeline, on the block's first holder or on any replica."""
     wanted = progress.wanted
@@ -316,7 +316,7 @@ def _pipeline_visit(
 
 
 def nowhere(
-    progress: Progress, swarm: Swarm, *, now: float, left: float, routing: Routing
+    progress: RequestProgress, swarm: Swarm, *, now: float, left: float, routing: Routing
 ) -> Finish | Wait:
     """What a request does when no usable host holds what is missing.
 
@@ -357,7 +357,9 @@ def strikes(visit: Visit, outcome: Outcome, *, over: bool, again: bool) -> bool:
     return not again and not excused
 
 
-def skipped(progress: Progress, swarm: Swarm, *, ending: Ending, limits: Limits) -> dict[int, str]:
+def skipped(
+    progress: RequestProgress, swarm: Swarm, *, ending: Ending, limits: Limits
+) -> dict[int, str]:
     """Every block that did not run, with the reason, for people."""
     missing = [block for block in range(progress.depth) if block not in progress.done]
     return {
@@ -365,7 +367,9 @@ def skipped(progress: Progress, swarm: Swarm, *, ending: Ending, limits: Limits)
     }
 
 
-def _reason(block: int, progress: Progress, swarm: Swarm, *, ending: Ending, limits: Limits) -> str:
+def _reason(
+    block: int, progress: RequestProgress, swarm: Swarm, *, ending: Ending, limits: Limits
+) -> str:
     if progress.order is not None and block not in progress.order:
         return "the order asked for leaves it out"
     if ending == "enough":

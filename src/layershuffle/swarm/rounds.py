@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from layershuffle.orders import ExecutionOrder
 
-Step = tuple[int, int]
+VersionedStep = tuple[int, int]
 """A block, and the version of the state that it reads."""
 
 
@@ -93,7 +93,7 @@ def late_last(blocks: Sequence[int], age: int, *, depth: int) -> ExecutionOrder:
     return ExecutionOrder(tuple(blocks), depth, (*range(last), last - age))
 
 
-def cell_of(steps: Sequence[Step]) -> Cell:
+def cell_of(steps: Sequence[VersionedStep]) -> Cell:
     """The cell of an answer with these steps, of at least one.
 
     `parallel` is the least number under way by which states are as old as these were, or older, in

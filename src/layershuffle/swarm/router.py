@@ -34,7 +34,7 @@ from layershuffle.swarm.messages import (
     pack,
     unpack_answer,
 )
-from layershuffle.swarm.policy import FREE, Finish, Progress, Routing, Wait
+from layershuffle.swarm.policy import FREE, Finish, RequestProgress, Routing, Wait
 from layershuffle.swarm.rounds import QUEUE, Rounds
 from layershuffle.swarm.state import HostView, Swarm
 from layershuffle.swarm.walk import OrderedWalk, OverlapWalk, PendingVisit, Walk, Watcher
@@ -122,7 +122,7 @@ class Router:
                 "one or twice",
                 hint="name each block once with commas between, or serve with --routing order-free",
             )
-        progress = Progress(
+        progress = RequestProgress(
             self.depth,
             deadline,
             min_blocks,

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
 from layershuffle.swarm.calibration import Calibration
-from layershuffle.swarm.chaos import Kind
-from layershuffle.swarm.drill import Drill, Judgement, Reply, ends_json, judged, run_drill
+from layershuffle.swarm.chaos import FaultKind
+from layershuffle.swarm.drill import Drill, DrillJudgement, Reply, ends_json, judged, run_drill
 from layershuffle.text import table
 
 Scenario = Literal[
@@ -24,7 +24,7 @@ Scenario = Literal[
     "liar", "rare-liar", "canary-liar", "unread",
 ]  # fmt: skip
 SCENARIOS: tuple[Scenario, ...] = get_args(Scenario)
-LIES: dict[Scenario, Kind] = {
+LIES: dict[Scenario, FaultKind] = {
     "liar": "wrong",
     "rare-liar": "wrong-rarely",
     "canary-liar": "wrong-but-canaries",
@@ -47,7 +47,7 @@ _POLL = 0.1  # seconds
 class Breakable(Protocol):
     """A running swarm that can be broken, and be asked how it is."""
 
-    async def fault(self, host: str, kind: Kind) -> None:
+    async def fault(self, host: str, kind: FaultKind) -> None:
         """Let one host fail. Raises `LayerShuffleError` where that cannot be done."""
 
     async def kill(self, process: str) -> None:
@@ -67,7 +67,7 @@ class ScenarioResult:
     scenario: Scenario
     drill: Drill
     whole: float | None
-    judgement: Judgement | None
+    judgement: DrillJudgement | None
 
     @property
     def passed(self) -> bool:
@@ -191,7 +191,7 @@ def scenario_json(result: ScenarioResult) -> dict[str, object]:
     }
 
 
-def _accuracy(judgement: Judgement | None) -> tuple[str, str]:
+def _accuracy(judgement: DrillJudgement | None) -> tuple[str, str]:
     if judgement is None or not judgement.answers:
         return "-", "-"
     bounds = f"{judgement.expected:.1f} ({judgement.low:.1f} to {judgement.high:.1f})"

@@ -25,7 +25,7 @@ from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Visited
 
 Condition = Literal["healthy", "suspect", "shut-out", "draining", "gone"]
-_Names = dict[int, tuple[str, ...]]  # of hosts, by block
+_HostNames = dict[int, tuple[str, ...]]  # of hosts, by block
 _ROW = 64  # about the square root of a large swarm
 
 
@@ -179,7 +179,7 @@ def _times(host: HostView) -> tuple[float | None, float | None, float | None]:
     return (host.compute, host.link, host.lag) if host.usable else (None, None, None)
 
 
-def _by_block(hosts: Iterable[tuple[str, frozenset[int]]]) -> _Names:
+def _by_block(hosts: Iterable[tuple[str, frozenset[int]]]) -> _HostNames:
     """Names by block, in the order of `hosts`, which are pairs of a name and its blocks."""
     names: dict[int, list[str]] = {}
     for name, blocks in hosts:
@@ -188,7 +188,7 @@ def _by_block(hosts: Iterable[tuple[str, frozenset[int]]]) -> _Names:
     return {block: tuple(holders) for block, holders in names.items()}
 
 
-def _moved(names: _Names, name: str, *, was: frozenset[int], now: frozenset[int]) -> _Names:
+def _moved(names: _HostNames, name: str, *, was: frozenset[int], now: frozenset[int]) -> _HostNames:
     """`names` with `name` under the blocks `now`, no longer under those it `was` under."""
     if was == now:
         return names

@@ -16,7 +16,7 @@ from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Answer, Ending, Outcome, Route, State, Visit, Visited
 from layershuffle.swarm.ordered import Ask, PassOver, Steps, decide_step
 from layershuffle.swarm.overlap import MOST_BESIDE, counts, decide_overlap
-from layershuffle.swarm.policy import Finish, Progress, UnderWay, Wait
+from layershuffle.swarm.policy import Finish, RequestProgress, UnderWay, Wait
 from layershuffle.swarm.rounds import Rounds
 from layershuffle.swarm.state import Swarm
 
@@ -48,7 +48,7 @@ class Walk:
     """One request under way: its state, its progress, the visits so far, and a late visit."""
 
     state: State
-    progress: Progress
+    progress: RequestProgress
     started: float
     hops: list[Visited] = field(default_factory=list)
     late: PendingVisit | None = None

@@ -38,7 +38,7 @@ cross_entropy), "end" (step)."""
 OnPhase = Callable[[str, int], None]
 """Called with a phase and the number of steps taken when "data", "forward", "backward",
 "optimizer" or "report" (logs, scores and checkpoints after a step) begins: for profilers."""
-Batch = tuple[Tensor, Tensor]
+TrainingBatch = tuple[Tensor, Tensor]
 """Pixels uint8 [n, channels, height, width] and labels int64 [n] of one forward."""
 
 
@@ -54,7 +54,7 @@ def train(
     keep_best: Callable[[nn.Module, dict[str, float]], None],
     stop_asked: threading.Event | None = None,
     on_phase: OnPhase = ignore_phase,
-    batches: Iterator[list[Batch]] | None = None,
+    batches: Iterator[list[TrainingBatch]] | None = None,
 ) -> None:
     """Take the steps of a run that are left; `state.step` says how far it came.
 
@@ -240,7 +240,7 @@ def _no_images(job: Job) -> DataError:
     )
 
 
-def _batches(state: TrainState) -> Iterator[list[Batch]]:
+def _batches(state: TrainState) -> Iterator[list[TrainingBatch]]:
     """The micro-batches of one step after the other, from `state.step` on, without end.
 
     The last step of an epoch gets what is left: fewer micro-batches, the last one smaller.

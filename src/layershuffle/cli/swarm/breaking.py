@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from layershuffle.errors import LayerShuffleError, UsageError
 
 if TYPE_CHECKING:
-    from layershuffle.swarm.chaos import Kind
+    from layershuffle.swarm.chaos import FaultKind
     from layershuffle.swarm.client import AsyncSwarmClient
     from layershuffle.swarm.server.admin import Operator
 
@@ -39,7 +39,7 @@ class RunningSwarm:
         self.gateway = listener_of(socket_path)
         self._unread: list[socket.socket] = []
 
-    async def fault(self, host: str, kind: Kind) -> None:
+    async def fault(self, host: str, kind: FaultKind) -> None:
         """Let one host fail."""
         # The operator's socket blocks, and the requests must go on meanwhile.
         await asyncio.to_thread(self._operator.fault, host, kind)

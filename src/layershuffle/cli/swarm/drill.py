@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from layershuffle.cli.swarm import FAULT_KINDS, FaultKind, Routing, Scenario
+from layershuffle.cli.swarm import FAULT_KINDS, FaultFlag, RoutingFlag, ScenarioFlag
 from layershuffle.cli.swarm.asking import ServerOptions, client_options, server_flags
 from layershuffle.cli.swarm.serving import state_flag
 from layershuffle.errors import LayerShuffleError, UsageError
@@ -20,7 +20,7 @@ from layershuffle.extras import require
 
 if TYPE_CHECKING:
     from layershuffle.swarm.calibration import Calibration
-    from layershuffle.swarm.chaos import Fault, Kind
+    from layershuffle.swarm.chaos import Fault, FaultKind
     from layershuffle.swarm.client import AsyncSwarmClient
     from layershuffle.swarm.load_client import Labelled
     from layershuffle.swarm.plan import SwarmPlan
@@ -43,15 +43,15 @@ class DrillCommand(ServerOptions):
     """Plan that the swarm is expected to run; the drill is refused if it runs another."""
     requests: int = 300
     """Number of requests, per routing."""
-    kinds: tuple[FaultKind, ...] = FAULT_KINDS
+    kinds: tuple[FaultFlag, ...] = FAULT_KINDS
     """Failures to rehearse, one after the other; rejoin brings each host back after a while."""
-    scenarios: tuple[Scenario, ...] = ()
+    scenarios: tuple[ScenarioFlag, ...] = ()
     """Instead of --kinds, what the swarm is to put right by itself, one after the other: one of
     Ray's processes or the gateway killed, all hosts or all but one killed, a host that always lies,
     in 1 % of its answers, or in all but canaries, and connections that never read their answers."""
     kill: float | None = None
     """Instead of --kinds, kill this share of the hosts at random moments; none comes back."""
-    routings: tuple[Routing, ...] = ("order-free",)
+    routings: tuple[RoutingFlag, ...] = ("order-free",)
     """Routings to compare, under the same requests and failures."""
     data: str | None = None
     """Labelled images: the test split of this data. Default: what the model was calibrated on; of
@@ -291,7 +291,7 @@ class _Remote:
             raise errors[0]
         await self.healthy(set(hit))
 
-    async def _ordered(self, host: str, kind: Kind) -> None:
+    async def _ordered(self, host: str, kind: FaultKind) -> None:
         # The operator's socket blocks, and the requests must go on meanwhile.
         await asyncio.to_thread(self._operator.fault, host, kind)
 

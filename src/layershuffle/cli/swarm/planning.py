@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from layershuffle.cli.command import Command, ComputingCommand
-from layershuffle.cli.swarm import DEFAULT_MODEL, ROUTINGS, Routing, Wire
+from layershuffle.cli.swarm import DEFAULT_MODEL, ROUTINGS, RoutingFlag, WireFlag
 from layershuffle.errors import UsageError
 from layershuffle.extras import require
 from layershuffle.text import counted, counted_as, table
@@ -40,7 +40,7 @@ class PlanCommand(Command):
     """Probability with which each block is to be reachable."""
     floor: float | None = None
     """lifetime: requests may leave out blocks while this accuracy (percent) is still reached."""
-    wire: Wire = "fp32"
+    wire: WireFlag = "fp32"
     """Type of states on the wire."""
     time_limit: float = 20.0
     """Seconds for the exact solver."""
@@ -111,7 +111,7 @@ class SimulateCommand(Command):
     """Clients that each send the next request when the last one has ended."""
     kill: float | None = None
     """Kill this share of the hosts at random moments; none comes back."""
-    routings: tuple[Routing, ...] = ROUTINGS
+    routings: tuple[RoutingFlag, ...] = ROUTINGS
     """Routings to compare."""
     min_blocks: int = 1
     """Fewest blocks of an answer."""

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from layershuffle.cli.swarm import DEFAULT_MODEL, Routing, Wire
+from layershuffle.cli.swarm import DEFAULT_MODEL, RoutingFlag, WireFlag
 from layershuffle.cli.swarm.options import (
     HttpsOptions,
     TlsOptions,
@@ -284,23 +284,23 @@ class UpCommand(_ServingCommand):
     """Threads of torch in each host."""
     replicas: int = 1
     """Hosts that hold each block."""
-    routing: Routing = "order-free"
+    routing: RoutingFlag = "order-free"
     """Order of the blocks: order-free, sequential (a classical pipeline) or
     replicated-sequential."""
-    wire: Wire = "fp32"
+    wire: WireFlag = "fp32"
     """Type of states on the wire."""
     page_may_break: bool = False
     """Let visitors of the page kill, freeze and slow down these hosts, from this machine alone."""
 
     def page_options(self, service: Service) -> PageOptions | None:
         """What the page offers; with the flag, visitors may break the hosts of the plan."""
-        from layershuffle.swarm.chaos import Fault, Kind
+        from layershuffle.swarm.chaos import Fault, FaultKind
 
         options = super().page_options(service)
         if options is None or not self.page_may_break:
             return options
 
-        async def break_host(host: str, kind: Kind) -> None:
+        async def break_host(host: str, kind: FaultKind) -> None:
             await service.faults.inject(Fault(0, host, kind))
 
         return replace(options, break_host=break_host, breakable=frozenset(service.plan.hosts))

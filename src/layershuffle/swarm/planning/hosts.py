@@ -24,7 +24,7 @@ from pydantic import Field, model_validator
 
 from layershuffle.errors import SettingsError, UsageError
 from layershuffle.recipes import read_recipe
-from layershuffle.settings import Name, Positive, Settings
+from layershuffle.settings import Above, Name, NotBelow, Positive, Settings
 from layershuffle.swarm.messages import Wire, pack
 from layershuffle.swarm.rounds import QUEUE, Cell, Rounds
 
@@ -33,8 +33,6 @@ OBJECTIVES: tuple[Objective, ...] = ("throughput", "latency", "lifetime")
 Numbers = NDArray[np.float64]
 Placement = NDArray[np.bool_]
 """[hosts, blocks]: whether the host holds the block."""
-Above = Annotated[float, Field(gt=0)]
-NotBelow = Annotated[float, Field(ge=0)]
 MEGA = 1e6
 _JOULES_PER_WH = 3600.0
 

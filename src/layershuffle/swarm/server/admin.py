@@ -25,7 +25,7 @@ from starlette.requests import Request
 
 from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.files import explained
-from layershuffle.swarm.chaos import Fault, Kind
+from layershuffle.swarm.chaos import Fault, FaultKind
 from layershuffle.swarm.policy import Routing
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ _TIMEOUT = 120.0
 _SOCKET_PATH_BYTES = 100  # Linux allows 107, less what Python adds
 
 
-class HostCommand(BaseModel):
+class HostBody(BaseModel):
     """The body of a command to one host. Unknown keys are refused, here and below."""
 
     model_config = ConfigDict(extra="forbid")
@@ -46,20 +46,20 @@ class HostCommand(BaseModel):
     host: str
 
 
-class SwapCommand(HostCommand):
+class SwapBody(HostBody):
     """Replace a block by that of another model."""
 
     block: int
     donor: str
 
 
-class FaultCommand(HostCommand):
+class FaultBody(HostBody):
     """Let the host fail."""
 
-    kind: Kind
+    kind: FaultKind
 
 
-class RoutingCommand(BaseModel):
+class RoutingBody(BaseModel):
     """Route new requests this way."""
 
     model_config = ConfigDict(extra="forbid")
@@ -73,16 +73,16 @@ def operator_app(service: Service) -> FastAPI:
     coordinator, router = service.coordinator, service.router
 
     @app.post("/drain")
-    async def drain(command: HostCommand) -> dict[str, Any]:
+    async def drain(command: HostBody) -> dict[str, Any]:
         return {"empty": await coordinator.drain(command.host)}
 
     @app.post("/readmit")
-    async def readmit(command: HostCommand) -> dict[str, Any]:
+    async def readmit(command: HostBody) -> dict[str, Any]:
         await coordinator.readmit(command.host)
         return {}
 
     @app.post("/swap")
-    async def swap(command: SwapCommand) -> dict[str, Any]:
+    async def swap(command: SwapBody) -> dict[str, Any]:
         block, base = command.block, coordinator.base
         # In a thread: requests go on while files are read, or a model is loaded.
         from layershuffle.swarm.service import donor_bundle
@@ -92,13 +92,13 @@ def operator_app(service: Service) -> FastAPI:
         return {}
 
     @app.post("/routing")
-    async def routing(command: RoutingCommand) -> dict[str, Any]:
+    async def routing(command: RoutingBody) -> dict[str, Any]:
         # A drill puts the earlier routing back when it is over.
         before, router.routing = router.routing, command.routing
         return {"before": before}
 
     @app.post("/fault")
-    async def fault(command: FaultCommand) -> dict[str, Any]:
+    async def fault(command: FaultBody) -> dict[str, Any]:
         await service.faults.inject(Fault(0, command.host, command.kind))
         return {}
 
@@ -162,7 +162,7 @@ class Operator:
         before: Routing = self._ask("POST", "/routing", routing=routing)["before"]
         return before
 
-    def fault(self, host: str, kind: Kind) -> None:
+    def fault(self, host: str, kind: FaultKind) -> None:
         """Let a host fail, for a drill."""
         self._ask("POST", "/fault", host=host, kind=kind)
 

@@ -19,7 +19,7 @@ _MILLI = 1000.0
 
 
 @dataclass
-class _Seen:
+class _FollowedVisit:
     """A visit, in milliseconds since its request began; `ended` is `None` while it is under way."""
 
     host: str
@@ -32,15 +32,15 @@ class _Seen:
 
 
 @dataclass
-class _Way:
+class _FollowedRequest:
     """A request as far as it came. `walk` is let go at its end, with the states that it holds."""
 
     walk: Walk | None
     number: int
     started: float
-    visits: list[_Seen] = field(default_factory=list)
+    visits: list[_FollowedVisit] = field(default_factory=list)
     # By the call's id, or calls would keep their states; an id that comes again is overwritten.
-    calls: dict[int, _Seen] = field(default_factory=dict)
+    calls: dict[int, _FollowedVisit] = field(default_factory=dict)
     route: Route | None = None
     over: float | None = None  # seconds of the router's clock
 
@@ -50,8 +50,8 @@ class Following:
 
     def __init__(self, clock: Callable[[], float], *, depth: int) -> None:
         self._clock, self._depth = clock, depth
-        self._shown: _Way | None = None
-        self._newest: _Way | None = None
+        self._shown: _FollowedRequest | None = None
+        self._newest: _FollowedRequest | None = None
         self._count = 0
         self.version = 0
 
@@ -59,7 +59,7 @@ class Following:
         """A request begins: it is the newest now."""
         self._count += 1
         now = self._clock()
-        self._newest = _Way(walk, self._count, now)
+        self._newest = _FollowedRequest(walk, self._count, now)
         self._advance(now)
 
     def sent(self, walk: Walk, call: PendingVisit) -> None:
@@ -68,7 +68,7 @@ class Following:
         if way is None or len(way.visits) >= MOST_VISITS:
             return
         begun = (self._clock() - way.started) * _MILLI
-        seen = _Seen(call.visit.host, call.visit.blocks, begun)
+        seen = _FollowedVisit(call.visit.host, call.visit.blocks, begun)
         way.visits.append(seen)
         way.calls[id(call)] = seen
 
@@ -137,9 +137,9 @@ class Following:
         self._shown = self._newest
         self.version += 1
 
-    def _ways(self) -> list[_Way]:
+    def _ways(self) -> list[_FollowedRequest]:
         ways = [way for way in (self._shown, self._newest) if way is not None]
         return ways[:1] if self._shown is self._newest else ways
 
-    def _way_of(self, walk: Walk) -> _Way | None:
+    def _way_of(self, walk: Walk) -> _FollowedRequest | None:
         return next((way for way in self._ways() if way.walk is walk), None)

@@ -25,7 +25,7 @@ from starlette.routing import Route
 
 from layershuffle.errors import UsageError
 from layershuffle.models import file_view
-from layershuffle.swarm.chaos import Kind
+from layershuffle.swarm.chaos import FaultKind
 from layershuffle.swarm.server.errors import HTTPError
 from layershuffle.swarm.server.live import Live
 from layershuffle.swarm.server.page import HEADERS, PageFacts, is_foreign, page_routes
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from layershuffle.swarm.server.metrics import Metrics
     from layershuffle.swarm.server.scheduler import RequestScheduler
 
-BREAKS: tuple[Kind, ...] = ("crash", "freeze", "slow", "rejoin")
-assert set(BREAKS) <= set(get_args(Kind))
+BREAKS: tuple[FaultKind, ...] = ("crash", "freeze", "slow", "rejoin")
+assert set(BREAKS) <= set(get_args(FaultKind))
 REPORT = "report.html"
 _TOKEN_BYTES = 24
 # A report is one file with its style and pictures in it, and has no scripts.
@@ -58,7 +58,7 @@ class PageOptions:
     `None` where visitors may break nothing. `reports`: a directory of studies.
     """
 
-    break_host: Callable[[str, Kind], Awaitable[None]] | None = None
+    break_host: Callable[[str, FaultKind], Awaitable[None]] | None = None
     breakable: frozenset[str] = frozenset()
     reports: Path | None = None
 

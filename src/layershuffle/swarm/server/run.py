@@ -52,7 +52,7 @@ async def serve(
     for name in ("python_multipart", "uvicorn.error"):
         logging.getLogger(name).setLevel(logging.ERROR)
     limits = limits or GatewayLimits()
-    with Listener(host, port=port, limits=limits) as listener:
+    with ListeningSocket(host, port=port, limits=limits) as listener:
         name, number = listener.getsockname()[:2]
         if ready is not None:
             scheme = "http" if tls is None else "https"
@@ -149,7 +149,7 @@ class Server(uvicorn.Server):
                 transport.abort() if unsent or closing else transport.close()
 
 
-class Listener(socket.socket):
+class ListeningSocket(socket.socket):
     """A listening socket that holds as many connections as the limits allow, per client and in all.
 
     It counts where connections are accepted, so that handshakes of TLS count as well. Those beyond
@@ -184,7 +184,7 @@ class Listener(socket.socket):
             connection.close()
             raise ConnectionAbortedError(f"{client} has too many connections")
         self._connections[client] += 1
-        return _Connection(connection, closed=partial(self._leave, client)), address
+        return _AcceptedConnection(connection, closed=partial(self._leave, client)), address
 
     def _leave(self, client: str) -> None:
         self._connections[client] -= 1
@@ -192,7 +192,7 @@ class Listener(socket.socket):
             del self._connections[client]  # a Counter keeps zeros, one per address ever seen
 
 
-class _Connection(socket.socket):
+class _AcceptedConnection(socket.socket):
     """An accepted connection that calls `closed` when it is closed."""
 
     def __init__(self, plain: socket.socket, *, closed: Callable[[], None]) -> None:

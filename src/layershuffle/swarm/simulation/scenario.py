@@ -9,7 +9,7 @@ import numpy as np
 from pydantic import Field
 
 from layershuffle.errors import UsageError
-from layershuffle.settings import Positive, Settings
+from layershuffle.settings import Above, NotBelow, Positive, Settings
 from layershuffle.swarm.plan import HostPlan, SwarmPlan
 
 if TYPE_CHECKING:
@@ -19,8 +19,6 @@ _COPY = "~"
 # Arrivals, churn and canaries draw from streams of their own: a change of one leaves the others.
 _CHURN_STREAM = 1
 _DELAY_STREAM = 3
-Above = Annotated[float, Field(gt=0)]
-NotBelow = Annotated[float, Field(ge=0)]
 
 
 class HostTimes(Settings):
