@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import io
 import tokenize
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -173,16 +174,8 @@ def test_no_circles() -> None:
     assert done == set(MODULES)
 
 
-HEAVY = {
-    "torch",
-    "timm",
-    "transformers",
-    "torchvision",
-    "datasets",
-    "sklearn",
-    "scipy",
-    "accelerate",
-}
+HEAVY = {"torch", "timm", "transformers", "torchvision", "datasets"}
+HEAVY |= {"sklearn", "scipy", "accelerate"}
 LIGHT = ("errors", "files", "draws", "orders", "policies", "position_forms", "settings", "methods")
 
 
@@ -319,6 +312,25 @@ def test_comments_say_why(record_property: Callable[[str, object], None]) -> Non
     assert comments("x = 1  # noqa: A001\ny = 2  # the reason") == ["# the reason"]
 
 
+# Name of a class or type alias: why several modules define it.
+SHARED_NAMES: dict[str, str] = {}
+
+
+def type_names(module: str) -> set[str]:
+    """Classes and type aliases of a module, without leading underscores."""
+    names = {node.name for node in nodes(module) if isinstance(node, ast.ClassDef)}
+    for node in TREES[module].body:
+        if isinstance(node, ast.Assign) and "TypeVar(" not in ast.unparse(node.value):
+            names |= {ast.unparse(target) for target in node.targets}
+    names = {name.lstrip("_") for name in names}
+    return {name for name in names if name[:1].isupper() and not name.isupper()}
+
+
+def test_no_two_modules_define_one_name() -> None:
+    homes = Counter(name for module in TREES for name in type_names(module))
+    assert {name for name, modules in homes.items() if modules > 1} == SHARED_NAMES.keys()
+
+
 # --- errors and output ----------------------------------------------------------------------------
 
 
@@ -342,12 +354,8 @@ def _catches_everything(handler: ast.ExceptHandler) -> bool:
 
 
 def test_the_library_prints_nothing() -> None:
-    prints = {
-        module
-        for module in MODULES
-        for node in nodes(module)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "print"
-    }
+    calls = [(m, node) for m in MODULES for node in nodes(m) if isinstance(node, ast.Call)]
+    prints = {module for module, call in calls if ast.unparse(call.func) == "print"}
     assert {module for module in prints if room(module) != "cli"} == PRINTS.keys()
 
 
