@@ -7,6 +7,7 @@ import subprocess
 import sys
 from contextlib import redirect_stdout
 from functools import cache
+from itertools import pairwise
 
 import pytest
 
@@ -64,6 +65,20 @@ def test_every_argument_has_a_type_a_default_and_a_sentence(command):
         is_switch = re.fullmatch(rf"{FLAG}(, --no-\S+)?", written)
         has_type = re.fullmatch(rf"({FLAG} .+)|[A-Z.]+", written)
         assert is_switch or has_type, written
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_only_the_width_of_the_terminal_breaks_a_text(command, monkeypatch):
+    """In a terminal wide enough for all, the text of an argument stands in one line: beside the
+    argument, or below one that is long."""
+    monkeypatch.setenv("COLUMNS", "1000")
+    lines = [line[1:].rstrip("│ ") for line in help_of.__wrapped__(command).splitlines()]
+    for above, line in pairwise(lines):
+        if line.startswith("   "):
+            assert re.match(r" (-[a-z-]|[A-Z.]+$)", above), (above, line)
+            assert "  " not in above.strip(), (above, line)
+    if command == "swarm drill":
+        assert any("the other: one of Ray's processes or the gateway" in line for line in lines)
 
 
 def test_the_flags_are_frozen():

@@ -6,12 +6,14 @@ every argument with its type, its default and a sentence.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from typing import Annotated, Self, TypeVar
 
 import tyro
+from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructTypeInfo
 
 from layershuffle.errors import SettingsError, UsageError
 from layershuffle.machine import Device, torch_threads
@@ -20,6 +22,38 @@ from layershuffle.progress import Progress
 AnySettings = TypeVar("AnySettings")
 Inline = Annotated[AnySettings, tyro.conf.arg(name="")]
 """Settings whose fields are flags without a prefix: `--seed`, not `--settings.seed`."""
+
+TYRO_RULES = ConstructorRegistry()
+"""Give these to every `tyro.cli` that prints help: texts of several lines come out as one."""
+_asks_tyro = ContextVar("_asks_tyro", default=False)
+
+
+# tyro 1.0.17 joins the lines of a docstring before it takes their indentation away, and takes an
+# indented line for a list that has to keep its breaks. So the lines are joined here.
+@TYRO_RULES.struct_rule
+def _texts_of_one_line(info: StructTypeInfo) -> StructConstructorSpec | None:
+    """What tyro's own rules make of a dataclass or of settings, with each text in one line."""
+    if _asks_tyro.get():
+        return None
+    token = _asks_tyro.set(True)
+    try:
+        spec = ConstructorRegistry.get_struct_spec(info)
+    finally:
+        _asks_tyro.reset(token)
+    if not isinstance(spec, StructConstructorSpec):
+        return None
+    fields = [replace(field, helptext=_one_line(field.helptext)) for field in spec.fields]
+    return replace(spec, fields=tuple(fields))
+
+
+def _one_line(text: str | Callable[[], str | None] | None) -> Callable[[], str | None]:
+    """The text without line breaks. It is read when it is shown, as reading takes time."""
+
+    def joined() -> str | None:
+        read = text() if callable(text) else text
+        return None if read is None else " ".join(read.split())
+
+    return joined
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +77,7 @@ class Command:
         and missing arguments, and exits with 2.
         """
         try:
-            return tyro.cli(cls, args=list(words), prog=prog)
+            return tyro.cli(cls, args=list(words), prog=prog, registry=TYRO_RULES)
         except SettingsError as error:
             # Not chained: the first error says the same without the next command to type.
             raise SettingsError(error.cause, hint=f"{prog} --help") from None
