@@ -109,6 +109,12 @@ def test_a_flag_means_the_same_in_every_command(flag, sentence):
     assert {command for command, text in texts.items() if text != sentence} <= {"swarm host"}
 
 
+def test_the_help_of_ensemble_says_nothing_of_merges():
+    """The two share settings, whose texts are written for merges."""
+    words = set(re.findall(r"[a-z]+", help_of("ensemble").lower()))
+    assert words & {"merge", "merges", "soup", "soups", "donor", "ends"} == set()
+
+
 def test_names_that_help_texts_repeat_are_all_there():
     """Help texts list names that live in modules which would be slow to import for `--help`."""
     (analysis,) = [about for written, about in arguments_of("analyze") if written == "NAME"]

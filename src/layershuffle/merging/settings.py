@@ -84,6 +84,14 @@ class MergingSettings(_Scored):
 class EnsembleSettings(_Scored):
     """One ensemble."""
 
+    # These three once more: what their texts say of merges and soups is not true here.
+    num_orders: Positive = 5
+    """Number of draws: one order for all members, or one for each, as --orders says."""
+    seed: Seed = 0
+    """Seed of the drawn orders."""
+    precision: Precision = "fp32"
+    """fp32 is what scores mean; bf16, faster on GPUs, rounds weights and states to 8 bits.
+    Answers are averaged in fp32 all the same."""
     mode: Literal["sequential", "arbitrary"] = "arbitrary"
     """Order mode that every member runs in."""
     orders: EnsembleOrders = "independent"
