@@ -58,7 +58,7 @@ def test_every_argument_has_a_type_a_default_and_a_sentence(command):
     for written, about in arguments_of(command):
         if written == "-h, --help":
             continue
-        match = re.fullmatch(r"(.+) \((required|default: ?[^)]*\)?)\)", about)
+        match = re.fullmatch(r"(.+) \((required[a-z -]*|default: [^)]+\)?)\)", about)
         assert match, (written, about)
         assert len(match[1].split()) >= 2, (written, about)
         assert match[1].endswith((".", ".)")), (written, about)
@@ -107,6 +107,25 @@ def test_a_flag_means_the_same_in_every_command(flag, sentence):
     }
     assert {"fit", "eval", "predict", "analyze", "merge", "ensemble", "bench"} <= set(texts)
     assert {command for command, text in texts.items() if text != sentence} <= {"swarm host"}
+
+
+@pytest.mark.parametrize(
+    ("command", "needed"),
+    [
+        ("analyze", {"NAME": "", "MODEL": "", "--data": "", "--out": ""}),
+        ("merge", {"MODEL...": "", "--out": " with a recipe", "--data": " with --random"}),
+        ("ensemble", {"MODEL...": "", "--data": ""}),
+        ("predict", {"MODEL": "", "IMAGE...": ""}),
+        ("classify", {"IMAGE...": ""}),
+    ],
+)
+def test_help_says_which_arguments_are_required(command, needed):
+    """Also of those that tyro could do without, and `run` cannot."""
+    texts = {written.partition(" ")[0]: about for written, about in arguments_of(command)}
+    said = {name: about for name, about in texts.items() if "(required" in about}
+    assert said.keys() == needed.keys()
+    for name, when in needed.items():
+        assert said[name].endswith(f"(required{when})")
 
 
 def test_the_help_of_ensemble_says_nothing_of_merges():

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import tyro
 
 from layershuffle.analysis import ANALYSES, AnalysisSettings, read_analysis, run_analysis
-from layershuffle.cli.command import ComputingCommand, Inline
+from layershuffle.cli.command import ComputingCommand, Inline, required
 from layershuffle.errors import UsageError
 from layershuffle.extras import require
 from layershuffle.text import listing
@@ -20,14 +20,14 @@ from layershuffle.text import listing
 class AnalyzeCommand(ComputingCommand):
     """Ask one question about what the blocks of a model learnt, or every question that applies."""
 
-    name: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")] = None
+    name: Annotated[str | None, tyro.conf.Positional, required(metavar="NAME")] = None
     """The question: umap, norms, attention, attribution, leave-one-out, cka or position; all asks
     every one that applies."""
-    model: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")] = None
+    model: Annotated[str | None, tyro.conf.Positional, required(metavar="MODEL")] = None
     """Directory of a fit, or any model spec."""
-    data: str | None = None
+    data: Annotated[str | None, required()] = None
     """Images: digit-pairs, formula, folder:DIR, hf:NAME_OR_DIR, cifar100:DIR, wds:SHARDS."""
-    out: Path | None = None
+    out: Annotated[Path | None, required()] = None
     """Directory for tables, figures and the summary; with all, one directory in it per question."""
     # --list alone is a whole command, which is why tyro does not require the arguments above.
     list: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Annotated, Self, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 import tyro
 from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructTypeInfo
@@ -22,6 +22,13 @@ from layershuffle.progress import Progress
 AnySettings = TypeVar("AnySettings")
 Inline = Annotated[AnySettings, tyro.conf.arg(name="")]
 """Settings whose fields are flags without a prefix: `--seed`, not `--settings.seed`."""
+
+
+def required(when: str = "", *, metavar: str | None = None) -> Any:
+    """The mark of an argument that `run` asks for, as tyro asks for none of it: it has a default,
+    or is a tuple. `when` is the case in which it is needed, if that is not always."""
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"({f'required {when}'.strip()})")
+
 
 TYRO_RULES = ConstructorRegistry()
 """Give these to every `tyro.cli` that prints help: texts of several lines come out as one."""

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from layershuffle.cli.command import ComputingCommand, Inline
+from layershuffle.cli.command import ComputingCommand, Inline, required
 from layershuffle.cli.eval import estimates
 from layershuffle.errors import UsageError
 from layershuffle.merging.rows import MergingRow, group_rows, rows_csv, score_of
@@ -31,16 +31,16 @@ class MergeCommand(ComputingCommand):
     """
 
     # tyro cannot ask for one form or the other: what a form needs is checked in `run`.
-    models: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="MODEL...")] = ()
+    models: Annotated[tuple[str, ...], tyro.conf.Positional, required(metavar="MODEL...")] = ()
     """The recipe, a YAML file; or with --random the donors: directories of fits or model specs."""
-    out: Path | None = None
+    out: Annotated[Path | None, required("with a recipe")] = None
     """Directory of the model that a recipe makes; with --random a CSV file for every score."""
     overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Replace what is at --out: an older model, or with --random a file. A donor never is."""
     random: int | None = None
     """Draw this many merges and score them; the same as --merges, which alone does not select this
     form."""
-    data: str | None = None
+    data: Annotated[str | None, required("with --random")] = None
     """--random: images to score, of which the test split is read (greedy soups also read held-out
     images)."""
     mode: Literal["sequential", "arbitrary"] = "arbitrary"
@@ -182,7 +182,7 @@ def _merging_text(report: dict[str, Any]) -> str:
 class EnsembleCommand(ComputingCommand):
     """Score the ensemble of several models: the mean of their answers."""
 
-    models: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="MODEL...")]
+    models: Annotated[tuple[str, ...], tyro.conf.Positional, required(metavar="MODEL...")]
     """Members of the ensemble: directories of fits or model specs."""
     data: str
     """Images to score, of which the test split is read."""

@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 
 from layershuffle.bundled import image_file
-from layershuffle.cli.command import ComputingCommand
+from layershuffle.cli.command import ComputingCommand, required
 from layershuffle.errors import UsageError
 from layershuffle.machine import device_of
 from layershuffle.text import ranked
@@ -26,7 +26,7 @@ class PredictCommand(ComputingCommand):
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """Directory of a fit, or any model spec: bundled:digits-swarm, timm:NAME, dir:PATH and
     others."""
-    images: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="IMAGE...")]
+    images: Annotated[tuple[Path, ...], tyro.conf.Positional, required(metavar="IMAGE...")]
     """Image files; bundled:digit-pair.png is one of this package."""
     order: str | None = None
     """Run these blocks in this order ("3,0,2")."""

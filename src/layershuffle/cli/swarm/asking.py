@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from layershuffle.bundled import image_file
-from layershuffle.cli.command import Command
+from layershuffle.cli.command import Command, required
 from layershuffle.cli.swarm.options import read_keys
 from layershuffle.errors import UsageError
 from layershuffle.extras import require
@@ -78,7 +78,7 @@ class ClassifyCommand(ServerOptions):
     to expect.
     """
 
-    images: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="IMAGE...")]
+    images: Annotated[tuple[Path, ...], tyro.conf.Positional, required(metavar="IMAGE...")]
     """Image files; bundled:digit-pair.png is one of this package."""
     deadline_ms: float | None = None
     """Answer within this many milliseconds, with the blocks that can be run until then."""

@@ -45,7 +45,9 @@ class DrillCommand(ServerOptions):
     """Number of requests, per routing."""
     kinds: tuple[FaultFlag, ...] = FAULT_KINDS
     """Failures to rehearse, one after the other; rejoin brings each host back after a while."""
-    scenarios: tuple[ScenarioFlag, ...] = ()
+    scenarios: Annotated[
+        tuple[ScenarioFlag, ...], tyro.conf.arg(help_behavior_hint="(default: none)")
+    ] = ()
     """Instead of --kinds, what the swarm is to put right by itself, one after the other: one of
     Ray's processes or the gateway killed, all hosts or all but one killed, a host that always lies,
     in 1 % of its answers, or in all but canaries, and connections that never read their answers."""
