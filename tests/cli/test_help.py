@@ -142,6 +142,8 @@ def test_names_that_help_texts_repeat_are_all_there():
     assert [name for name in KINDS if name not in kind] == []
     (method,) = [about for written, about in arguments_of("fit") if written == "--method STR"]
     assert set(METHODS) <= set(re.findall(r"[a-z]+(?:-[a-z]+)*", method))
+    (routing,) = [about for word, about in arguments_of("swarm up") if word.startswith("--routing")]
+    assert set(ROUTINGS) <= set(re.findall(r"[a-z]+(?:-[a-z]+)*", routing))
     assert (swarm.DEFAULT_MODEL, swarm.ROUTINGS) == (DEFAULT_MODEL, ROUTINGS)
     assert swarm.FAULT_KINDS == KINDS_OF_FAULTS
 

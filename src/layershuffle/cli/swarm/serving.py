@@ -285,8 +285,8 @@ class UpCommand(_ServingCommand):
     replicas: int = 1
     """Hosts that hold each block."""
     routing: RoutingFlag = "order-free"
-    """Order of the blocks: order-free, sequential (a classical pipeline) or
-    replicated-sequential."""
+    """How blocks are ordered: order-free, order-free-serial (one visit at a time), sequential (a
+    classical pipeline) or replicated-sequential (the same over several holders of each block)."""
     wire: WireFlag = "fp32"
     """Type of states on the wire."""
     page_may_break: bool = False
