@@ -202,7 +202,7 @@ def test_lives_are_exponential_and_steady_from_the_start():
         assert after.mean() == pytest.approx(mean, rel=4 / math.sqrt(after.size))
 
 
-def test_a_frozen_host_is_quarantined_and_comes_back():
+def test_a_frozen_host_becomes_a_suspect_and_comes_back():
     limits = Limits(canary_every_ms=300, suspect_max_ms=400)
     doubled = spread(6, limits=limits, replicas=2)
     faults = [Fault(20, "host-2", "freeze"), Fault(200, "host-2", "rejoin")]

@@ -1,4 +1,4 @@
-"""`layershuffle swarm ...` and `classify` as a user meets them, and the operator's door."""
+"""`layershuffle swarm ...` and `classify` as a user meets them, and the operator's endpoint."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ import layershuffle as ls
 from common import FAMILIES, images, logits_of, redraw
 from layershuffle.cli import main
 from layershuffle.cli.swarm.asking import describe_answer
-from layershuffle.cli.swarm.serving import operator_door
+from layershuffle.cli.swarm.serving import operator_endpoint
 from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.swarm import service as services
 from layershuffle.swarm.bundle import make_bundle
@@ -140,7 +140,7 @@ def test_both_kinds_of_failures_at_once_are_refused(capsys, tmp_path):
     assert "two kinds of failures" in err
 
 
-# --- the operator's door --------------------------------------------------------------------------
+# --- the operator's endpoint ----------------------------------------------------------------------
 
 
 def test_directories_that_others_may_enter_are_refused(tmp_path):
@@ -173,7 +173,7 @@ LOOP = ContextVar("LOOP")
 
 
 def served(tmp_path, work, model=None):
-    """`work(operator, service)` in a thread, beside a swarm in this process with its door open."""
+    """`work(operator, service)` in a thread, beside a swarm here that an operator can reach."""
 
     async def go():
         nonlocal model
@@ -184,7 +184,7 @@ def served(tmp_path, work, model=None):
         state = state_directory(str(tmp_path / "s"))
         async with running_service(PLAN, cargo, backend=hosts, within=60) as service:
             assert service.missing == ()
-            async with operator_door(service, state):
+            async with operator_endpoint(service, state):
                 operator = Operator(state)
                 try:
                     await asyncio.to_thread(work, operator, service)
@@ -198,7 +198,7 @@ def served(tmp_path, work, model=None):
 
 def second_is_refused(service, state):
     async def open_again():
-        async with operator_door(service, state):
+        async with operator_endpoint(service, state):
             raise AssertionError
 
     with pytest.raises(UsageError, match="runs already"):

@@ -61,7 +61,7 @@ class Limits(Settings):
     return_ms: Milliseconds = 10_000.0
     """A request with too few blocks waits for a host whose process died at most this long ago."""
     probe_ms: Milliseconds = 500.0
-    """Longest answer time of a probe, by which a quarantined host comes back."""
+    """Longest answer time of a probe, by which a suspect comes back."""
     canary_every_ms: Milliseconds = 2000.0
     """Every host computes one block on a random state, whose result is known here, this often."""
     # A host that answers canaries rightly and requests wrongly is found by audits alone. An audit

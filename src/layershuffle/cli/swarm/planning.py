@@ -28,7 +28,8 @@ class PlanCommand(Command):
     """
 
     hosts: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="HOSTS")]
-    """The hosts and how large, fast, far away and reliable they are: YAML, see docs/swarm.md."""
+    """The hosts and how large, fast, far away and reliable they are: a YAML file that has under
+    hosts an entry for each, such as pi-1: {memory_mb: 500, speed: 0.2, availability: 0.95}."""
     model: str = DEFAULT_MODEL
     """Model to serve."""
     # Spelled out: the planner's own type comes with scipy, which would add 0.4 s to --help.

@@ -63,7 +63,7 @@ def ended_by_signals() -> Iterator[None]:
 
 
 @asynccontextmanager
-async def operator_door(service: Service, state: Path) -> AsyncIterator[None]:
+async def operator_endpoint(service: Service, state: Path) -> AsyncIterator[None]:
     """The operator's socket in `state`, open inside. Raises `UsageError` if a swarm is using it."""
     import asyncio
     import socket
@@ -125,7 +125,7 @@ async def serve_service(
         trouble=lambda: service.trouble,
         page=page,
     )
-    async with operator_door(service, state):
+    async with operator_endpoint(service, state):
         await serve(app, host=host, port=port, public=public, tls=tls, ready=ready)
 
 

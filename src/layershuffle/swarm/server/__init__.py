@@ -1,7 +1,13 @@
 """The swarm's HTTP server: requests come in, answers go out with their route. Import the modules.
 
-`run` accepts connections, `app` holds the routes, `auth` says who may ask and how much, `scheduler`
-carries a request out, `requests` reads its form, `images` decodes its files, and `schemas` is the
-JSON of the answer. `errors` has the refusals, `metrics` counts, `tls` encrypts, `admin` is the
-operator's own socket. Only `app`, `admin` and `run` import a web server.
+`run` accepts connections, `app` holds the routes and the API keys, `scheduler` carries a request
+out, `requests` reads its form and decodes its images, and `schemas` is the JSON of the answer.
+`limits` says how much is taken in, `errors` has the refusals, `metrics` counts, `tls` encrypts, and
+`admin` is the operator's own socket.
+
+`page` holds the files and routes of the page, `gateway_page` puts it before a swarm and `demo`
+before models in this process, by which `workbench` answers. `live` sends the state of the swarm to
+the page, `following` the visits of one request. `docs_page` makes the page of the API.
+
+Clients read answers with `schemas`, which imports no web framework.
 """

@@ -1,4 +1,4 @@
-"""The operator's door: what only the owner of a running swarm may do, on a socket of its own.
+"""The operator's endpoint: what only the owner of a running swarm may do, on a socket of its own.
 
 A Unix socket in a directory that no other user may enter (`state_directory`), beside the public
 gateway, so that no key can be guessed or lost: whoever may write there is the owner. `operator_app`
@@ -126,7 +126,7 @@ def operator_app(service: Service) -> FastAPI:
 
 
 class Operator:
-    """The owner's side of the door, for command lines. Every method raises `LayerShuffleError`.
+    """The owner's side of the socket, for command lines. Every method raises `LayerShuffleError`.
 
     Raises `UsageError` if nobody listens in `state`.
     """
