@@ -48,7 +48,7 @@ def order_for(mode: str, *, depth: int, seed: int) -> ExecutionOrder:
     """
     modes = parse_modes(mode)
     if len(modes) > 1:
-        raise UsageError(f"An answer has one order mode, {mode!r} are {len(modes)}")
+        raise UsageError(f"predict takes one order mode; {mode!r} names {len(modes)}")
     return modes[0].policy().draw(depth, seed=seed, step=0)
 
 

@@ -84,7 +84,7 @@ def interval_text(low: float, high: float) -> str:
 
 
 def counted_as(effective: Iterable[float | None]) -> str:
-    """What follows "over 1,000 images": as how many independent ones Wilson intervals count them.
+    """What follows "over 1,000 images": the number of independent images that the intervals assume.
 
     `effective` as in `stats.Estimate`, of one or more scores.
     """

@@ -126,7 +126,7 @@ def test_plans_that_do_not_fit(plan, phrase):
 
 def test_settings():
     assert MergingSettings(ends=["average", "base"]).ends == ("average", "base")
-    with pytest.raises(SettingsError, match="ends names one twice"):
+    with pytest.raises(SettingsError, match="ends lists a value twice"):
         MergingSettings(ends=("base", "base"))
     with pytest.raises(SettingsError, match="'end' is not a setting, did you mean 'ends'"):
         MergingSettings(end=("base",))

@@ -367,7 +367,7 @@ def test_a_watch_that_breaks_begins_anew(caplog):
         await coordinator.close()
 
     run_virtual(go())
-    errors = [str(r.exc_info[1]) for r in caplog.records if "begins anew" in r.message]
+    errors = [str(r.exc_info[1]) for r in caplog.records if "was restarted" in r.message]
     assert "nobody foresaw this" in errors[0]
 
 

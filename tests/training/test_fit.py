@@ -265,7 +265,7 @@ def test_a_run_that_never_began_binds_nobody(tmp_path):
 
 def test_a_directory_of_something_else(tmp_path):
     (tmp_path / "thesis.tex").write_text("ten years")
-    with pytest.raises(UsageError, match="not empty and holds no run"):
+    with pytest.raises(UsageError, match="not empty and holds no LayerShuffle run"):
         fit(settings(), tmp_path)
     assert (tmp_path / "thesis.tex").read_text() == "ten years"
 

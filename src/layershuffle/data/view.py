@@ -74,5 +74,5 @@ def resized_as(view: ImageView, resize: Resize | None) -> ImageView:
     """`view` with images resized that way; `None` and the view's own way leave it as it is."""
     if resize is None or resize == view.resize:
         return view
-    # Who asks for squash wants the whole image; a share to keep was meant for the other way.
+    # squash keeps the whole image, so crop_pct is ignored.
     return replace(view, resize=resize, crop_pct=1.0 if resize == "squash" else view.crop_pct)

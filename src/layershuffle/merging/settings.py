@@ -77,7 +77,7 @@ class MergingSettings(_Scored):
     def _check(self) -> MergingSettings:
         for name, values in (("ends", self.ends), ("slots", self.slots)):
             if len(set(values)) < len(values):
-                raise ValueError(f"{name} names one twice: {', '.join(values)}")
+                raise ValueError(f"{name} lists a value twice: {', '.join(values)}")
         return self
 
 

@@ -260,7 +260,7 @@ def _fetched(name: str, revision: str | None, *, files: Sequence[str] = _FILES) 
         ) from error
     except HfHubHTTPError as error:
         raise ModelFileError(
-            f"The hub does not give us {name} ({type(error).__name__})",
+            f"{name} could not be downloaded ({type(error).__name__})",
             hint=f"check the name at huggingface.co/{name}; private models need `hf auth login`",
         ) from error
     return Path(path)

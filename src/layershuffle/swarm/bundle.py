@@ -118,11 +118,12 @@ def check_sibling(bundle: Bundle, other: Bundle | str | Path) -> None:
     differences = list(_differences(bundle.lineage, theirs))
     # Of a directory no weights are read, so that its program is not known here.
     if isinstance(other, Bundle) and other.program != bundle.program:
-        differences.append(("the computation of a block", "one", "another"))
+        differences.append(("the computation of a block", "the served one", "another one"))
     # Only the first difference is told: it is the most important.
-    for what, there, here in differences:
+    for what, ours, its in differences:
         raise UsageError(
-            f"These blocks cannot stand in for the swarm's: {what} is {there} there, {here} here",
+            f"These blocks cannot stand in for the swarm's: {what} is {its} in the donor and "
+            f"{ours} in the swarm",
             place=path,
             hint="take blocks of a model refined from the same base (the same recipe with another "
             "seed)",
@@ -253,7 +254,8 @@ def _check_same(module: Alone, program: Block, *, block: int, states: Tensor) ->
             like = wanted.shape == got.shape
             error = f"largest difference {(wanted - got).abs().max()}" if like else "another shape"
             raise StackError(
-                f"Block {block} computes something else as a program ({error} on {images} image(s))"
+                f"Block {block} gives other numbers as an exported program ({error} on {images} "
+                "image(s))"
             )
 
 

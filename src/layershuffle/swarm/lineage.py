@@ -107,7 +107,7 @@ def check_blocks(blocks: Iterable[int], *, depth: int, place: str | Path) -> Non
     for block in blocks:
         if not 0 <= block < depth:
             raise UsageError(
-                f"The model has blocks 0 to {depth - 1}, block {block} is asked for", place=place
+                f"The model has no block {block} (0 to {depth - 1} exist)", place=place
             )
 
 

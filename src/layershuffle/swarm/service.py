@@ -247,7 +247,7 @@ async def keep_watching(coordinator: Coordinator) -> None:
     while True:
         (error,) = await asyncio.gather(coordinator.run(), return_exceptions=True)
         coordinator.restarts += 1
-        _log.error("The watch over the hosts broke, and begins anew", exc_info=error)
+        _log.error("The host monitor failed and was restarted", exc_info=error)
         # With a pause, because an error that comes back at once would fill the log.
         await asyncio.sleep(coordinator.router.limits.watch_ms / _MILLI)
 

@@ -52,7 +52,7 @@ def prepare_directory(out: Path, settings: FitSettings) -> None:
         _refuse_other_settings(path, resolved)
     elif not path.is_file() and names - {".lock"}:
         raise UsageError(
-            "The output directory is not empty and holds no run of ours",
+            "The output directory is not empty and holds no LayerShuffle run",
             place=out,
             hint="choose a new directory for --out",
         )

@@ -77,7 +77,7 @@ class DrillCommand(ServerOptions):
         from layershuffle.swarm.server.admin import operator_of
 
         if self.scenarios and self.kill is not None:
-            raise UsageError("--scenarios and --kill are two drills", hint="give one of them")
+            raise UsageError("--scenarios and --kill exclude each other", hint="give one of them")
         with operator_of(self.state) as operator:
             plan = SwarmPlan(**operator.plan())
             # What is to be expected is computed from the plan, so it has to be the right one.

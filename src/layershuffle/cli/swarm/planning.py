@@ -149,7 +149,7 @@ class SimulateCommand(Command):
         if self.hosts is not None:
             plan = scaled(plan, self.hosts)
         if self.churn is not None and self.kill is not None:
-            raise UsageError("--churn and --kill are two kinds of failures", hint="choose one")
+            raise UsageError("--churn and --kill exclude each other", hint="choose one")
         # The same failures for every routing: they are compared under one fate.
         names: list[str] = list(plan.hosts)
         faults: tuple[Fault, ...] = ()

@@ -316,9 +316,7 @@ class UpCommand(_ServingCommand):
 
         say, tls = steps(), context_of(self)
         if self.page_may_break and not self.page:
-            raise UsageError(
-                "Without a page nobody can break hosts on it", hint="leave --no-page out"
-            )
+            raise UsageError("--page-may-break needs the page", hint="leave --no-page out")
         check_reports(self.reports, keyed=False)
         # Before hosts are started, which takes seconds.
         free_socket(state_directory(self.state))

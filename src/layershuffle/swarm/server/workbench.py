@@ -1,6 +1,6 @@
 """Models in this process that answer in any order: what the page tries orders on.
 
-Other than the hosts of a swarm, they tell how many test pairs come out right in an order, because a
+Unlike the hosts of a swarm, they report how many test pairs come out right in an order, because a
 hundred of them are one small batch here.
 """
 

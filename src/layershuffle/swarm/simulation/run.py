@@ -62,7 +62,7 @@ def simulate(
     requests.
     """
     if requests < 1:
-        raise UsageError(f"{requests} requests are none", hint="take 1 or more")
+        raise UsageError(f"At least one request is needed, not {requests}")
     pending = check_faults(faults, list(plan.hosts))
     arrivals = arrivals or Arrivals()
 
