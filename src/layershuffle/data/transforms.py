@@ -282,12 +282,12 @@ def resize_images(images: Tensor, size: tuple[int, int], *, mode: str = "bilinea
     return out.clamp(0, 1)  # bicubic overshoots
 
 
-def fit_images(images: Tensor, view: ImageView, *, mode: str = "bilinear") -> Tensor:
+def fit_images(images: Tensor, view: ImageView) -> Tensor:
     """Images [N, C, H, W] in [0, 1] as float32 [N, *view] with the view's normalisation.
 
     The whole image is kept: the aspect ratio gives way ("squash"), nothing is cropped.
     """
-    resized = resize_images(images.float(), view.size, mode=mode)
+    resized = resize_images(images.float(), view.size)
     return normalise(match_channels(resized, view.channels), view)
 
 

@@ -59,10 +59,9 @@ class Coordinator:
         router: Router,
         backend: HostBackend,
         bundles: Mapping[str, Bundle],
-        seed: int | None = None,
     ) -> None:
         self.plan, self.router, self.backend = plan, router, backend
-        self.health = HealthMonitor(router, seed=seed)
+        self.health = HealthMonitor(router)
         self.base = bundles[plan.model]
         self.hosts: dict[str, HostRecord] = {}
         self.watching, self.restarts = False, 0

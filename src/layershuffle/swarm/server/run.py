@@ -37,7 +37,6 @@ async def serve(
     host: str = "127.0.0.1",
     port: int = PORT,
     public: bool = False,
-    limits: GatewayLimits | None = None,
     tls: ssl.SSLContext | None = None,
     ready: Callable[[str], None] | None = None,
 ) -> None:
@@ -51,7 +50,7 @@ async def serve(
     # They log every broken form and head: a client could fill the disk.
     for name in ("python_multipart", "uvicorn.error"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    limits = limits or GatewayLimits()
+    limits = GatewayLimits()
     with ListeningSocket(host, port=port, limits=limits) as listener:
         name, number = listener.getsockname()[:2]
         if ready is not None:

@@ -95,7 +95,7 @@ class Arrivals(Settings):
         return tuple(np.cumsum(gaps).tolist())
 
 
-def profile_of(hosts: Iterable[PlannedHost], *, batch_share: float = 1.0) -> Profile:
+def profile_of(hosts: Iterable[PlannedHost]) -> Profile:
     """The profile of the hosts that a plan was made for."""
     return Profile(
         hosts={
@@ -103,8 +103,7 @@ def profile_of(hosts: Iterable[PlannedHost], *, batch_share: float = 1.0) -> Pro
                 block_ms=1000 * host.block, link_ms=1000 * (host.link + host.transfer)
             )
             for host in hosts
-        },
-        batch_share=batch_share,
+        }
     )
 
 
