@@ -361,7 +361,6 @@ def test_what_a_host_says_of_itself():
     host.close()
     assert (info.name, info.pid, info.waiting, info.draining) == ("pi", os.getpid(), 0, False)
     assert info.blocks == {1: bundle.digests[1], 3: bundle.digests[3]}
-    assert 50 << 20 < info.rss_bytes < 20 << 30
 
 
 ALONE = """

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from threading import Lock
 from typing import Protocol, Self, TypeVar
 
@@ -44,14 +43,13 @@ MAX_SKIPS = 8
 class HostInfo:
     """A host's report about itself. `blocks`: SHA-256 of each block's tensors.
 
-    `rss_bytes`: memory in use, 0 where the system has no /proc. `waiting`: visits that are not
-    being computed now. `channel`: address and port of its data channel, "" without one.
+    `waiting`: visits that are not being computed now. `channel`: address and port of its data
+    channel, "" without one.
     """
 
     name: str
     blocks: dict[int, str]
     pid: int
-    rss_bytes: int
     waiting: int
     draining: bool
     channel: str = ""
@@ -198,9 +196,7 @@ class BlockHost:
             blocks = {id_: block.digest for id_, block in sorted(self._blocks.items())}
             draining = self._draining
         waiting = sum(not job.future.cancelled() for job in jobs)
-        return HostInfo(
-            self.name, blocks, os.getpid(), _resident(), waiting, draining, self.channel
-        )
+        return HostInfo(self.name, blocks, os.getpid(), waiting, draining, self.channel)
 
     def drain(self) -> None:
         """Take no new visits; those that are here finish."""
@@ -366,10 +362,3 @@ def _begin(threads: int) -> None:
     # Asking makes a new thread take the number of the process; setting it would reset other things.
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
-
-
-def _resident() -> int:
-    pages = Path("/proc/self/statm")
-    if not pages.is_file():
-        return 0
-    return int(pages.read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
