@@ -37,7 +37,7 @@ def versions() -> dict[str, str]:
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Python's collector of cycles does not run, for imports.
+    """Python's collector of cycles does not run, for imports and while a clock runs.
 
     While torch and timm are imported it looks through a million objects that all stay: a fifth of
     the time.

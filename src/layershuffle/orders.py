@@ -247,12 +247,12 @@ def order_of(blocks: ExecutionOrder | str | Iterable[int], depth: int) -> Execut
 
 
 def _check_depth(depth: int) -> None:
-    if not _is_int(depth) or depth < 1:
+    if not is_integer(depth) or depth < 1:
         raise UsageError(f"The depth of a model is a number of blocks of at least 1, not {depth!r}")
 
 
 def _check_block(block: int, depth: int) -> None:
-    if not _is_int(block) or not 0 <= block < depth:
+    if not is_integer(block) or not 0 <= block < depth:
         raise UsageError(
             f"{block!r} is not a block of this model", hint=f"its blocks are 0 to {depth - 1}"
         )
@@ -265,7 +265,7 @@ def _checked_versions(blocks: tuple[int, ...], versions: Iterable[Any]) -> tuple
     ran: set[tuple[int, int]] = set()
     for position, step in enumerate(zip(blocks, versions, strict=True)):
         block, version = step
-        if not _is_int(version) or not 0 <= version <= position:
+        if not is_integer(version) or not 0 <= version <= position:
             raise UsageError(
                 f"Block {block} at position {position} reads version {version!r} of the state, "
                 "which is not there",
@@ -310,8 +310,8 @@ def _plain_integer(value: Any) -> Any:
         return value
 
 
-def _is_int(value: object) -> bool:
-    # True and False are integers in Python, and no block ids.
+def is_integer(value: object) -> bool:
+    """Whether it is a whole number: True and False are integers in Python, and no block ids."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 

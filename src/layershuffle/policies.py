@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from layershuffle.draws import Stream
 from layershuffle.errors import UsageError
-from layershuffle.orders import ExecutionOrder, order_of
+from layershuffle.orders import ExecutionOrder, is_integer, order_of
 
 OrderMode = Literal["sequential", "arbitrary"]
 Choice = Literal["random", "spaced", "first", "last"]
@@ -70,7 +70,7 @@ class Shuffled:
 
     def __post_init__(self) -> None:
         every = self.sequential_every
-        if every is not None and (not _is_integer(every) or every < 2):
+        if every is not None and (not is_integer(every) or every < 2):
             raise UsageError(
                 f"Every n-th order is sequential for an integer n of at least 2, not {every!r}",
                 hint="sequential_every=4; Sequential() has no other orders",
@@ -141,11 +141,11 @@ class Kept:
     parallel: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        if not _is_integer(self.k):
+        if not is_integer(self.k):
             raise UsageError(f"Kept takes a number of blocks, not {self.k!r}", hint="Kept(9)")
         _check_word("order", self.order, ("sequential", "arbitrary"))
         _check_word("choose", self.choose, ("random", "spaced", "first", "last"))
-        if not _is_integer(self.passes) or self.passes < 1:
+        if not is_integer(self.passes) or self.passes < 1:
             raise UsageError(f"Blocks run in at least 1 pass, not in {self.passes!r}")
         object.__setattr__(self, "parallel", _checked_parallel(self.parallel))
 
@@ -285,7 +285,7 @@ def _kept_range(limits: tuple[int, int | None], depth: int) -> tuple[int, int]:
 def _checked_range(limits: Sequence[int | None]) -> tuple[int, int | None]:
     # A list is accepted because JSON and YAML have no tuples.
     parts = tuple(limits) if isinstance(limits, tuple | list) else ()
-    if len(parts) == 2 and _is_integer(parts[0]) and (parts[1] is None or _is_integer(parts[1])):
+    if len(parts) == 2 and is_integer(parts[0]) and (parts[1] is None or is_integer(parts[1])):
         return parts[0], parts[1]
     raise UsageError(
         f"Shuffled takes depth=(low, high), not {limits!r}", hint="depth=(3, None) is 3 to all"
@@ -297,16 +297,12 @@ def _checked_parallel(limits: Sequence[int] | None) -> tuple[int, int] | None:
         return None
     # A list is accepted because JSON and YAML have no tuples.
     parts = tuple(limits) if isinstance(limits, tuple | list) else ()
-    if len(parts) == 2 and all(map(_is_integer, parts)) and 1 <= parts[0] <= parts[1]:
+    if len(parts) == 2 and all(map(is_integer, parts)) and 1 <= parts[0] <= parts[1]:
         return parts[0], parts[1]
     raise UsageError(
         f"Rounds have sizes parallel=(low, high) of at least 1, not {limits!r}",
         hint="parallel=(1, 4) is one to four blocks side by side",
     )
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _check_probability(p: float) -> None:

@@ -12,7 +12,6 @@ from subjects import subject_of
 
 from common import FAMILIES
 from layershuffle.analysis import attribution
-from layershuffle.analysis.latin_squares import balanced_order, balanced_orders
 from layershuffle.analysis.position_table import (
     Map,
     PositionMeans,
@@ -25,6 +24,7 @@ from layershuffle.analysis.position_table import (
     position_table,
 )
 from layershuffle.analysis.results import table_from, table_text
+from layershuffle.analysis.subject import balanced_order, balanced_orders
 from layershuffle.errors import DataError, UsageError
 from layershuffle.plotting import INK
 from layershuffle.stats import ImageGroups, t_interval

@@ -21,10 +21,9 @@ from torch import Tensor
 
 from layershuffle.analysis.features import FeatureWatch
 from layershuffle.analysis.intervals import Interval, apart, interval, said_with, with_bounds
-from layershuffle.analysis.latin_squares import balanced_orders
 from layershuffle.analysis.position_table import Floats, Map, draw_maps, grid
 from layershuffle.analysis.results import Facts, Measurement
-from layershuffle.analysis.subject import Subject
+from layershuffle.analysis.subject import Subject, balanced_orders
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from layershuffle.analysis.latin_squares import balanced_orders
 from layershuffle.analysis.settings import AnalysisSettings
 from layershuffle.data import DataOptions, ImageData, Split, match_classes, open_data
 from layershuffle.data.batches import DeviceBatches
@@ -18,6 +17,7 @@ from layershuffle.data.class_names import class_difference, in_order_of
 from layershuffle.data.contract import limited_test
 from layershuffle.data.loading import loader_processes
 from layershuffle.data.view import resized_as
+from layershuffle.draws import Stream
 from layershuffle.errors import DataError, UsageError
 from layershuffle.hooks import BlockHook
 from layershuffle.machine import Device, device_of
@@ -38,6 +38,27 @@ from layershuffle.stats import ImageGroups
 AnyOrder = ExecutionOrder | Sequence[ExecutionOrder]
 # Below this the spread of the few clusters is itself too uncertain to judge a difference by.
 FEWEST_CLUSTERS = 10
+
+
+def balanced_order(depth: int, index: int, *, seed: int) -> ExecutionOrder:
+    """Order number `index` of an endless sequence; each `depth` of them make one Latin square.
+
+    In a square every block stands at every position in exactly one order, so that few orders fill
+    every (block, position). The squares are E. J. Williams' (1949): with an even number of blocks
+    every block also follows every other one exactly once, so that no block always sees the output
+    of the same predecessor. A random relabelling of the blocks makes every single order a uniform
+    permutation.
+    """
+    square, row = divmod(index, depth)
+    blocks = Stream(seed, square).shuffled(range(depth))
+    # 0, 1, depth - 1, 2, depth - 2, ...: neighbours differ by every distance once.
+    zigzag = ((k + 1) // 2 if k % 2 else depth - k // 2 for k in range(depth))
+    return ExecutionOrder(tuple(blocks[(step + row) % depth] for step in zigzag), depth)
+
+
+def balanced_orders(depth: int, *, first: int, count: int, seed: int) -> list[ExecutionOrder]:
+    """Orders number `first` to `first + count - 1` of that sequence."""
+    return [balanced_order(depth, index, seed=seed) for index in range(first, first + count)]
 
 
 class DoesNotApply(UsageError):

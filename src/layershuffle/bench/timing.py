@@ -10,8 +10,7 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from layershuffle.hooks import Step
+from layershuffle.machine import collector_paused
 
 Side = Callable[[], float]
 """Does its work once and returns the seconds that it took."""
@@ -86,7 +86,8 @@ def paired(a: Side, b: Side, *, effort: Effort) -> Pairs:
     """
     if effort is not SMOKE:
         gc.collect()  # in a large process it takes as long as a whole smoke test
-    with _no_garbage_collection():
+    # A collection while the clock runs would hit one of the sides by chance.
+    with collector_paused():
         # The fastest run counts: the first one may hold imports and compilation.
         turn_seconds = sum(min(side() for _ in range(effort.warm_up)) for side in (a, b))
         # An effort of 0 seconds, as in a smoke test, still takes one turn.
@@ -107,18 +108,6 @@ def _pair(a: Side, b: Side, *, turns: int, first: int) -> tuple[float, float]:
             total_a += a()
             total_b += b()
     return total_a / turns, total_b / turns
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    # A collection while the clock runs would hit one of the sides by chance.
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 class PhaseTimer:

@@ -84,9 +84,9 @@ def interval_text(score: Estimate) -> str:
     return NONE if score.low is None or score.high is None else f"{score.low:.1f}-{score.high:.1f}"
 
 
-def number_text(value: float | None) -> str:
-    """Two decimals, or "-"."""
-    return NONE if value is None else f"{value:.2f}"
+def number_text(value: float | None, *, decimals: int = 2) -> str:
+    """The value with so many decimals, or "-"."""
+    return NONE if value is None else f"{value:.{decimals}f}"
 
 
 def choice_text(choose: str) -> str:
@@ -190,13 +190,10 @@ def _arm_rows(summary: Summary, arm: str, columns: Sequence[Column]) -> list[tup
     def row(name: str, show: Callable[[Estimate], str]) -> tuple[str, ...]:
         return (name, *(NONE if cell is None else show(cell.top1) for cell in cells))
 
-    def one_decimal(value: float | None) -> str:
-        return NONE if value is None else f"{value:.1f}"
-
     numbers = [summary.paper(arm, column) for column in columns]
     below = [
-        row("  sd over orders", lambda score: one_decimal(score.sd_orders)),
-        row("  sd over models", lambda score: one_decimal(score.sd_models)),
+        row("  sd over orders", lambda score: number_text(score.sd_orders, decimals=1)),
+        row("  sd over models", lambda score: number_text(score.sd_models, decimals=1)),
         row("  95 % interval", interval_text),
         ("  the paper", *(str(number).split(" +-")[0] if number else NONE for number in numbers)),
     ]
