@@ -16,14 +16,9 @@ from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Visited
 from layershuffle.swarm.plan import SwarmPlan, even_plan
 from layershuffle.swarm.policy import ROUTINGS, RequestProgress, Routing
-from layershuffle.swarm.simulation import (
-    Arrivals,
-    Churn,
-    Profile,
-    SimulationOutcome,
-    scaled,
-    simulate,
-)
+from layershuffle.swarm.simulation.outcome import SimulationOutcome
+from layershuffle.swarm.simulation.run import simulate
+from layershuffle.swarm.simulation.scenario import Arrivals, Churn, Profile, scaled
 from layershuffle.swarm.state import HostView, Swarm
 
 DEPTH, SEED, REPEATS = 12, 0, 3

@@ -23,7 +23,9 @@ from layershuffle.swarm.policy import Routing
 from layershuffle.swarm.ray_session import local_ray
 from layershuffle.swarm.rounds import Rounds
 from layershuffle.swarm.service import Service, swarm_on
-from layershuffle.swarm.simulation import Arrivals, HostTimes, Profile, SimulationOutcome, simulate
+from layershuffle.swarm.simulation.outcome import SimulationOutcome
+from layershuffle.swarm.simulation.run import simulate
+from layershuffle.swarm.simulation.scenario import Arrivals, HostTimes, Profile
 
 DEPTH, HOSTS, CLIENTS, SEED, DATA = 12, 6, 4, 0, "digit-pairs"
 REQUESTS, FEW = 1000, 24

@@ -13,20 +13,19 @@ from scipy.optimize import linprog
 
 from layershuffle.errors import SettingsError, UsageError
 from layershuffle.swarm.plan import HostPlan, plan_text, read_plan
-from layershuffle.swarm.planning import (
+from layershuffle.swarm.planning.hosts import (
     OBJECTIVES,
     HostsFile,
     HostSpec,
     ModelFacts,
+    PlacementProblem,
     facts_of,
-    figures_of,
-    plan,
-    plan_report,
+    hosts_of,
     read_hosts,
 )
-from layershuffle.swarm.planning.hosts import PlacementProblem, hosts_of
 from layershuffle.swarm.planning.placement import least_load, place, solve
-from layershuffle.swarm.planning.planner import in_unit
+from layershuffle.swarm.planning.planner import in_unit, plan
+from layershuffle.swarm.planning.report import figures_of, plan_report
 
 HOSTS, BLOCKS = 3, 4
 MB = 1_000_000

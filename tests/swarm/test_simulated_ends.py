@@ -17,8 +17,9 @@ from layershuffle.swarm.local import LocalHosts
 from layershuffle.swarm.plan import HostPlan, SwarmPlan
 from layershuffle.swarm.rounds import Cell
 from layershuffle.swarm.router import Router
-from layershuffle.swarm.simulation import Arrivals, HostTimes, Profile, outcome_json, simulate
-from layershuffle.swarm.simulation.outcome import ENDED
+from layershuffle.swarm.simulation.outcome import ENDED, outcome_json
+from layershuffle.swarm.simulation.run import simulate
+from layershuffle.swarm.simulation.scenario import Arrivals, HostTimes, Profile
 from waiting import HANGS
 
 PICO = SwarmPlan(

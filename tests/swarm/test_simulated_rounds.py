@@ -6,7 +6,7 @@ from test_simulation import run, spread
 
 from layershuffle.swarm.chaos import Fault
 from layershuffle.swarm.rounds import Cell, Rounds, Way
-from layershuffle.swarm.simulation import Arrivals
+from layershuffle.swarm.simulation.scenario import Arrivals
 
 SIDE_BY_SIDE = [(2, 12, 30), (3, 12, 20), (3, 6, 20), (4, 1, 38)]
 

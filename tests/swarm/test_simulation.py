@@ -14,22 +14,21 @@ from layershuffle.errors import SettingsError, UsageError
 from layershuffle.swarm.chaos import KINDS, Fault, crashes
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.plan import HostPlan, SwarmPlan, even_plan
-from layershuffle.swarm.planning import HostsFile, HostSpec, ModelFacts, plan
-from layershuffle.swarm.planning.hosts import hosts_of
+from layershuffle.swarm.planning.hosts import HostsFile, HostSpec, ModelFacts, hosts_of
+from layershuffle.swarm.planning.planner import plan
 from layershuffle.swarm.policy import FREE, ROUTINGS
 from layershuffle.swarm.rounds import Cell
-from layershuffle.swarm.simulation import (
+from layershuffle.swarm.simulation.outcome import ENDED, outcome_report
+from layershuffle.swarm.simulation.run import simulate
+from layershuffle.swarm.simulation.scenario import (
     Arrivals,
     Churn,
     HostTimes,
     Profile,
-    outcome_report,
+    lives,
     profile_of,
     scaled,
-    simulate,
 )
-from layershuffle.swarm.simulation.outcome import ENDED
-from layershuffle.swarm.simulation.scenario import lives
 
 DEPTH = 12
 QUIET = Limits(canary_every_ms=1e12)

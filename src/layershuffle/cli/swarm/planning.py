@@ -52,7 +52,9 @@ class PlanCommand(Command):
         """Plan, print, and write."""
         from layershuffle.files import write_text
         from layershuffle.swarm.plan import plan_text
-        from layershuffle.swarm.planning import plan, plan_report, read_hosts
+        from layershuffle.swarm.planning.hosts import read_hosts
+        from layershuffle.swarm.planning.planner import plan
+        from layershuffle.swarm.planning.report import plan_report
         from layershuffle.swarm.service import model_facts
         from layershuffle.swarm.speed import store_path
 
@@ -127,18 +129,16 @@ class SimulateCommand(Command):
 
         from layershuffle.swarm.chaos import crashes, crashes_text
         from layershuffle.swarm.plan import read_plan
-        from layershuffle.swarm.planning import read_hosts
-        from layershuffle.swarm.planning.hosts import hosts_of
+        from layershuffle.swarm.planning.hosts import hosts_of, read_hosts
         from layershuffle.swarm.service import model_facts
-        from layershuffle.swarm.simulation import (
+        from layershuffle.swarm.simulation.outcome import outcome_json, outcome_report
+        from layershuffle.swarm.simulation.run import simulate
+        from layershuffle.swarm.simulation.scenario import (
             Arrivals,
             Churn,
             Profile,
-            outcome_json,
-            outcome_report,
             profile_of,
             scaled,
-            simulate,
         )
 
         plan = read_plan(self.plan)

@@ -16,7 +16,9 @@ import numpy as np
 from layershuffle.swarm.plan import SwarmPlan
 from layershuffle.swarm.planning.planner import LARGE, Planned
 from layershuffle.swarm.policy import Routing
-from layershuffle.swarm.simulation import Arrivals, SimulationOutcome, profile_of, simulate
+from layershuffle.swarm.simulation.outcome import SimulationOutcome
+from layershuffle.swarm.simulation.run import simulate
+from layershuffle.swarm.simulation.scenario import Arrivals, profile_of
 from layershuffle.text import table
 
 _SHOWN = 20
