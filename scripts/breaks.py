@@ -233,10 +233,10 @@ STAGES: tuple[tuple[Run, ...], ...] = (
     tuple(bases(FIRST_BASES, 1)),
     (*refinements(FIRST_BASES, 1), *slower_runs(1)),
     tuple(data_runs({**ALL_DATA, **LESS_DATA}, 2)),
-    tuple(bases(MORE_BASES, 1)),
-    tuple(refinements(MORE_BASES, 1)),
     tuple(bases(DEEP_BASES, 0)),
     tuple(refinements(DEEP_BASES, 0)),
+    tuple(bases(MORE_BASES, 1)),
+    tuple(refinements(MORE_BASES, 1)),
 )
 """A stage begins when the one before has ended: refinements need their bases."""
 

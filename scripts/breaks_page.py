@@ -16,6 +16,7 @@ from layershuffle.stats import mean, t_interval, wilson_interval
 
 REFERENCE, NO_PARTS = ("data", "20000 pairs"), "none (prediction, detached)"
 CHANCE = 1.0
+NOTHING_LEARNT = "nothing learnt"
 NOT_MEASURED = "Not measured yet: `python scripts/breaks.py runs/breaks` goes on where it stopped."
 CONDITIONS = {
     REFERENCE: "attention, 12 blocks, whole skip connections",
@@ -90,7 +91,7 @@ def interval(values: Sequence[float], independent: float) -> Interval:
 def broken(shuffled: Interval, ordinary: Interval) -> str:
     """The criterion, for one pair of models: any order against half of the ordinary model."""
     if ordinary.low <= 2 * CHANCE:
-        return "nothing learnt"
+        return NOTHING_LEARNT
     if shuffled.high < ordinary.low / 2:
         return "breaks down"
     return "holds" if shuffled.low > ordinary.high / 2 else "not told apart"
@@ -135,9 +136,10 @@ def break_table(models: Models, cases: Mapping[tuple[str, str], str], name: str)
         ]
         gap = round(cells[2] - cells[3], 1) + 0.0  # never "-0.0"
         numbers = " | ".join(f"{cell:.1f}" for cell in (*cells, gap))
-        share = 100 * cells[3] / cells[0]
         verdict = verdict_on(models, case)
-        lines.append(f"| {label} | {len(seeds)} | {numbers} | {share:.0f} % | **{verdict}** |")
+        # Of chance there is no share.
+        share = "" if verdict == NOTHING_LEARNT else f"{100 * cells[3] / cells[0]:.0f} %"
+        lines.append(f"| {label} | {len(seeds)} | {numbers} | {share} | **{verdict}** |")
     return "\n".join(lines) if len(lines) > 2 else NOT_MEASURED
 
 

@@ -32,7 +32,7 @@ from layershuffle.data.digits import DigitPairs
 from layershuffle.models.tying import middle_blocks, tie
 
 CSV = RESULTS / "changed-training.csv"
-KEY = ("arm", "seed")
+KEY = ("arm", "budget", "seed")
 TESTED, ORDERS = 2_000, 6
 MODES = "sequential,arbitrary,kept:6:arbitrary,kept:6:arbitrary:passes=2,kept:3:arbitrary:passes=4"
 DROP, EXIT_WEIGHT, LONGEST_DECAY = 0.2, 0.3, 0.982
@@ -57,20 +57,44 @@ RANKS = {
 TIED_ROUNDS = "one tied block, rounds of 1 to 4 blocks"
 NAMES = (*CHANGES, *RANKS, TIED_ROUNDS)
 REFERENCES = {DISTILLED: BOTH} | {name: TIED for name in (*RANKS, TIED_ROUNDS) if name != TIED}
-"""What a training is measured by, where that is not plain LayerShuffle."""
+"""What a training is compared with, where that is not plain LayerShuffle."""
+ONCE = (
+    ROUNDS,
+    RADIUS,
+    "one tied block, rank 4 per place",
+    "one tied block, full rank per place",
+)
+LONGER = (PLAIN, RAMP, LAST_THIRD, EXIT, TIED, "one tied block, rank 16 per place", *ONCE)
+"""Trained for more steps as well: what is not worse in any order after few, and a tied block."""
+BUDGETS = {500: NAMES, 2_000: LONGER}
+"""Which names are trained, by the steps of twelve blocks that a training costs."""
 PRODUCT = (".down.weight", ".up.weight")
-STEPS = Training.steps
 # These run 10 and 12.5 % fewer blocks per step, so they take more steps and see more images.
-MORE_STEPS = {RAMP: round(STEPS / (1 - DROP / 2)), LAST_THIRD: round(STEPS / (1 - 0.375 / 3))}
+SHARES_RUN = {RAMP: 1 - DROP / 2, LAST_THIRD: 1 - 0.375 / 3}
 SEQUENTIAL = ls.ExecutionOrder.sequential(DEPTH)
 
 
-def training(name: str, *, seed: int) -> Training:
+@dataclass(frozen=True, kw_only=True)
+class Run(Training):
+    """A training that costs as much as `budget` steps of twelve blocks."""
+
+    budget: int
+
+
+def training(name: str, *, seed: int, budget: int = 500) -> Run:
     """The training of a change."""
-    return Training(arm=name, seed=seed, start="bundled", steps=MORE_STEPS.get(name, STEPS))
+    steps = round(budget / SHARES_RUN.get(name, 1))
+    return Run(
+        arm=name, seed=seed, start="bundled", budget=budget, steps=steps, warmup=budget // 10
+    )
 
 
-def order_of(run: Training, step: int) -> ls.ExecutionOrder:
+def seeds_of(name: str, budget: int) -> tuple[int, ...]:
+    """The seeds of a change: all of them, but one for what more steps cost much and told little."""
+    return SEEDS[:1] if budget > 500 and name in ONCE else SEEDS
+
+
+def order_of(run: Run, step: int) -> ls.ExecutionOrder:
     """The order of a step."""
     share, policy = step / run.steps, ls.Shuffled()
     if run.arm == RADIUS and share < 0.1:
@@ -95,9 +119,7 @@ def generator_of(seed: int, step: int) -> torch.Generator:
     return torch.Generator().manual_seed(1_000_000 * seed + step)
 
 
-def loss_of(
-    model: nn.Module, images: Tensor, labels: Tensor, *, run: Training, step: int
-) -> Tensor:
+def loss_of(model: nn.Module, images: Tensor, labels: Tensor, *, run: Run, step: int) -> Tensor:
     """The loss of a step."""
     order = order_of(run, step)
     if run.arm in (BOTH, DISTILLED):
@@ -177,7 +199,7 @@ def tied(model: nn.Module, *, rank: int) -> nn.Module:
     return model
 
 
-def train(run: Training, *, pairs: int = PAIRS) -> nn.Module:
+def train(run: Run, *, pairs: int = PAIRS) -> nn.Module:
     """`bundled:digits`, refined."""
     torch.manual_seed(run.seed)
     model = ls.load("bundled:digits", seed=run.seed)
@@ -202,6 +224,7 @@ class Row:
     """Top-1 in percent of a trained model on the test pairs: one value per drawn order."""
 
     arm: str
+    budget: int
     seed: int
     in_order: str
     any_order: str
@@ -210,7 +233,7 @@ class Row:
     three_four_times: str
 
 
-def measure(run: Training) -> Row:
+def measure(run: Run) -> Row:
     """Train and score."""
     torch.set_num_threads(1)
     model = train(run).eval()
@@ -221,15 +244,20 @@ def measure(run: Training) -> Row:
     drawn = [" ".join(values[at : at + ORDERS]) for at in range(1, len(values), ORDERS)]
     any_order, six, six_twice, three_four_times = drawn
     return Row(
-        arm=run.arm, seed=run.seed, in_order=values[0], any_order=any_order, six=six,
-        six_twice=six_twice, three_four_times=three_four_times,
+        arm=run.arm, budget=run.budget, seed=run.seed, in_order=values[0], any_order=any_order,
+        six=six, six_twice=six_twice, three_four_times=three_four_times,
     )  # fmt: skip
 
 
 if __name__ == "__main__":
     arguments = read_arguments(WHAT_IS_MISSING)
     done = finished(CSV, KEY)
-    runs = [training(name, seed=seed) for seed in SEEDS for name in NAMES]
+    runs = [
+        training(name, seed=seed, budget=budget)
+        for budget, names in BUDGETS.items()
+        for name in names
+        for seed in seeds_of(name, budget)
+    ]
     train_stages(
         [[run for run in runs if key_of(run, KEY) not in done]],
         measure,

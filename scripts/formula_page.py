@@ -25,6 +25,8 @@ ARMS = (
     ),
     Arm(name="layershuffle-tied", label="tied, one block", different=1),
 )
+REFERENCES = {"layershuffle-tied-3-mixed": "layershuffle-mixed"}
+"""What an arm is compared with, where that is not LayerShuffle: one change at a time."""
 SHOWN = (
     "in order", "any order", "6 alive, once", "6 alive, twice", "3 alive, once", "3 alive, 4 times"
 )  # fmt: skip
@@ -47,16 +49,20 @@ def compared(sample: Interval, reference: Interval) -> str:
 
 
 def accuracy_table(scores: Scores) -> str:
-    """Top-1 in percent of every model, and whether it is told apart from that of LayerShuffle."""
-    head = [*SHOWN, "these two models in order", "in any order"]
+    """Top-1 in percent of every model, and whether it is told apart from another one."""
+    labels = {arm.name: arm.label for arm in ARMS}
+    head = [*SHOWN, "compared with the model of", "in order it is", "in any order"]
     lines = ["| arm | different blocks | " + " | ".join(head) + " |"]
-    lines.append("|:--|--:|" + "--:|" * len(SHOWN) + ":--|:--|")
+    lines.append("|:--|--:|" + "--:|" * len(SHOWN) + ":--|:--|:--|")
     for arm in ARMS:
         shown = [interval_of(scores, arm.name, COLUMNS[name]) for name in SHOWN]
         cells = [f"{cell.mean:.1f} ({cell.low:.1f}-{cell.high:.1f})" for cell in shown]
-        for column in (ORDERED, ANY) if arm.name != "layershuffle" else ():
-            reference = interval_of(scores, "layershuffle", column)
-            cells.append(compared(interval_of(scores, arm.name, column), reference))
+        if arm.name != "layershuffle":
+            reference = REFERENCES.get(arm.name, "layershuffle")
+            cells.append(labels[reference])
+            for column in (ORDERED, ANY):
+                sides = [interval_of(scores, name, column) for name in (arm.name, reference)]
+                cells.append(compared(*sides))
         cells += [""] * (len(head) - len(cells))
         lines.append(f"| {arm.label} | {arm.different} | " + " | ".join(cells) + " |")
     return "\n".join(lines)

@@ -9,12 +9,14 @@ The study is that of `layershuffle reproduce digits-tied --out runs/digits-tied`
 from __future__ import annotations
 
 import csv
-import re
+import json
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,11 +28,13 @@ from torch.utils.flop_counter import FlopCounterMode
 import layershuffle as ls
 from layershuffle.data import DataOptions, open_data
 from layershuffle.data.batches import DeviceBatches
+from layershuffle.data.digits import CANVAS
 from layershuffle.files import write_text
 from layershuffle.merging.ensembles import evaluate_ensemble
 from layershuffle.merging.soups import uniform_soup
 from layershuffle.methods import METHODS
 from layershuffle.models import image_view, logits_of
+from layershuffle.models.tying import middle_blocks, tie
 from layershuffle.stats import Difference, compare, mean
 
 if TYPE_CHECKING:
@@ -52,6 +56,19 @@ PROBED = {
     "layershuffle-predict-8000-steps": "LayerShuffle-predict, 8,000 steps",
 }
 LABELS = {arm.name: arm.label for arm in ARMS}
+# What a `truncated` model costs is what a smaller one costs.
+COSTED = (
+    *((name, None) for name in METHODS if name not in {"truncated", "layershuffle-tied"}),
+    *(("layershuffle-tied", distinct) for distinct in (6, 3, 1)),
+)
+"""Methods, and of how many different blocks a tied model is made."""
+STEP_TIMES = sorted((ROOT / "benchmarks" / "results").glob("methods_*.json"))[-1]
+TIMED = {
+    "layershuffle-tied --distinct 3": "layershuffle-tied, distinct 3",
+    "layershuffle-mixed": "layershuffle-mixed, orders per batch 4",
+}
+"""What `benchmarks/methods.py` calls a method, where it has options."""
+CASES = ("width 64, batch 64", "width 192, batch 32")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,9 +102,9 @@ class AveragedRow:
 
 @dataclass(frozen=True, kw_only=True)
 class CostRow:
-    """What an arm costs. `forward` and `step`: million floating-point operations per image."""
+    """What a method costs. `forward` and `step`: million floating-point operations per image."""
 
-    arm: str
+    method: str
     parameters: int
     file_bytes: int
     forward: float
@@ -167,36 +184,49 @@ def measure_averaged(study: Path, batches: DeviceBatches) -> Iterator[AveragedRo
         print(f"averaged: {members}, {forwards} forwards", flush=True)
 
 
-def measure_costs(study: Path, images: torch.Tensor) -> Iterator[CostRow]:
-    """Parameters, bytes and operations; a step is the mean over 100 orders of the arm's policy."""
-    image = images[:1]
-    for arm in (each.name for each in ARMS):
-        model = model_of(study, arm, 0)
-        policy = METHODS[re.sub(r"-\d+$", "", arm)].policy
-        orders = [policy.draw(DEPTH, seed=0, step=step) for step in range(100)]
+def measure_costs() -> Iterator[CostRow]:
+    """Parameters, bytes and operations; a step is the mean over 100 orders of the policy."""
+    image = torch.zeros(1, 1, *CANVAS)
+    for name, distinct in COSTED:
+        method, host = METHODS[name], ls.load("bundled:digits")
+        model = ls.add_position(
+            host if distinct is None else tie(host, middle_blocks(distinct, DEPTH)),
+            encoding=ls.EncodingForm() if method.encoding else None,
+            prediction=ls.PredictionForm() if method.prediction else None,
+        )
+        orders = [method.policy.draw(DEPTH, seed=0, step=step) for step in range(100)]
         steps = [operations(model, image, order=order, backward=True) for order in orders]
-        file = study / "runs" / f"{arm}-seed0" / "fit" / "model" / "model.safetensors"
         whole = ls.ExecutionOrder.sequential(DEPTH)
+        with TemporaryDirectory() as directory:
+            ls.save(model, Path(directory) / "model")
+            files = list(Path(directory).rglob("*.safetensors"))
+            file_bytes = sum(file.stat().st_size for file in files)
         yield CostRow(
-            arm=arm,
+            method=f"{name} --distinct {distinct}" if distinct else name,
             parameters=sum(parameter.numel() for parameter in model.parameters()),
-            file_bytes=file.stat().st_size,
+            file_bytes=file_bytes,
             forward=operations(model, image, order=whole, backward=False) / 1e6,
             step=mean(steps) / 1e6,
         )
-        print(f"costs: {arm}", flush=True)
 
 
 def operations(
-    model: nn.Module, image: torch.Tensor, *, order: ls.ExecutionOrder, backward: bool
+    model: ls.PositionedModel, image: torch.Tensor, *, order: ls.ExecutionOrder, backward: bool
 ) -> int:
-    """Floating-point operations of matrix products for one image, as torch counts them."""
+    """Floating-point operations of matrix products for one image, as torch counts them.
+
+    `backward`: of a training step, which asks for positions where the model predicts them.
+    """
+    is_asked = backward and model.prediction is not None
     # The fused attention of a CPU has no entry in torch's table of counts: it would count as 0.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        with torch.set_grad_enabled(backward), ls.running(model, order):
-            logits = logits_of(model(image))
+        guessing = model.guessing() if is_asked else nullcontext()
+        with torch.set_grad_enabled(backward), ls.running(model, order), guessing as guesses:
+            loss = logits_of(model(image)).sum()
+            if guesses is not None:
+                loss = loss + guesses.loss()
         if backward:
-            logits.sum().backward()
+            loss.backward()
     return int(counter.get_total_flops())
 
 
@@ -213,7 +243,7 @@ def measure(study: Path) -> None:
     batches = DeviceBatches(
         data.splits["test"], data.finish, batch_size=250, device="cpu", processes=0
     )
-    keep("costs.csv", list(measure_costs(study, next(iter(batches))[0])))
+    keep("costs.csv", list(measure_costs()))
     keep("missing.csv", list(measure_missing(study, batches)))
     keep("averaged.csv", list(measure_averaged(study, batches)))
 
@@ -293,15 +323,21 @@ def averaged_table() -> str:
 
 
 def cost_table() -> str:
-    """Parameters, saved bytes and operations of every arm."""
-    lines = ["| arm | parameters | saved MB | MFLOP per answer | MFLOP per image trained |"]
-    lines.append("|:--|--:|--:|--:|--:|")
+    """Parameters, saved bytes, operations, and the median time of a step in pairs (benchmarks)."""
+    times = json.loads(STEP_TIMES.read_text(encoding="utf-8"))["rows"]
+    medians = {row["name"]: row["median"] for row in times}
+    head = ["parameters", "saved MB", "MFLOP per answer", "MFLOP per image trained"]
+    head += [f"time of a step beside ordinary training, {case}" for case in CASES]
+    lines = ["| method | " + " | ".join(head) + " |", "|:--|" + "--:|" * len(head)]
     for row in rows_of("costs.csv"):
-        size = int(row["file_bytes"]) / 1e6
-        lines.append(
-            f"| {LABELS[row['arm']]} | {int(row['parameters']):,} | {size:.2f} | "
-            f"{float(row['forward']):.1f} | {float(row['step']):.1f} |"
-        )
+        name = row["method"]
+        cells = [f"{int(row['parameters']):,}", f"{int(row['file_bytes']) / 1e6:.2f}"]
+        cells += [f"{float(row[column]):.1f}" for column in ("forward", "step")]
+        for case in CASES:
+            measured = TIMED.get(name, name)
+            median = medians.get(f"step of {measured}, {case}")
+            cells.append("1" if name == "baseline" else f"{median:.2f}" if median else "")
+        lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 

@@ -44,6 +44,7 @@ class Arm:
 
 
 BASELINE, PLAIN = "baseline", "layershuffle"
+MIXED, TIED = "layershuffle-mixed", "layershuffle-tied-3-mixed"
 ARMS = (
     Arm(name=BASELINE, label="ordinary training"),
     Arm(name=PLAIN, label="LayerShuffle"),
@@ -51,10 +52,10 @@ ARMS = (
     Arm(name="layershuffle-orders-4", label="four orders per batch"),
     Arm(name="layershuffle-mixed-in-turn", label="one order, every 4th step in order"),
     Arm(name="layershuffle-mixed-eighth", label="four orders, 1/8 in order"),
-    Arm(name="layershuffle-mixed", label="four orders, 1/4 in order"),
+    Arm(name=MIXED, label="four orders, 1/4 in order"),
     Arm(name="layershuffle-mixed-half", label="four orders, 1/2 in order"),
     Arm(name="layershuffle-depth-mixed", label="LayerShuffle-depth, four orders, 1/4 in order"),
-    Arm(name="layershuffle-tied-3-mixed", label="three tied blocks, four orders, 1/4 in order"),
+    Arm(name=TIED, label="three tied blocks, four orders, 1/4 in order"),
 )
 COLUMNS: dict[str, Column] = {
     "in order": ("sequential", 12, 1),
@@ -186,7 +187,21 @@ def verdict_table(scores: Scores, goal: Goal) -> str:
     return "\n".join(lines)
 
 
-def changes_table() -> str:
+def tied_table(scores: Scores) -> str:
+    """Three tied blocks less twelve different ones of the same recipe, in pairs over seeds."""
+    head = " | ".join(f"{steps:,} steps" for steps in BUDGETS)
+    lines = [f"| three tied blocks are | {head} |", "|:--|" + ":--|" * len(BUDGETS)]
+    for name in ("in order", "any order", "6 alive", "6 alive, twice", "3 alive, 4 times"):
+        texts = []
+        for steps in BUDGETS:
+            cells = [(arm, steps, COLUMNS[name]) for arm in (TIED, MIXED)]
+            difference = gap(scores, *cells)
+            texts.append(f"{interval(difference)} **{verdict(difference)}**")
+        lines.append(f"| {name} | " + " | ".join(texts) + " |")
+    return "\n".join(lines)
+
+
+def changes_table(budget: int) -> str:
     """What changed trainings reach, and what they gain on unchanged ones, in pairs over seeds."""
     columns = {
         "in order": "in_order",
@@ -196,20 +211,22 @@ def changes_table() -> str:
         "3 alive, 4 times": "three_four_times",
     }
     scores: dict[str, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
-    for row in rows_of("changed-training.csv"):
+    rows = [row for row in rows_of("changed-training.csv") if int(row["budget"]) == budget]
+    for row in rows:
         for column in columns.values():
             values = [float(value) for value in row[column].split()]
             scores[row["arm"]][column][int(row["seed"])] = mean(values)
-    head = [*columns, "measured by", "in order", "any order"]
+    judged = ("in order", "any order", "6 alive")
+    head = [*columns, "compared with", *judged]
     lines = ["| training | models | " + " | ".join(head) + " |"]
-    lines.append("|:--|--:|" + "--:|" * len(columns) + ":--|:--|:--|")
-    for name in changed_training.NAMES:
+    lines.append("|:--|--:|" + "--:|" * len(columns) + ":--|" * (1 + len(judged)))
+    for name in changed_training.BUDGETS[budget]:
         accuracy = scores[name]
         cells = [f"{mean(list(accuracy[column].values())):.1f}" for column in columns.values()]
         reference = changed_training.REFERENCES.get(name, changed_training.PLAIN)
         if name != changed_training.PLAIN:
             cells.append(reference)
-            for column in ("in_order", "any_order"):
+            for column in (columns[name] for name in judged):
                 gain = compare(accuracy[column], scores[reference][column])
                 cells.append(f"{interval(gain)} **{verdict(gain)}**")
         cells += [""] * (len(head) - len(cells))
@@ -231,7 +248,9 @@ def with_tables(page: str, scores: Scores) -> str:
         page = with_marked(page, f"accuracy {steps}", accuracy_table(scores, steps))
     for goal in GOALS:
         page = with_marked(page, goal.name, verdict_table(scores, goal))
-    page = with_marked(page, "changes", changes_table())
+    page = with_marked(page, "tied", tied_table(scores))
+    for budget in changed_training.BUDGETS:
+        page = with_marked(page, f"changes {budget}", changes_table(budget))
     return with_marked(page, "costs", cost_table())
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import re
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,8 @@ from layershuffle.plotting import INK, RULE, figure_bytes, legend_below, new_fig
 from layershuffle.stats import Difference, compare, estimate, mean
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "docs" / "results" / "digits-tied" / "results.csv"
+KEPT = ROOT / "docs" / "results"
+RESULTS = KEPT / "digits-tied" / "results.csv"
 PAGE, FIGURE = ROOT / "docs" / "science.md", ROOT / "docs" / "science.png"
 PLACES, IMAGES = 12, 2000
 
@@ -75,6 +77,16 @@ QUESTIONS = (
     ),
 )
 
+THREE_BLOCKS = (
+    ("digits-tied", "layershuffle-tied-3", "digit pairs, 2,000 steps"),
+    ("digits-recipes", "layershuffle-tied-3-mixed", "the same with four orders, 1/4 in order"),
+    ("digits-recipes", "layershuffle-tied-3-mixed-8000", "the same, 8,000 steps"),
+    ("formula-cpu", "layershuffle-tied-3-mixed", "300 classes of formulas, four orders"),
+)
+"""Study, arm and label of models whose places 0 to 3, 4 to 7 and 8 to 11 are tied."""
+SETS = {3: 64, 2: 144, 1: 12}
+"""How many of the 220 sets of three places have so many different ones of three blocks."""
+
 
 def read_scores(path: Path = RESULTS) -> Scores:
     """The top-1 of every arm and mode, in percent."""
@@ -123,6 +135,40 @@ def verdict_table(scores: Scores) -> str:
     return "\n".join(lines)
 
 
+def alive_table() -> str:
+    """Top-1 of three alive places that run four times, by how many blocks are among them."""
+    head = [f"{blocks} of 3 blocks alive ({SETS[blocks]} of 220 sets)" for blocks in SETS]
+    lines = ["| three tied blocks | " + " | ".join(head) + " | mean over all sets |"]
+    lines.append("|:--|" + "--:|" * (len(head) + 1))
+    for study, arm, label in THREE_BLOCKS:
+        values = by_blocks(KEPT / study / "results.csv", arm)
+        cells = [
+            f"{mean(values[blocks]):.1f} ({len(values[blocks])} drawn)" if values[blocks] else ""
+            for blocks in SETS
+        ]
+        cells.append(f"{over_sets(values):.1f}" if all(values[blocks] for blocks in SETS) else "")
+        lines.append(f"| {label} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def by_blocks(path: Path, arm: str) -> dict[int, list[float]]:
+    """Top-1 of every drawn set of three places, each run four times, by its different blocks."""
+    values: dict[int, list[float]] = defaultdict(list)
+    with path.open(encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            is_arbitrary = row["mode"] != "sequential"
+            if (row["method"], row["kept"], row["passes"]) == (arm, "3", "4") and is_arbitrary:
+                places = map(int, row["order"].split(","))
+                values[len({place // 4 for place in places})].append(float(row["top1"]))
+    return values
+
+
+def over_sets(values: Mapping[int, Sequence[float]]) -> float:
+    """The mean over all sets of three places, of the means of each kind of set."""
+    weighted = [count * mean(values[blocks]) for blocks, count in SETS.items()]
+    return sum(weighted) / sum(SETS.values())
+
+
 def draw(scores: Scores) -> Figure:
     """Accuracy against the number of different blocks; each device holds one of the twelve."""
     figure = new_figure(6.6, 4.4)
@@ -168,7 +214,8 @@ def with_marked(page: str, name: str, text: str) -> str:
 def with_tables(page: str, scores: Scores) -> str:
     """`page` with new tables between its marks."""
     page = with_marked(page, "accuracy", accuracy_table(scores))
-    return with_marked(page, "verdicts", verdict_table(scores))
+    page = with_marked(page, "verdicts", verdict_table(scores))
+    return with_marked(page, "alive", alive_table())
 
 
 if __name__ == "__main__":

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-import sys
-from pathlib import Path
 
+import breaks
+import breaks_page
+import open_questions
 import pytest
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "scripts"))
-import breaks  # noqa: E402
-import breaks_page  # noqa: E402
-import open_questions  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
+import breaks
+import changed_training
 import pytest
 import torch
 import torch.nn.functional as F
 
 import layershuffle as ls
 from layershuffle.data.digits import DigitPairs
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "scripts"))
-import breaks  # noqa: E402
-import changed_training  # noqa: E402
-from trainings import Training  # noqa: E402
 
 SEEDS = (0, 1, 2)
 RUNS = {name: changed_training.training(name, seed=0) for name in changed_training.NAMES}
@@ -30,16 +25,18 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return breaks.finish(data.canvases), data.labels
 
 
-def lengths(name: str, *, seed: int = 0) -> list[int]:
+def lengths(name: str, *, seed: int = 0, budget: int = 500) -> list[int]:
     """How many blocks each step runs."""
-    run = changed_training.training(name, seed=seed)
+    run = changed_training.training(name, seed=seed, budget=budget)
     return [len(changed_training.order_of(run, step)) for step in range(run.steps)]
 
 
 @pytest.mark.parametrize("name", [changed_training.RAMP, changed_training.LAST_THIRD])
-def test_changes_with_fewer_blocks_per_step_run_as_many(name: str) -> None:
+@pytest.mark.parametrize("budget", [500, 2_000])
+def test_changes_with_fewer_blocks_per_step_run_as_many(name: str, budget: int) -> None:
     for seed in SEEDS:
-        assert sum(lengths(name, seed=seed)) == pytest.approx(500 * 12, rel=0.01)
+        run_blocks = sum(lengths(name, seed=seed, budget=budget))
+        assert run_blocks == pytest.approx(budget * 12, rel=0.01)
 
 
 def test_more_blocks_are_left_out_later() -> None:
@@ -147,7 +144,7 @@ def test_products_change_nothing_at_first_and_every_place_has_its_own(
         )
 
 
-def short(name: str) -> Training:
+def short(name: str) -> changed_training.Run:
     return replace(RUNS[name], steps=3, warmup=1)
 
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import csv
 import re
-import sys
+from itertools import combinations
 from pathlib import Path
 
+import formula_page
 import pytest
+import science_page
 
 from layershuffle.stats import Difference
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "scripts"))
-import formula_page  # noqa: E402
-import science_page  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +64,24 @@ def test_the_best_column_is_compared(scores: science_page.Scores) -> None:
                 for other in rivals
             }
             assert max(means, key=lambda other: means[other]) == column
+
+
+def test_sets_of_three_places_are_counted() -> None:
+    blocks = [len({place // 4 for place in kept}) for kept in combinations(range(12), 3)]
+    assert {number: blocks.count(number) for number in (3, 2, 1)} == science_page.SETS
+
+
+def test_the_mean_over_all_sets_is_that_of_each_kind_by_its_number() -> None:
+    values = {3: [90.0, 94.0], 2: [60.0], 1: [20.0]}
+    assert science_page.over_sets(values) == pytest.approx((64 * 92 + 144 * 60 + 12 * 20) / 220)
+
+
+def test_places_are_told_by_their_block() -> None:
+    values = science_page.by_blocks(science_page.RESULTS, "layershuffle-tied-3")
+    assert sum(map(len, values.values())) == 3 * 12
+    of_one_block = science_page.by_blocks(science_page.RESULTS, "layershuffle-tied")
+    everywhere = [top1 for kind in of_one_block.values() for top1 in kind]
+    assert len(set(everywhere)) == 3  # one top-1 per model, whatever is alive
 
 
 @pytest.mark.parametrize(
