@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
-quickstart: $(VENV)/.installed ## see the paper's effect on this machine: about 7 minutes after installing
+quickstart: $(VENV)/.installed ## see the paper's effect on this machine: 7 to 11 minutes after installing
 	$(BIN)/layershuffle reproduce digits-quick --out runs/digits-quick
 
 swarm-demo: $(VENV)/.tests-installed ## kill a third of a swarm's hosts and watch it answer: about 2 minutes after installing
