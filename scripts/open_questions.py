@@ -9,7 +9,6 @@ The study is that of `layershuffle reproduce digits-tied --out runs/digits-tied`
 from __future__ import annotations
 
 import csv
-import json
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +19,8 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import torch
-from science_page import ARMS, verdict, with_marked
+from performance_page import medians_of
+from science_page import ARMS, interval, verdict, with_marked
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -62,7 +62,6 @@ COSTED = (
     *(("layershuffle-tied", distinct) for distinct in (6, 3, 1)),
 )
 """Methods, and of how many different blocks a tied model is made."""
-STEP_TIMES = sorted((ROOT / "benchmarks" / "results").glob("methods_*.json"))[-1]
 TIMED = {
     "layershuffle-tied --distinct 3": "layershuffle-tied, distinct 3",
     "layershuffle-mixed": "layershuffle-mixed, orders per batch 4",
@@ -287,10 +286,9 @@ def missing_table() -> str:
         for missing in MISSING:
             row, spread, gap = missing_difference(rows, arm, order, missing)
             words = "in order" if order == "sequential" else "in any order"
-            points = f"{gap.points:+.1f} ({gap.low:+.1f} to {gap.high:+.1f})"
             lines.append(
-                f"| {LABELS[arm]} | {words} | {missing} | {row:.1f} | {spread:.1f} | {points} | "
-                f"**{verdict(gap)}** |"
+                f"| {LABELS[arm]} | {words} | {missing} | {row:.1f} | {spread:.1f} | "
+                f"{interval(gap)} | **{verdict(gap)}** |"
             )
     return "\n".join(lines)
 
@@ -324,17 +322,16 @@ def averaged_table() -> str:
 
 def cost_table() -> str:
     """Parameters, saved bytes, operations, and the median time of a step in pairs (benchmarks)."""
-    times = json.loads(STEP_TIMES.read_text(encoding="utf-8"))["rows"]
-    medians = {row["name"]: row["median"] for row in times}
+    medians = medians_of("methods")
     head = ["parameters", "saved MB", "MFLOP per answer", "MFLOP per image trained"]
     head += [f"time of a step beside ordinary training, {case}" for case in CASES]
     lines = ["| method | " + " | ".join(head) + " |", "|:--|" + "--:|" * len(head)]
     for row in rows_of("costs.csv"):
         name = row["method"]
+        measured = TIMED.get(name, name)
         cells = [f"{int(row['parameters']):,}", f"{int(row['file_bytes']) / 1e6:.2f}"]
         cells += [f"{float(row[column]):.1f}" for column in ("forward", "step")]
         for case in CASES:
-            measured = TIMED.get(name, name)
             median = medians.get(f"step of {measured}, {case}")
             cells.append("1" if name == "baseline" else f"{median:.2f}" if median else "")
         lines.append(f"| `{name}` | " + " | ".join(cells) + " |")

@@ -21,6 +21,13 @@ PAGES = {
     ROOT / "docs" / "swarm.md": with_claims,
 }
 
+
+def medians_of(theme: str) -> dict[str, float]:
+    """The median of every row of a benchmark, by name, where it was measured last."""
+    results = [result for result in newest(RESULTS) if result.theme == theme]
+    return {row.name: row.median for row in max(results, key=lambda result: result.date).rows}
+
+
 if __name__ == "__main__":
     for page, with_results in PAGES.items():
         write_text(page, with_results(page.read_text(encoding="utf-8"), newest(RESULTS)))

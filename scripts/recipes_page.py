@@ -7,16 +7,15 @@ python scripts/recipes_page.py
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import isfinite
 from pathlib import Path
 
 import changed_training
 from open_questions import rows_of
-from science_page import verdict, with_marked
+from performance_page import medians_of
+from science_page import interval, verdict, with_marked
 
 from layershuffle.files import write_text
 from layershuffle.stats import Difference, compare, estimate, mean
@@ -28,7 +27,6 @@ PAGE, KEPT = ROOT / "docs" / "recipes.md", ROOT / "docs" / "results"
 # Ordinary training and plain LayerShuffle have the same settings and seeds in digits-paper.
 STUDIES = ("digits-paper", "digits-recipes")
 BUDGETS, IMAGES = (500, 2000, 8000), 2000
-STEP_TIMES = sorted((ROOT / "benchmarks" / "results").glob("orders-per-batch_*.json"))[-1]
 
 Column = tuple[str, int, int]  # order, blocks alive, passes
 Cell = tuple[str, int, Column]  # arm, steps, column
@@ -145,14 +143,6 @@ def reached(difference: Difference, *, within: float) -> str:
     return "missed" if difference.high < -within else "not decided"
 
 
-def interval(difference: Difference) -> str:
-    """ "+1.2 (+0.3 to +2.1)", and never "-0.0"."""
-    points = round(difference.points, 1) + 0.0
-    if not isfinite(difference.low):
-        return f"{points:+.1f} (one model)"
-    return f"{points:+.1f} ({difference.low:+.1f} to {difference.high:+.1f})"
-
-
 def accuracy_table(scores: Scores, steps: int) -> str:
     """Mean top-1 over models with its 95 % interval; arms that were trained for `steps`."""
     lines = ["| recipe | models | " + " | ".join(COLUMNS) + " |"]
@@ -236,9 +226,9 @@ def changes_table(budget: int) -> str:
 
 def cost_table() -> str:
     """What several orders per batch cost: the time of a step, in pairs (benchmarks)."""
-    rows = json.loads(STEP_TIMES.read_text(encoding="utf-8"))["rows"]
     lines = ["| a step with | takes, of a step with one order |", "|:--|--:|"]
-    lines += [f"| {row['name']} | {row['median']:.2f} |" for row in rows]
+    medians = medians_of("orders-per-batch")
+    lines += [f"| {name} | {median:.2f} |" for name, median in medians.items()]
     return "\n".join(lines)
 
 

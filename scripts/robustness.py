@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from open_questions import PAGE, RESULTS, SEEDS, keep, model_of, rows_of
 from PIL import Image
-from science_page import ARMS, verdict, with_marked
+from science_page import ARMS, interval, verdict, with_marked
 from torch import Tensor, nn
 from torch.nn import functional
 from torchvision.transforms import v2
@@ -393,8 +393,7 @@ def attack_table() -> str:
             cells.append("")
             if own != reference:
                 gap = compare(values[own], values[reference])
-                points = f"{gap.points:+.1f} ({gap.low:+.1f} to {gap.high:+.1f})"
-                cells[-1] = f"{points} **{verdict(gap)}**"
+                cells[-1] = f"{interval(gap)} **{verdict(gap)}**"
         lines.append(f"| {LABELS[arm]} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

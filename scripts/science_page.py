@@ -10,6 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -106,6 +107,14 @@ def verdict(difference: Difference) -> str:
     return "worse" if difference.high < 0 else "not told apart"
 
 
+def interval(difference: Difference) -> str:
+    """ "+1.2 (+0.3 to +2.1)", and never "-0.0"."""
+    points = round(difference.points, 1) + 0.0
+    if not isfinite(difference.low):
+        return f"{points:+.1f} (one model)"
+    return f"{points:+.1f} ({difference.low:+.1f} to {difference.high:+.1f})"
+
+
 def accuracy_table(scores: Scores) -> str:
     """Mean top-1 over models, with its 95 % interval."""
     lines = [
@@ -129,9 +138,8 @@ def verdict_table(scores: Scores) -> str:
             {seed: mean(values) for seed, values in scores[sample, *of_sample].items()},
             {seed: mean(values) for seed, values in scores[reference, *of_reference].items()},
         )
-        points = f"{difference.points:+.1f} ({difference.low:+.1f} to {difference.high:+.1f})"
         names = f"{labels[sample]} | {labels[reference]}"
-        lines.append(f"| {where} | {names} | {points} | **{verdict(difference)}** |")
+        lines.append(f"| {where} | {names} | {interval(difference)} | **{verdict(difference)}** |")
     return "\n".join(lines)
 
 
