@@ -467,6 +467,25 @@ def check_per_sample_orders_under_checkpointing(family: Family) -> None:
     assert_same_gradients(gradients(other), gradients(plain))
 
 
+def check_an_exit_is_what_the_cut_orders_give(family: Family) -> None:
+    """Orders of several lengths, some over before the exit: outputs and gradients."""
+    orders = [order_of(order, DEPTH) for order in (*MIXED, LONGER)]
+    cut = [ls.ExecutionOrder(order.blocks[:2], DEPTH) for order in orders]
+    batch = images(len(orders))
+    model, single = family.wrapped(), family.wrapped()
+    with ls.running(model, orders, exit_after=2):
+        together = call(model, batch)
+    score(together).backward()
+    outputs = []
+    for several in (orders, cut):
+        with ls.running(single, several):
+            output = logits_of(call(single, batch))
+        score(output).backward()
+        outputs.append(output.detach())
+    assert_close(logits_of(together).detach(), torch.cat(outputs), tolerance=TOLERANCE)
+    assert_close_gradients(gradients(model), gradients(single), tolerance=GRADIENT_TOLERANCE)
+
+
 def check_wrong_number_of_orders_is_refused(family: Family) -> None:
     model = family.wrapped()
     orders = [ls.ExecutionOrder(PERMUTED, DEPTH)] * 2

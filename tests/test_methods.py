@@ -18,6 +18,7 @@ from layershuffle.policies import Kept, LayerDrop, Sequential, Shuffled
         ("layershuffle-depth", Shuffled(depth=(3, None)), "arbitrary", (False, False)),
         ("layershuffle-parallel", Shuffled(parallel=(1, 4)), "arbitrary", (False, False)),
         ("layershuffle-mixed", Shuffled(sequential_every=4), "arbitrary", (False, False)),
+        ("layershuffle-exit", Shuffled(), "arbitrary", (False, False)),
         ("layershuffle-tied", Shuffled(), "arbitrary", (False, False)),
     ],
 )
@@ -29,7 +30,7 @@ def test_table(name, policy, selects_by, parts):
 
 
 def test_every_method_is_tested_above_and_has_a_source():
-    assert len(METHODS) == 10
+    assert len(METHODS) == 11
     assert all(method.source and method.summary for method in METHODS.values())
 
 
@@ -64,6 +65,14 @@ def test_sequential_orders_compose_with_every_shuffled_method():
     assert depth == Shuffled(depth=(3, None), sequential_every=4)
     tied = find_method("layershuffle-tied", distinct=3, sequential_every=4)
     assert (tied.policy, tied.distinct) == (Shuffled(sequential_every=4), 3)
+
+
+def test_every_method_can_have_an_exit():
+    assert find_method("layershuffle").exit_weight is None
+    assert find_method("layershuffle-exit").exit_weight == 0.3
+    assert find_method("layershuffle-exit", exit_weight=1.0).exit_weight == 1.0
+    mixed = find_method("layershuffle-mixed", exit_weight=0.1)
+    assert (mixed.policy, mixed.exit_weight) == (Shuffled(sequential_every=4), 0.1)
 
 
 @pytest.mark.parametrize(

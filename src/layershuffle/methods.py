@@ -28,7 +28,9 @@ class Method:
     `policy` draws the order of every forward. `selects_by` is the order mode in which held-out data
     picks the checkpoint. `encoding` and `prediction` say which position parts are added. Models
     that are `shortened` are made of some of the pretrained blocks, which `blocks` names. `distinct`
-    is the number of different blocks, which the places of the stack share evenly.
+    is the number of different blocks, which the places of the stack share evenly. `exit_weight` is
+    the weight of the cross-entropy at an exit: the state after a random number of steps goes to the
+    head as well.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Method:
     shortened: bool = False
     blocks: Kept | None = None
     distinct: int | None = None
+    exit_weight: float | None = None
 
 
 _TABLE = (
@@ -111,6 +114,14 @@ _TABLE = (
         selects_by="arbitrary",
     ),
     Method(
+        name="layershuffle-exit",
+        summary="shuffled, the state after a random number of blocks is classified as well",
+        source="this project; every layer has an exit so in arXiv 2404.16710",
+        policy=Shuffled(),
+        selects_by="arbitrary",
+        exit_weight=0.3,
+    ),
+    Method(
         name="layershuffle-tied",
         summary="shuffled, all places share the weights of one block, or of a few",
         source="this project; layers are shared as in arXiv 1909.11942",
@@ -132,6 +143,7 @@ def find_method(
     distinct: int | None = None,
     max_parallel: int | None = None,
     sequential_every: int | None = None,
+    exit_weight: float | None = None,
 ) -> Method:
     """The method of that name with its options set.
 
@@ -139,8 +151,9 @@ def find_method(
     fewest blocks `layershuffle-depth` keeps. `kept` and `choose`: how many and which pretrained
     blocks a `truncated` model is made of. `distinct`: how many blocks a `layershuffle-tied` model
     has. `max_parallel`: the most blocks in a round of a shuffled method. `sequential_every`: every
-    n-th order of a shuffled method is the sequential one. Raises `UsageError` for unknown names
-    (with the nearest) and for an option that the method does not have, or lacks.
+    n-th order of a shuffled method is the sequential one. `exit_weight`: weight of the loss at an
+    exit, which every method can have. Raises `UsageError` for unknown names (with the nearest) and
+    for an option that the method does not have, or lacks.
     """
     if name not in METHODS:
         hint = did_you_mean(name, METHODS, otherwise=f"one of {', '.join(METHODS)}")
@@ -162,6 +175,8 @@ def find_method(
                 hint="only layershuffle-tied takes a number of different blocks",
             )
         method = replace(method, distinct=distinct)
+    if exit_weight is not None:
+        method = replace(method, exit_weight=exit_weight)
     return replace(method, blocks=_blocks(method, kept, choose))
 
 

@@ -32,12 +32,19 @@ from layershuffle.residual import States, added
 from layershuffle.runs import PLAIN, Run, in_backward, run_of
 
 
-def run_grouped(state: Tensor, orders: Sequence[ExecutionOrder], *, call: BlockCall) -> Tensor:
+def run_grouped(
+    state: Tensor,
+    orders: Sequence[ExecutionOrder],
+    *,
+    call: BlockCall,
+    exit_after: int | None = None,
+) -> Tensor:
     """`state` `[batch, ...]` after sample i ran along `orders[i]`.
 
     `call(block, position, chunk, rows)` runs one block on the samples `rows`. Orders may differ in
-    length. Equal to running the samples one by one up to the rounding of batched kernels. Raises
-    `UsageError` unless there is one order per sample.
+    length. Equal to running the samples one by one up to the rounding of batched kernels. With
+    `exit_after`, `[2 * batch, ...]`: the states after so many steps (or all, in shorter orders)
+    follow those at the end. Raises `UsageError` unless there is one order per sample.
     """
     if len(orders) != state.shape[0]:
         raise UsageError(
@@ -57,7 +64,11 @@ def run_grouped(state: Tensor, orders: Sequence[ExecutionOrder], *, call: BlockC
     ]
     # As many block runs as with one order, but in smaller calls: 2.7 times the time at width 64,
     # 1.2 times at width 192 (docs/log.md).
+    left: list[Tensor] = []
     for position in range(max(map(len, rows_of))):
+        if position == exit_after:
+            # A copy, because the next block may write into its input.
+            left = [group.state.clone() for group in groups]
         for block, members in _by_next_block(groups, position).items():
             parts = [group.read(position) for group in members]
             # torch.cat copies even a single tensor; a group that is alone runs where it lies.
@@ -69,7 +80,11 @@ def run_grouped(state: Tensor, orders: Sequence[ExecutionOrder], *, call: BlockC
                 group.advance(position, part)
     # The inverse permutation, computed on the host: a GPU has nothing to send back.
     original = sorted(range(len(arranged)), key=arranged.__getitem__)
-    return _rearranged(torch.cat([group.state for group in groups]), original)
+    ends = _rearranged(torch.cat([group.state for group in groups]), original)
+    if exit_after is None:
+        return ends
+    # Without a state that left, all orders are over after `exit_after` steps.
+    return torch.cat([ends, _rearranged(torch.cat(left), original) if left else ends])
 
 
 class _SampleGroup:
@@ -117,8 +132,12 @@ class SampleOrders:
     that does nothing between its blocks. Position by position the host's own loop runs.
     """
 
-    def __init__(self, stack: nn.Module, orders: Sequence[ExecutionOrder]) -> None:
-        self.orders, self.called = tuple(orders), 0
+    def __init__(
+        self, stack: nn.Module, orders: Sequence[ExecutionOrder], *, exit_after: int | None = None
+    ) -> None:
+        if exit_after is not None and exit_after < 1:
+            raise UsageError(f"An exit comes after at least one step, not after {exit_after}")
+        self.orders, self.called, self._exit_after = tuple(orders), 0, exit_after
         self._older = any(order.versions is not None for order in self.orders)
         self.host: HostBehaviour | None = None
         self._stack = stack
@@ -137,7 +156,7 @@ class SampleOrders:
         ]
 
     def _walk(self, call: BlockCall, state: Tensor) -> Tensor:
-        return run_grouped(state, self.orders, call=call)
+        return run_grouped(state, self.orders, call=call, exit_after=self._exit_after)
 
     def _at(self, position: int) -> BlockWalk:
         steps = [ExecutionOrder((order.blocks[position],), order.depth) for order in self.orders]
@@ -154,6 +173,11 @@ class SampleOrders:
             "The host model does more between its blocks than hand on the state (or runs in "
             "another way than by its own call), so samples "
         )
+        if self._exit_after is not None:
+            raise StackError(
+                cause + "have no state of their own that could leave the blocks early",
+                hint="train without an exit (exit_after, --exit-weight)",
+            )
         if len(set(map(len, self.orders))) > 1:
             raise StackError(
                 cause + "with shorter orders cannot wait for the others",

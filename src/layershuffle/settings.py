@@ -58,7 +58,7 @@ class FitSettings(Settings):
 
     method: str
     """How to train: baseline, layershuffle, layershuffle-position, layershuffle-predict, layerdrop,
-    truncated, layershuffle-depth, layershuffle-parallel, layershuffle-mixed or
+    truncated, layershuffle-depth, layershuffle-parallel, layershuffle-mixed, layershuffle-exit or
     layershuffle-tied."""
     model: str
     """Host model: bundled:digits, timm:NAME, hf:NAME_OR_DIR, torchvision:NAME or dir:PATH."""
@@ -84,6 +84,9 @@ class FitSettings(Settings):
     sequential_every: Annotated[int, Field(ge=2)] | None = None
     """Every n-th order of a shuffled method is the sequential one (layershuffle-mixed: 4 by
     default; the others: none). Counted over steps and the groups of a batch."""
+    exit_weight: Annotated[float, Field(gt=0)] | None = None
+    """Weight of a second loss: the state after a random number of blocks is classified as well
+    (layershuffle-exit: 0.3 by default; the others: no such loss)."""
     encoding: EncodingForm = EncodingForm()
     """Form of the position encoding of the method layershuffle-position."""
     prediction: PredictionForm = PredictionForm()
@@ -210,6 +213,7 @@ class FitSettings(Settings):
             distinct=self.distinct,
             max_parallel=self.max_parallel,
             sequential_every=self.sequential_every,
+            exit_weight=self.exit_weight,
         )
 
 

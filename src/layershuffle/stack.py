@@ -24,7 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from layershuffle.discovery import find_blocks
 from layershuffle.entries import HOSTS, BlockWalk, Placed, Walked, versioned
-from layershuffle.errors import StackError
+from layershuffle.errors import StackError, UsageError
 from layershuffle.hooks import BlockHook, Step, Tap
 from layershuffle.orders import ExecutionOrder, order_of, refuse_non_orders
 from layershuffle.per_sample import (
@@ -326,21 +326,30 @@ def depth_of(model: nn.Module) -> int:
 
 @contextmanager
 def running(
-    model: nn.Module, order: ExecutionOrder | str | Sequence[int] | Sequence[ExecutionOrder]
+    model: nn.Module,
+    order: ExecutionOrder | str | Sequence[int] | Sequence[ExecutionOrder],
+    *,
+    exit_after: int | None = None,
 ) -> Iterator[ExecutionOrder | tuple[ExecutionOrder, ...]]:
     """Run `model` along `order` inside the `with` block, in this thread only.
 
     `order` is one order for the whole batch, or a sequence of orders, one per sample of the batch
     (samples are regrouped by their next block at every position). Keep `backward` inside the block
-    too if you checkpoint the whole stack. Raises `UsageError` for orders of another depth, and
-    `StackError` where the host ran its blocks without asking for the whole order.
+    too if you checkpoint the whole stack.
+
+    `exit_after`, for an order per sample: the state after so many steps leaves the blocks as well.
+    The output then has twice as many rows: first those of the whole orders, then those of the
+    orders cut after `exit_after` steps, in the same sequence. The blocks run once for both.
+
+    Raises `UsageError` for orders of another depth, and `StackError` where the host ran its blocks
+    without asking for the whole order, or cannot let a state leave between its blocks.
     """
     refuse_non_orders(order)
     stack, asked = stack_of(model), Asked(depth_of(model))
     with ExitStack() as contexts:
         if is_per_sample(order):
             orders = tuple(order_of(sample, stack.depth) for sample in order)  # type: ignore[arg-type]
-            samples = SampleOrders(stack, orders)
+            samples = SampleOrders(stack, orders, exit_after=exit_after)
             contexts.enter_context(
                 changed(
                     stack, order=None, samples=samples.orders, entries=samples.entries, asked=asked
@@ -350,6 +359,8 @@ def running(
             contexts.enter_context(_calls_watched(model))
             _say_batch_norm(stack, "an order per sample splits the batch for their statistics")
             yield orders
+        elif exit_after is not None:
+            raise UsageError("An exit needs an order per sample", hint="[order] * len(images)")
         else:
             shared = order_of(order, stack.depth)  # type: ignore[arg-type]
             contexts.enter_context(

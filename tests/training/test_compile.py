@@ -200,6 +200,7 @@ ARMS = {
     },
     "position": {"method": "layershuffle-position", "encoding": {"dropout": 0.1}},
     "depth-ema": {"method": "layershuffle-depth", "min_blocks": 1, "ema": 0.9},
+    "exit": {"method": "layershuffle-exit"},
 }
 
 

@@ -34,8 +34,9 @@ from layershuffle.training.state import TrainState
 
 RUN = {"model": NO_DROPOUT, "steps": 9, "eval_every": 9, "checkpoint_every": 9}
 HIDDEN = ("parallel", "compile", "activation_checkpointing")  # what must not show in the weights
-GROUPS = {"orders_per_batch": 4, "accumulate": 2, "method": "layershuffle-predict"}
-DROP = {"method": "layershuffle-predict", "drop": 0.6, "accumulate": 2, "max_parallel": 3}
+PREDICT = {"method": "layershuffle-predict", "accumulate": 2, "exit_weight": 0.5}
+GROUPS = {**PREDICT, "orders_per_batch": 4}
+DROP = {**PREDICT, "drop": 0.6, "max_parallel": 3}
 FAST = {"method": "layershuffle-position", "compile": True, "activation_checkpointing": True}
 ARMS = {
     "ddp": {},

@@ -51,22 +51,49 @@ def test_parts_of_a_batch_have_the_groups_of_the_whole():
     assert orders_by_row(orders, 16) == orders_by_row(orders, 8) * 2
 
 
+def test_exits_are_uniform_and_leave_something_to_run():
+    schedule = OrderSchedule(policy=ls.Shuffled(), depth=12, seed=3, exits=True)
+    orders = schedule.draw(step=0, micro_batch=0)
+    drawn = [schedule.exit_after(orders, step=step, micro_batch=0) for step in range(11_000)]
+    counts = [drawn.count(steps) for steps in range(1, 12)]
+    assert sum(counts) == len(drawn)
+    # Chi-square with 10 degrees of freedom: 29.6 once in a thousand seeds.
+    assert sum((count - 1000) ** 2 / 1000 for count in counts) < 29.6
+    again = [schedule.exit_after(orders, step=step, micro_batch=1) for step in range(1_000)]
+    assert 0.05 < sum(map(int.__eq__, drawn, again)) / 1000 < 0.15
+    # The shortest order of a batch decides, and nothing is left to run after a single block.
+    short = [*orders, ls.ExecutionOrder((3, 1), 12)]
+    assert {schedule.exit_after(short, step=step, micro_batch=0) for step in range(9)} == {1}
+    single = [ls.ExecutionOrder((3,), 12)]
+    assert schedule.exit_after(single, step=0, micro_batch=0) == 1
+    assert SHUFFLED.exit_after(orders, step=0, micro_batch=0) is None
+
+
 ARMS = {
     "shuffled": {},
     "drop": {"drop": 0.5},
     "depth": {"method": "layershuffle-depth", "min_blocks": 1},
     "predict": {"method": "layershuffle-predict", "prediction": {"loss": "mean"}},
     "position": {"method": "layershuffle-position"},
+    "exit": {"method": "layershuffle-exit"},
+    "exits of one order, checkpointed": {
+        "method": "layershuffle-exit",
+        "exit_weight": 2.0,
+        "orders_per_batch": 1,
+        "activation_checkpointing": True,
+    },
+    "exits of rounds": {"method": "layershuffle-parallel", "exit_weight": 0.5},
+    "exits of positions": {"method": "layershuffle-predict", "exit_weight": 0.5},
 }
 
 
 @pytest.mark.parametrize("name", ARMS)
 def test_groups_train_the_mean_over_groups_alone(tmp_path, name):
     """Two micro-batches of ten images in three groups (4, 3 and 3), written out."""
-    run = settings(
-        model=NO_DROPOUT, batch_size=20, accumulate=2, orders_per_batch=3, steps=3,
-        eval_every=3, warmup=0, schedule="constant", **ARMS[name],
-    )  # fmt: skip
+    run = settings(**{
+        "model": NO_DROPOUT, "batch_size": 20, "accumulate": 2, "orders_per_batch": 3, "steps": 3,
+        "eval_every": 3, "warmup": 0, "schedule": "constant", **ARMS[name],
+    })  # fmt: skip
     events: list[Event] = []
     fit(run, tmp_path / "run", listeners=[events.append])
     expected_losses, expected = by_hand(run)
@@ -95,12 +122,20 @@ def by_hand(run):
             items = [train[row] for row in rows[start : start + 10]]
             pixels = data.finish(torch.stack([pixels for pixels, _ in items]))
             labels = torch.tensor([int(label) for _, label in items])
-            for group in range(3):
-                order = method.policy.draw(
-                    4, seed=run.seed, step=step, micro_batch=3 * micro + group
-                )
-                loss = group_loss(model, pixels[group::3], labels[group::3], order)
-                loss = loss * len(labels[group::3]) / 10 / 2
+            groups = run.orders_per_batch
+            orders = [
+                method.policy.draw(4, seed=run.seed, step=step, micro_batch=groups * micro + group)
+                for group in range(groups)
+            ]
+            schedule = OrderSchedule(policy=method.policy, depth=4, seed=run.seed, exits=True)
+            exit_after = schedule.exit_after(orders, step=step, micro_batch=micro)
+            for group, order in enumerate(orders):
+                images, truth = pixels[group::groups], labels[group::groups]
+                loss = group_loss(model, images, truth, order)
+                if method.exit_weight is not None:
+                    with ls.running(model, cut(order, exit_after)):
+                        loss = loss + method.exit_weight * F.cross_entropy(model(images), truth)
+                loss = loss * len(truth) / 10 / 2
                 loss.backward()
                 total += float(loss.detach())
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -109,6 +144,11 @@ def by_hand(run):
         totals.append(total)
     parts = {k: v for k, v in model.state_dict().items() if not k.startswith("host.")}
     return totals, {**model.host.state_dict(), **parts}
+
+
+def cut(order, steps):
+    versions = None if order.versions is None else order.versions[:steps]
+    return ls.ExecutionOrder(order.blocks[:steps], order.depth, versions)
 
 
 def group_loss(model, pixels, labels, order):

@@ -115,6 +115,7 @@ class Job:
             seed=self.settings.seed,
             per_batch=self.settings.orders_per_batch,
             rank=self.ranks.rank if self.settings.rank_orders == "own" else 0,
+            exits=self.method.exit_weight is not None,
         )
 
     @property

@@ -82,12 +82,13 @@ def train(
         for micro_batch, (pixels, labels) in enumerate(micro_batches):
             on_phase("forward", state.step)
             orders = job.orders.draw(step=state.step, micro_batch=micro_batch)
+            exit_after = job.orders.exit_after(orders, step=state.step, micro_batch=micro_batch)
             images = state.images(pixels)
             # DDP averages gradients once, with the last micro-batch. Shards reduce theirs with
             # each one: put off, those of a block that the last one leaves out would be lost.
             reduces = micro_batch == len(micro_batches) - 1 or job.sharded
             with (
-                state.running(orders, len(labels)),
+                state.running(orders, len(labels), exit_after=exit_after),
                 job.compiler.step(images.shape, {block for order in orders for block in order}),
                 nullcontext() if reduces else accelerator.no_sync(state.wrapped),
             ):

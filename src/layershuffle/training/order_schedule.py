@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from layershuffle.draws import Stream
 from layershuffle.orders import ExecutionOrder
 from layershuffle.policies import OrderPolicy, Sequential, Shuffled
 
@@ -20,7 +21,7 @@ class OrderSchedule:
 
     So nothing about orders needs saving: a resumed run draws the same ones again. `per_batch` is
     the number of groups in a forward. `rank` is the number of the process if every process draws
-    its own orders, else 0.
+    its own orders, else 0. With `exits` every forward has an exit as well.
     """
 
     policy: OrderPolicy
@@ -28,6 +29,7 @@ class OrderSchedule:
     seed: int
     per_batch: int = 1
     rank: int = 0
+    exits: bool = False
 
     def draw(self, *, step: int, micro_batch: int) -> tuple[ExecutionOrder, ...]:
         """One order per group of a forward."""
@@ -39,6 +41,19 @@ class OrderSchedule:
             )
             for group in range(self.per_batch)
         )
+
+    def exit_after(
+        self, orders: Sequence[ExecutionOrder], *, step: int, micro_batch: int
+    ) -> int | None:
+        """After how many steps of `orders` the states of a forward leave the blocks as well.
+
+        Uniform among those that leave something to run; `None` without exits.
+        """
+        if not self.exits:
+            return None
+        # No group has this number, so that an exit does not depend on what the orders drew.
+        stream = Stream(self.seed, step, micro_batch=-1 - micro_batch, rank=self.rank)
+        return 1 + stream.below(max(1, min(map(len, orders)) - 1))
 
     def warmup(self) -> tuple[tuple[ExecutionOrder, ...], ...]:
         """Orders of forwards that run every block: with all groups apart, then with all joined.

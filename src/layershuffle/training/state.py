@@ -69,10 +69,18 @@ class TrainState:
         return self.model if self.ema is None else self.ema.module
 
     @contextmanager
-    def running(self, orders: Sequence[ExecutionOrder], images: int) -> Iterator[None]:
-        """Run forwards and backwards of `images` along `orders`, as the settings say."""
+    def running(
+        self, orders: Sequence[ExecutionOrder], images: int, *, exit_after: int | None
+    ) -> Iterator[None]:
+        """Run forwards and backwards of `images` along `orders`, as the settings say.
+
+        `exit_after` as in `layershuffle.running`.
+        """
         with ExitStack() as stack:
-            stack.enter_context(running(self.model, orders_by_row(orders, images)))
+            rows = orders_by_row(orders, images)
+            if exit_after is not None and isinstance(rows, ExecutionOrder):
+                rows = (rows,) * images
+            stack.enter_context(running(self.model, rows, exit_after=exit_after))
             if self.job.settings.activation_checkpointing:
                 stack.enter_context(recomputing(self.model))
             stack.enter_context(self.cast(self.model))
@@ -94,12 +102,18 @@ class TrainState:
     def loss_and_logits(
         self, model: nn.Module, *, images: Tensor, labels: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Mean cross-entropy of the classes plus the position loss of the paper's section 3.4.
+        """Mean cross-entropy of the classes plus what the method adds, and logits [n, classes].
 
+        A method adds the position loss of the paper's section 3.4, or the cross-entropy at an exit.
         `model` is `self.wrapped`, or `self.model` for a forward that other processes do not join.
         """
         logits, position_loss = self.job.compiler.or_eager(lambda: self._forward(model, images))
-        loss = F.cross_entropy(logits, labels)
+        weight = self.job.method.exit_weight
+        if weight is None:
+            loss = F.cross_entropy(logits, labels)
+        else:
+            logits, early = logits.chunk(2)  # the rows of the exit come last
+            loss = F.cross_entropy(logits, labels) + weight * F.cross_entropy(early, labels)
         return (loss if position_loss is None else loss + position_loss), logits
 
     def _forward(self, model: nn.Module, images: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -69,7 +69,11 @@ def try_forward(state: TrainState, images: int) -> None:
         inputs = state.images(pixels)
         for orders in state.job.orders.warmup():
             blocks = range(state.job.orders.depth)
-            with state.running(orders, images), state.job.compiler.step(inputs.shape, blocks):
+            exit_after = state.job.orders.exit_after(orders, step=0, micro_batch=0)
+            with (
+                state.running(orders, images, exit_after=exit_after),
+                state.job.compiler.step(inputs.shape, blocks),
+            ):
                 loss, _ = state.loss_and_logits(model, images=inputs, labels=labels)
                 state.accelerator.backward(loss)
 
