@@ -34,6 +34,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "layershuffle-parallel": {},
     "layershuffle-tied": {"distinct": 3},
     "layershuffle-mixed": {"orders_per_batch": 4},
+    "layershuffle-exit": {},
 }
 CASES = {"width 64, batch 64": (WIDTH_64, 64, 20), "width 192, batch 32": (WIDTH_192, 32, 4)}
 SMOKES = {"smoke": (PICO, 8, 1)}

@@ -221,7 +221,7 @@ def _lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 # Path below tests/: (lines, why the file is longer than others may be).
 LONG_TESTS = {
-    "contracts.py": (675, "one suite of checks that every family of models passes"),
+    "contracts.py": (695, "one suite of checks that every family of models passes"),
 }
 
 

@@ -53,7 +53,7 @@ LOOP_CHECKS = {
     name: check
     for name, check in CHAIN_CHECKS.items()
     if not name.startswith(("per_sample", "wrong_number", "encoding", "prediction", "zero", "tap"))
-    and not name.startswith("versions")
+    and not name.startswith(("versions", "an_exit"))
     and name != "hooks_fire_once_per_run_of_the_right_block"
 }
 # Why no order can be given per sample.
@@ -182,8 +182,12 @@ def test_orders_of_one_length_per_sample(family: Family) -> None:
 def test_orders_of_several_lengths_per_sample_are_refused(family: Family) -> None:
     model = family.wrapped()
     orders = [ls.ExecutionOrder(order, DEPTH) for order in (PERMUTED, PRUNED)]
-    with ls.running(model, orders), pytest.raises(StackError, match="orders of one length"):
-        model(images(2))
+    for exit_after, words in ((None, "orders of one length"), (1, "could leave the blocks early")):
+        with (
+            ls.running(model, orders, exit_after=exit_after),
+            pytest.raises(StackError, match=words),
+        ):
+            model(images(2))
 
 
 def test_the_trial_leaves_no_trace() -> None:

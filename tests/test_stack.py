@@ -338,3 +338,18 @@ def test_orders_written_as_text() -> None:
             expected = logits_of(model(batch))
         with ls.running(model, ",".join(map(str, PERMUTED))):
             assert torch.equal(logits_of(model(batch)), expected)
+
+
+def test_an_exit_needs_orders_per_sample_and_a_step() -> None:
+    model, order = VIT.wrapped(), ls.ExecutionOrder(PERMUTED, DEPTH)
+    with pytest.raises(UsageError, match="An exit needs an order per sample"):
+        ls.running(model, order, exit_after=1).__enter__()
+    with pytest.raises(UsageError, match="after at least one step, not after 0"):
+        ls.running(model, [order], exit_after=0).__enter__()
+
+
+def test_an_exit_after_the_last_step_is_the_output() -> None:
+    model, order = VIT.wrapped(), ls.ExecutionOrder(PERMUTED, DEPTH)
+    with torch.no_grad(), ls.running(model, [order] * 3, exit_after=DEPTH):
+        output, early = model(images(3)).chunk(2)
+    assert torch.equal(output, early)

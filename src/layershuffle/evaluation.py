@@ -166,7 +166,7 @@ def evaluate(
     model: nn.Module,
     batches: Batches,
     *,
-    modes: str | Sequence[Mode] = (),
+    modes: str | Sequence[str | Mode] = (),
     orders: Sequence[ExecutionOrder | str] = (),
     num_orders: int = 20,
     seed: int = 0,
@@ -178,8 +178,9 @@ def evaluate(
 
     `batches` yields (images `[n, channels, height, width]`, labels `[n]`); images are taken in the
     dtype of the model's blocks, logits are compared in fp32. `modes` as in
-    "sequential,arbitrary,kept:9" (`layershuffle.modes`). A mode with a single order gets one score,
-    the others `num_orders`. Orders with common beginnings share their work (`layershuffle.trie`).
+    "sequential,arbitrary,kept:9" (`layershuffle.modes`), or a list of them. A mode with a single
+    order gets one score, the others `num_orders`. Orders with common beginnings share their work
+    (`layershuffle.trie`).
     `groups` int64 `[images, k]` as in `layershuffle.data.Split`: which images are wrong together.
     `on_images` is called after every part of a batch with the number of images that were scored.
     Every module comes back in the train or eval mode it was in. Raises `UsageError` for a mode or
@@ -190,7 +191,8 @@ def evaluate(
     columns = [
         _PendingScore(None, index, order_of(order, depth)) for index, order in enumerate(orders)
     ]
-    for mode in parse_modes(modes) if isinstance(modes, str) else modes:
+    names = [modes] if isinstance(modes, str) else [str(mode) for mode in modes]
+    for mode in parse_modes(",".join(names)) if names else ():
         for index in range(mode.draws(num_orders, depth=depth)):
             # Drawn here even where batches draw their own: it refuses a mode that does not fit.
             order = mode.policy().draw(depth, seed=seed, step=index)

@@ -333,13 +333,12 @@ def running(
 ) -> Iterator[ExecutionOrder | tuple[ExecutionOrder, ...]]:
     """Run `model` along `order` inside the `with` block, in this thread only.
 
-    `order` is one order for the whole batch, or a sequence of orders, one per sample of the batch
-    (samples are regrouped by their next block at every position). Keep `backward` inside the block
-    too if you checkpoint the whole stack.
+    `order` is one order for the whole batch, or a sequence of one per sample (they are regrouped by
+    their next block at every position). Keep `backward` inside too if you checkpoint the stack.
 
-    `exit_after`, for an order per sample: the state after so many steps leaves the blocks as well.
-    The output then has twice as many rows: first those of the whole orders, then those of the
-    orders cut after `exit_after` steps, in the same sequence. The blocks run once for both.
+    `exit_after`, for an order per sample: the state after so many steps goes to the head as well.
+    The output has twice as many rows then: those of the whole orders, and behind them those of the
+    orders cut after so many steps. Blocks run once for both.
 
     Raises `UsageError` for orders of another depth, and `StackError` where the host ran its blocks
     without asking for the whole order, or cannot let a state leave between its blocks.
