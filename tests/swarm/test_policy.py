@@ -291,11 +291,11 @@ def test_every_reachable_block_runs_when_time_allows(hosts, faults, demanding):
     fates = [(fault, 0.5) for fault in faults] + [("answered", 0.001)] * 40
     progress = RequestProgress(DEPTH, 1000.0, min_blocks=DEPTH if demanding else 1)
     _, progress, _, swarm, _ = played(hosts, fates, routing="order-free", progress=progress)
-    pace = swarm.pace(LIMITS)
+    bound = state.slow_above(swarm.pace(LIMITS), LIMITS)
     reachable = {
         block
         for host in swarm.values()
-        if host.usable and (demanding or not state.is_slow(host, pace=pace, limits=LIMITS))
+        if host.usable and (demanding or not state.is_slow(host, bound=bound))
         for block in host.blocks
     }
     assert reachable <= set(progress.done)

@@ -169,7 +169,7 @@ def test_pace_is_the_median_of_usable_hosts_or_the_prior():
 )
 def test_slow_is_both_a_factor_and_a_margin(compute, pace, slow):
     host = HostView("a", frozenset({0}), compute=compute)
-    assert state.is_slow(host, pace=Pace(pace, 0.0), limits=LIMITS) is slow
+    assert state.is_slow(host, bound=state.slow_above(Pace(pace, 0.0), LIMITS)) is slow
 
 
 def test_swarm_is_a_value_sorted_by_name():

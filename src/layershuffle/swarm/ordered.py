@@ -24,10 +24,10 @@ from layershuffle.swarm.policy import (
     Wait,
     compared,
     nowhere,
-    turn,
+    rank,
     visit_to,
 )
-from layershuffle.swarm.state import HostView, Swarm, expected, slow_above
+from layershuffle.swarm.state import HostView, Swarm, is_slow, slow_above
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,31 +174,24 @@ class _OrderedRequest:
             host
             for host in compared(self.progress, self.swarm, blocks=(block,), limits=self.limits)
             if (position, host.name) not in self._asked
-            # A host that nobody has measured counts as quick, or it would never be measured.
-            and (slow or (host.compute or 0.0) <= self._bound)
+            and (slow or not is_slow(host, bound=self._bound))
         ]
 
     def ask(self, position: int, *, slow: bool) -> Ask | None:
         """The visit for the step to the host that is expected to answer first, if there is one."""
-        images = self.progress.images
-
-        def rank(host: HostView) -> tuple[float, float, str]:
-            # The name comes last, so that equal hosts rank alike in every run.
-            time = expected(host, 1, pace=self.pace, images=images)
-            return turn(host, images), time, host.name
-
-        host = min(self.holders(position, slow=slow), key=rank, default=None)
+        progress, pace = self.progress, self.pace
+        host = min(
+            self.holders(position, slow=slow),
+            key=lambda host: rank(host, 1, pace=pace, images=progress.images),
+            default=None,
+        )
         if host is None:
             return None
         blocks = stretch(self.steps.order, position, held=host.blocks)
-        while len(blocks) > 1 and self._to(host, blocks).expected > self.left:
-            blocks = blocks[:-1]
-        return Ask(position, self._to(host, blocks))
-
-    def _to(self, host: HostView, blocks: tuple[int, ...]) -> Visit:
-        return visit_to(
-            host, blocks, progress=self.progress, pace=self.pace, left=self.left, limits=self.limits
+        visit = visit_to(
+            host, blocks, progress=progress, pace=pace, left=self.left, limits=self.limits
         )
+        return Ask(position, visit)
 
 
 def stretch(order: ExecutionOrder, position: int, *, held: frozenset[int]) -> tuple[int, ...]:

@@ -28,11 +28,11 @@ from layershuffle.swarm.policy import (
     Wait,
     compared,
     nowhere,
-    turn,
+    rank,
     visit_to,
 )
 from layershuffle.swarm.rounds import Rounds
-from layershuffle.swarm.state import HostView, Swarm, expected, slow_above
+from layershuffle.swarm.state import HostView, Swarm, expected, is_slow, slow_above
 
 _PAYS = 0.8
 """Part of the time that side by side may take: it makes more visits, each of which costs the router
@@ -140,7 +140,7 @@ class _OverlapRequest:
         """Whether a host may be asked for `block`: a slow one only while blocks are too few."""
         bound = inf if not self.enough else self.slow_above
         return any(
-            self._open(self.swarm[name], block) and (self.swarm[name].compute or 0.0) <= bound
+            self._open(self.swarm[name], block) and not is_slow(self.swarm[name], bound=bound)
             for name in self.swarm.usable(block)
         )
 
@@ -156,9 +156,8 @@ class _OverlapRequest:
             for host in compared(self.progress, self.swarm, blocks=blocks, limits=self.limits)
             if (offered := [b for b in blocks if b in host.blocks and self._open(host, b)])
         }
-        # A host that nobody has measured counts as quick, or it would never be measured.
         quick = {
-            host: work for host, work in offers.items() if (host.compute or 0.0) <= self.slow_above
+            host: work for host, work in offers.items() if not is_slow(host, bound=self.slow_above)
         }
         if not quick:
             # Slow hosts are the last resort of a request that has too few blocks.
@@ -182,21 +181,10 @@ class _OverlapRequest:
 
     def _first(self, offers: dict[HostView, list[int]], *, room: int) -> Visit | None:
         """What the host offers that is expected to answer first, cut to what fits."""
-        images = self.progress.images
-
-        def rank(host: HostView) -> tuple[float, float, str]:
-            work = min(len(offers[host]), room)
-            time = expected(host, work, pace=self.pace, images=images)
-            # The name comes last, so that equal hosts rank alike in every run.
-            return turn(host, work * images), time, host.name
-
-        host = min(offers, key=rank, default=None)
-        if host is None:
-            return None
-        blocks = tuple(offers[host][:room])
-        while len(blocks) > 1 and self._to(host, blocks).expected > self.left:
-            blocks = blocks[:-1]
-        return self._to(host, blocks)
+        pace, images = self.pace, self.progress.images
+        cut = {host: tuple(blocks[:room]) for host, blocks in offers.items()}
+        host = min(cut, key=lambda h: rank(h, len(cut[h]), pace=pace, images=images), default=None)
+        return None if host is None else self._to(host, cut[host])
 
     def _pays(self, offers: dict[HostView, list[int]], *, room: int, width: int) -> bool:
         """Whether single blocks side by side take clearly less time than all blocks of a host."""

@@ -182,12 +182,25 @@ def visit_to(
     left: float,
     limits: Limits,
 ) -> Visit:
-    """The visit to `host` of a request that has `left` seconds, with its limit."""
+    """The visit to `host` of a request that has `left` seconds, with its limit.
+
+    It carries as many of `blocks` as fit into `left`, and at least one.
+    """
+    blocks = _cut_to_fit(host, blocks, pace=pace, images=progress.images, left=left)
     wanted_time = expected(host, len(blocks), pace=pace, images=progress.images)
     limit = hop_limit(wanted_time, lag=lag_of(host, pace), left=left, limits=limits)
     # A limit that the deadline cut short says nothing about the host (decision 010).
     fair = limit < left or limit >= _FAIR * wanted_time
     return Visit(host.name, blocks, limit, budget=left, fair=fair, expected=wanted_time)
+
+
+def _cut_to_fit(
+    host: HostView, blocks: tuple[int, ...], *, pace: Pace, images: int, left: float
+) -> tuple[int, ...]:
+    # One block stays: who asks ends the request if even that takes too long.
+    while len(blocks) > 1 and expected(host, len(blocks), pace=pace, images=images) > left:
+        blocks = blocks[:-1]
+    return blocks
 
 
 def hop_limit(wanted: float, *, lag: float, left: float, limits: Limits) -> float:
@@ -234,29 +247,32 @@ def _free_visit(
     """
     pace, wanted = swarm.pace(limits), progress.wanted
     bound = slow_above(pace, limits)
-    inorder = progress.order is not None
     offers = [
         (host, _offer(host, progress, wanted, pace=pace, left=left))
         for host in compared(progress, swarm, blocks=wanted, limits=limits)
     ]
-    # A host that nobody has measured counts as quick, or it would never be measured.
-    quick = [offer for offer in offers if (offer[0].compute or 0.0) <= bound]
+    quick = [offer for offer in offers if not is_slow(offer[0], bound=bound)]
     # Fewer blocks are better here than to wait for a slow host.
     if not quick and len(progress.done) >= progress.min_blocks:
         return None
-    if inorder:
+    if progress.order is not None:
         quick = _earliest(quick or offers, wanted)
-
-    def rank(offer: tuple[HostView, tuple[int, ...]]) -> tuple[float, float, str]:
-        host, work = offer[0], len(offer[1])
-        time = expected(host, work, pace=pace, images=progress.images)
-        # The name comes last, so that equal hosts rank alike in every run.
-        return turn(host, work * progress.images), time, host.name
-
-    return min(quick or offers, key=rank, default=None)
+    images = progress.images
+    return min(
+        quick or offers,
+        key=lambda offer: rank(offer[0], len(offer[1]), pace=pace, images=images),
+        default=None,
+    )
 
 
-def turn(host: HostView, work: int) -> float:
+def rank(host: HostView, count: int, *, pace: Pace, images: int) -> tuple[float, float, str]:
+    """What the host that is asked for `count` blocks has the least of: turn, seconds and name."""
+    # The name comes last, so that equal hosts rank alike in every run.
+    time = expected(host, count, pace=pace, images=images)
+    return _turn(host, count * images), time, host.name
+
+
+def _turn(host: HostView, work: int) -> float:
     """When it is a host's turn: requests' worth of its share, this work included.
 
     The least goes first (weighted fair queueing); hosts without a share come before all.
@@ -276,11 +292,7 @@ def _offer(
         blocks = _run_of(wanted, host)
     else:
         blocks = tuple([block for block in wanted if block in host.blocks])[: progress.room]
-    images = progress.images
-    # One block stays: `decide` ends the request if even that takes too long.
-    while len(blocks) > 1 and expected(host, len(blocks), pace=pace, images=images) > left:
-        blocks = blocks[:-1]
-    return blocks
+    return _cut_to_fit(host, blocks, pace=pace, images=progress.images, left=left)
 
 
 def _run_of(wanted: tuple[int, ...], host: HostView) -> tuple[int, ...]:
@@ -375,13 +387,13 @@ def _reason(
     if ending == "enough":
         return f"the plan lets requests do with {len(progress.done)} blocks"
     holders = [swarm[name] for name in swarm.held(block)]
-    pace = swarm.pace(limits)
+    bound = slow_above(swarm.pace(limits), limits)
     usable = [host for host in holders if host.usable]
     if not holders:
         return "no host holds it"
     if not usable:
         return "; ".join(f"host {host.name} is {host.condition}: {host.why}" for host in holders)
-    if ending == "unreachable" and all(is_slow(host, pace=pace, limits=limits) for host in usable):
+    if ending == "unreachable" and all(is_slow(host, bound=bound) for host in usable):
         return "; ".join(f"host {host.name} is slow" for host in usable)
     free = progress.order is None
     passed = "its host had not answered in time" if free else "its turn had passed"

@@ -256,9 +256,12 @@ def slow_above(pace: Pace, limits: Limits) -> float:
     return max(limits.slow_factor * pace.compute, pace.compute + limits.slow_margin_ms / 1000)
 
 
-def is_slow(host: HostView, *, pace: Pace, limits: Limits) -> bool:
-    """Whether `host` is so much slower per block than the median that it is a last resort."""
-    return host.compute is not None and host.compute > slow_above(pace, limits)
+def is_slow(host: HostView, *, bound: float) -> bool:
+    """Whether `host` takes longer for a block than `bound` seconds (`slow_above`).
+
+    A host that nobody has measured counts as quick, or it would never be measured.
+    """
+    return host.compute is not None and host.compute > bound
 
 
 def sent(host: HostView, work: int) -> HostView:
