@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import layershuffle as ls
 from common import (
@@ -25,7 +26,7 @@ from common import (
 from layershuffle.errors import StackError, UsageError
 from layershuffle.hooks import Step
 from layershuffle.stack import BlockStack, stack_of, walking, with_hooks
-from own_models import Masked
+from own_models import Masked, Own
 
 VIT, TORCHVISION = FAMILIES["timm-vit"], FAMILIES["torchvision-vit"]
 
@@ -344,8 +345,26 @@ def test_an_exit_needs_orders_per_sample_and_a_step() -> None:
     model, order = VIT.wrapped(), ls.ExecutionOrder(PERMUTED, DEPTH)
     with pytest.raises(UsageError, match="An exit needs an order per sample"):
         ls.running(model, order, exit_after=1).__enter__()
-    with pytest.raises(UsageError, match="after at least one step, not after 0"):
-        ls.running(model, [order], exit_after=0).__enter__()
+    for steps in (0, DEPTH + 1, 2.5, "2"):
+        with pytest.raises(UsageError, match=f"after 1 to {DEPTH} steps of these orders"):
+            ls.running(model, [order], exit_after=steps).__enter__()
+
+
+class CutToImages(Own):
+    """A host whose head answers for as many states as there are images."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits."""
+        return super().forward(images)[: len(images)]
+
+
+def test_a_head_that_loses_the_rows_of_an_exit_is_refused() -> None:
+    model, order = ls.wrap(CutToImages()), ls.ExecutionOrder(PERMUTED, DEPTH)
+    with (
+        ls.running(model, [order] * 3, exit_after=1),
+        pytest.raises(StackError, match="made 3 rows of the 6 states"),
+    ):
+        model(images(3))
 
 
 def test_an_exit_after_the_last_step_is_the_output() -> None:
@@ -353,3 +372,24 @@ def test_an_exit_after_the_last_step_is_the_output() -> None:
     with torch.no_grad(), ls.running(model, [order] * 3, exit_after=DEPTH):
         output, early = model(images(3)).chunk(2)
     assert torch.equal(output, early)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # of the trial
+def test_two_exits_in_one_replayed_backward_are_refused() -> None:
+    """A replay runs with the exit that is set then, and its states have the same shapes."""
+    model, order = ls.wrap(Replayed()), ls.ExecutionOrder(PERMUTED, DEPTH)
+    with ls.running(model, [order] * 3, exit_after=1):
+        model(images(3)).sum().backward()
+        first = model(images(3))
+    with ls.running(model, [order] * 3, exit_after=2):
+        second = model(images(3))
+        with pytest.raises(StackError, match="several execution orders"):
+            (first.sum() + second.sum()).backward()
+
+
+class Replayed(Own):
+    """A host that checkpoints all of its blocks at once, reentrantly."""
+
+    def run(self, x: Tensor) -> Tensor:
+        """The blocks."""
+        return checkpoint(super().run, x, use_reentrant=True)

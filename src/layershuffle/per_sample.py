@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from layershuffle.chain import host_of_stack
 from layershuffle.entries import (
@@ -27,7 +28,7 @@ from layershuffle.entries import (
 )
 from layershuffle.errors import StackError, UsageError
 from layershuffle.machine import to_device
-from layershuffle.orders import ExecutionOrder
+from layershuffle.orders import ExecutionOrder, is_integer
 from layershuffle.residual import States, added
 from layershuffle.runs import PLAIN, Run, in_backward, run_of
 
@@ -67,8 +68,8 @@ def run_grouped(
     left: list[Tensor] = []
     for position in range(max(map(len, rows_of))):
         if position == exit_after:
-            # A copy, because the next block may write into its input.
-            left = [group.state.clone() for group in groups]
+            # No copy: blocks that write into their input run in the host's own loop.
+            left = [group.state for group in groups]
         for block, members in _by_next_block(groups, position).items():
             parts = [group.read(position) for group in members]
             # torch.cat copies even a single tensor; a group that is alone runs where it lies.
@@ -135,9 +136,14 @@ class SampleOrders:
     def __init__(
         self, stack: nn.Module, orders: Sequence[ExecutionOrder], *, exit_after: int | None = None
     ) -> None:
-        if exit_after is not None and exit_after < 1:
-            raise UsageError(f"An exit comes after at least one step, not after {exit_after}")
-        self.orders, self.called, self._exit_after = tuple(orders), 0, exit_after
+        longest = max(map(len, orders))
+        if exit_after is not None and (
+            not is_integer(exit_after) or not 1 <= exit_after <= longest
+        ):
+            raise UsageError(
+                f"An exit comes after 1 to {longest} steps of these orders, not {exit_after!r}"
+            )
+        self.orders, self.called, self.exit_after = tuple(orders), 0, exit_after
         self._older = any(order.versions is not None for order in self.orders)
         self.host: HostBehaviour | None = None
         self._stack = stack
@@ -156,7 +162,7 @@ class SampleOrders:
         ]
 
     def _walk(self, call: BlockCall, state: Tensor) -> Tensor:
-        return run_grouped(state, self.orders, call=call, exit_after=self._exit_after)
+        return run_grouped(state, self.orders, call=call, exit_after=self.exit_after)
 
     def _at(self, position: int) -> BlockWalk:
         steps = [ExecutionOrder((order.blocks[position],), order.depth) for order in self.orders]
@@ -173,10 +179,10 @@ class SampleOrders:
             "The host model does more between its blocks than hand on the state (or runs in "
             "another way than by its own call), so samples "
         )
-        if self._exit_after is not None:
+        if self.exit_after is not None:
             raise StackError(
                 cause + "have no state of their own that could leave the blocks early",
-                hint="train without an exit (exit_after, --exit-weight)",
+                hint="train without an exit: no exit_after, no --exit-weight, no layershuffle-exit",
             )
         if len(set(map(len, self.orders))) > 1:
             raise StackError(
@@ -245,8 +251,20 @@ def calls_seen(model: nn.Module, stack: nn.Module, *, samples: SampleOrders) -> 
                 forward=lambda call: module(*call[0], **call[1]),
             )
 
-    def after(*_: Any) -> None:
-        samples.called -= ours()
+    def after(module: nn.Module, _args: object, output: Any) -> None:
+        if not ours():
+            return
+        samples.called -= 1
+        if samples.exit_after is None or samples.called:
+            return
+        rows = 2 * len(samples.orders)
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) != rows:
+                raise StackError(
+                    f"The head of {type(module).__name__} made {len(leaf)} rows of the {rows} "
+                    "states that it was given, so that the answers at the exit are not told apart",
+                    hint="let it take the number of samples from its input, not from the images",
+                )
 
     with ExitStack() as hooks:
         for module in holders(model, stack) or [stack]:

@@ -87,15 +87,22 @@ class Asked:
 class Run:
     """How one stack is to run: an order, the hooks around its blocks, or entries of its own.
 
-    `samples` are the orders of every sample in a batch. `entries` take the place of the blocks.
+    `samples` are the orders of every sample in a batch, and `exit_after` how many of their steps
+    lie before their exit. `entries` take the place of the blocks.
     """
 
     order: ExecutionOrder | None = None
     samples: tuple[ExecutionOrder, ...] | None = None
+    exit_after: int | None = None
     hooks: tuple[BlockHook, ...] = ()
     entries: Entries | None = None
     recompute: bool = False
     asked: Asked | None = None
+
+    @property
+    def way(self) -> tuple[object, ...]:
+        """What is equal in two forwards that run the same blocks on the same states."""
+        return self.order, self.samples, self.exit_after
 
 
 PLAIN = Run()
@@ -159,7 +166,8 @@ def _in_force() -> dict[nn.Module, tuple[_Change, ...]]:
 
 def in_place(stack: nn.Module, entries: Entries) -> AbstractContextManager[None]:
     """Let the host call `entries` for its blocks in the `with` block, whatever its order was."""
-    return changed(stack, order=None, samples=None, asked=None, entries=entries)
+    fields = {"order": None, "samples": None, "exit_after": None, "asked": None}
+    return changed(stack, **fields, entries=entries)
 
 
 @contextmanager

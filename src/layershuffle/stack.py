@@ -60,7 +60,7 @@ class _Forwards:
 
     ordered: bool = False
     replayed: bool = False
-    replayable: set[tuple[Any, Any]] = field(default_factory=set)
+    replayable: set[tuple[object, ...]] = field(default_factory=set)
 
 
 # Beside the stack: a copy of a model has run nothing.
@@ -132,20 +132,22 @@ class BlockStack(nn.ModuleList):
         if not in_backward():
             if forwards.replayed:
                 forwards.replayed, forwards.replayable = False, set()
-            # Two are as wrong as many; the orders of a long training would fill the memory.
-            if in_checkpoint() and len(forwards.replayable) < 2:
-                forwards.replayable.add((run.order, run.samples))
+            # Two are as wrong as many; the orders of a long training would fill the memory. What
+            # stands in for the blocks in a trial of the host has no backward pass.
+            tried = run.entries is not None and run.samples is None
+            if not tried and in_checkpoint() and len(forwards.replayable) < 2:
+                forwards.replayable.add(run.way)
             forwards.ordered = run is not PLAIN
             return
         forwards.replayed = True
-        if run is PLAIN and (forwards.ordered or forwards.replayable - {(None, None)}):
+        if run is PLAIN and (forwards.ordered or forwards.replayable - {PLAIN.way}):
             raise StackError(
                 "Gradient checkpointing runs the whole stack again in the backward pass, where its "
                 "execution order is not set",
                 hint="checkpoint the blocks one by one; on a CPU, calling backward() inside "
                 "`with running(...)` is enough",
             )
-        if forwards.replayable - {(run.order, run.samples)}:
+        if forwards.replayable - {run.way}:
             raise StackError(
                 "Gradient checkpointing runs the whole stack again in the backward pass, and its "
                 "forwards had several execution orders, of which only one is set now",
@@ -349,11 +351,8 @@ def running(
         if is_per_sample(order):
             orders = tuple(order_of(sample, stack.depth) for sample in order)  # type: ignore[arg-type]
             samples = SampleOrders(stack, orders, exit_after=exit_after)
-            contexts.enter_context(
-                changed(
-                    stack, order=None, samples=samples.orders, entries=samples.entries, asked=asked
-                )
-            )
+            run = {"samples": samples.orders, "exit_after": exit_after, "entries": samples.entries}
+            contexts.enter_context(changed(stack, **run, order=None, asked=asked))
             contexts.enter_context(calls_seen(model, stack, samples=samples))
             contexts.enter_context(_calls_watched(model))
             _say_batch_norm(stack, "an order per sample splits the batch for their statistics")

@@ -34,9 +34,8 @@ from layershuffle.training.state import TrainState
 
 RUN = {"model": NO_DROPOUT, "steps": 9, "eval_every": 9, "checkpoint_every": 9}
 HIDDEN = ("parallel", "compile", "activation_checkpointing")  # what must not show in the weights
-PREDICT = {"method": "layershuffle-predict", "accumulate": 2, "exit_weight": 0.5}
-GROUPS = {**PREDICT, "orders_per_batch": 4}
-DROP = {**PREDICT, "drop": 0.6, "max_parallel": 3}
+GROUPS = {"orders_per_batch": 4, "accumulate": 2, "method": "layershuffle-predict"}
+DROP = {"method": "layershuffle-predict", "drop": 0.6, "accumulate": 2, "max_parallel": 3}
 FAST = {"method": "layershuffle-position", "compile": True, "activation_checkpointing": True}
 ARMS = {
     "ddp": {},
@@ -48,6 +47,8 @@ ARMS = {
     "fsdp": {"parallel": "fsdp", **FAST},
     "fsdp groups": {"parallel": "fsdp", **GROUPS},
     "fsdp drop": {"parallel": "fsdp", **DROP},
+    "exit": {**GROUPS, "exit_weight": 0.5},
+    "fsdp exit": {"parallel": "fsdp", **DROP, "exit_weight": 0.5},
 }
 # After which step: in the second epoch, and when some blocks have not run yet.
 STOPPED = {"ddp": 7, "fsdp drop": 2}

@@ -2,6 +2,8 @@
 
 import os
 import signal
+from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -61,9 +63,22 @@ def test_exits_are_uniform_and_leave_something_to_run():
     assert sum((count - 1000) ** 2 / 1000 for count in counts) < 29.6
     again = [schedule.exit_after(orders, step=step, micro_batch=1) for step in range(1_000)]
     assert 0.05 < sum(map(int.__eq__, drawn, again)) / 1000 < 0.15
-    # The shortest order of a batch decides, and nothing is left to run after a single block.
-    short = [*orders, ls.ExecutionOrder((3, 1), 12)]
-    assert {schedule.exit_after(short, step=step, micro_batch=0) for step in range(9)} == {1}
+    # Not drawn from the words that shuffled the blocks, nor the same in every process.
+    first = [schedule.draw(step=step, micro_batch=0)[0].blocks[0] for step in range(11_000)]
+    pairs = Counter(zip(first, drawn, strict=True))
+    expected = 11_000 / 12 / 11
+    squares = [
+        (pairs[block, steps] - expected) ** 2 / expected
+        for block in range(12)
+        for steps in range(1, 12)
+    ]
+    assert sum(squares) < 185  # 131 degrees of freedom: less once in a thousand seeds
+    other = replace(schedule, rank=1)
+    own = [other.exit_after(orders, step=step, micro_batch=0) for step in range(1_000)]
+    assert 0.05 < sum(map(int.__eq__, drawn, own)) / 1000 < 0.15
+    # The longest order of a batch decides, and nothing is left to run after a single block.
+    short = [ls.ExecutionOrder((3, 1, 2), 12), ls.ExecutionOrder((3,), 12)]
+    assert {schedule.exit_after(short, step=step, micro_batch=0) for step in range(99)} == {1, 2}
     single = [ls.ExecutionOrder((3,), 12)]
     assert schedule.exit_after(single, step=0, micro_batch=0) == 1
     assert SHUFFLED.exit_after(orders, step=0, micro_batch=0) is None
@@ -127,7 +142,9 @@ def by_hand(run):
                 method.policy.draw(4, seed=run.seed, step=step, micro_batch=groups * micro + group)
                 for group in range(groups)
             ]
-            schedule = OrderSchedule(policy=method.policy, depth=4, seed=run.seed, exits=True)
+            schedule = OrderSchedule(
+                policy=method.policy, depth=4, seed=run.seed, per_batch=groups, exits=True
+            )
             exit_after = schedule.exit_after(orders, step=step, micro_batch=micro)
             for group, order in enumerate(orders):
                 images, truth = pixels[group::groups], labels[group::groups]

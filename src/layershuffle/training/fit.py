@@ -219,7 +219,8 @@ def _record(job: Job, step: int, scores: dict[str, float]) -> dict[str, Any]:
             "top1": {mode: scores[f"eval_{mode}_top1"] for mode in modes},
             "images": job.data.splits[job.selection_split].size,
         },
-        "settings": job.settings.model_dump(mode="json"),
+        # The weight of the method where none was given: a default may change.
+        "settings": job.settings.model_dump(mode="json") | {"exit_weight": job.method.exit_weight},
         "provenance": {
             "base": job.settings.model,
             "base_sha256": job.base_sha256,

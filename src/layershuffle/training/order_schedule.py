@@ -45,15 +45,16 @@ class OrderSchedule:
     def exit_after(
         self, orders: Sequence[ExecutionOrder], *, step: int, micro_batch: int
     ) -> int | None:
-        """After how many steps of `orders` the states of a forward leave the blocks as well.
+        """After how many steps of `orders` the states of a forward go to the head as well.
 
-        Uniform among those that leave something to run; `None` without exits.
+        Uniform in 1 to one less than the longest order has; an order that is shorter than that
+        counts with its end. `None` without exits.
         """
         if not self.exits:
             return None
         # No group has this number, so that an exit does not depend on what the orders drew.
         stream = Stream(self.seed, step, micro_batch=-1 - micro_batch, rank=self.rank)
-        return 1 + stream.below(max(1, min(map(len, orders)) - 1))
+        return 1 + stream.below(max(1, max(map(len, orders)) - 1))
 
     def warmup(self) -> tuple[tuple[ExecutionOrder, ...], ...]:
         """Orders of forwards that run every block: with all groups apart, then with all joined.
