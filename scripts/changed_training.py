@@ -155,14 +155,10 @@ def with_exit(
     generator: torch.Generator,
 ) -> Tensor:
     """The state after one of the first eleven blocks is classified as well."""
-    position = int(torch.randint(DEPTH - 1, (), generator=generator))
-    states: list[Tensor] = []
-    block = ls.blocks_of(model)[list(order)[position]]
-    hook = block.register_forward_hook(lambda _, __, state: states.append(state))
-    with hook, ls.running(model, order):
-        loss = F.cross_entropy(model(images), labels)
-    early = model.forward_head(model.norm(states[0]))
-    return loss + EXIT_WEIGHT * F.cross_entropy(early, labels)
+    steps = 1 + int(torch.randint(DEPTH - 1, (), generator=generator))
+    with ls.running(model, [order] * len(images), exit_after=steps):
+        logits, early = model(images).chunk(2)
+    return F.cross_entropy(logits, labels) + EXIT_WEIGHT * F.cross_entropy(early, labels)
 
 
 def averaged(mean: Tensor, weight: Tensor, count: Tensor | int) -> Tensor:

@@ -194,7 +194,10 @@ def measure_costs() -> Iterator[CostRow]:
             prediction=ls.PredictionForm() if method.prediction else None,
         )
         orders = [method.policy.draw(DEPTH, seed=0, step=step) for step in range(100)]
-        steps = [operations(model, image, order=order, backward=True) for order in orders]
+        exits = method.exit_weight is not None
+        steps = [
+            operations(model, image, order=order, backward=True, exits=exits) for order in orders
+        ]
         whole = ls.ExecutionOrder.sequential(DEPTH)
         with TemporaryDirectory() as directory:
             ls.save(model, Path(directory) / "model")
@@ -210,17 +213,24 @@ def measure_costs() -> Iterator[CostRow]:
 
 
 def operations(
-    model: ls.PositionedModel, image: torch.Tensor, *, order: ls.ExecutionOrder, backward: bool
+    model: ls.PositionedModel,
+    image: torch.Tensor,
+    *,
+    order: ls.ExecutionOrder,
+    backward: bool,
+    exits: bool = False,
 ) -> int:
     """Floating-point operations of matrix products for one image, as torch counts them.
 
-    `backward`: of a training step, which asks for positions where the model predicts them.
+    `backward`: of a training step, which asks for positions where the model predicts them. With
+    `exits` the head runs twice; after which block does not matter here.
     """
+    running = ls.running(model, [order], exit_after=1) if exits else ls.running(model, order)
     is_asked = backward and model.prediction is not None
     # The fused attention of a CPU has no entry in torch's table of counts: it would count as 0.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         guessing = model.guessing() if is_asked else nullcontext()
-        with torch.set_grad_enabled(backward), ls.running(model, order), guessing as guesses:
+        with torch.set_grad_enabled(backward), running, guessing as guesses:
             loss = logits_of(model(image)).sum()
             if guesses is not None:
                 loss = loss + guesses.loss()

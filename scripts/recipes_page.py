@@ -54,7 +54,18 @@ ARMS = (
     Arm(name="layershuffle-mixed-half", label="four orders, 1/2 in order"),
     Arm(name="layershuffle-depth-mixed", label="LayerShuffle-depth, four orders, 1/4 in order"),
     Arm(name=TIED, label="three tied blocks, four orders, 1/4 in order"),
+    Arm(name="layershuffle-exit", label="exit loss, one order"),
+    Arm(name="layershuffle-exit-orders-4", label="exit loss, four orders"),
+    Arm(name="layershuffle-mixed-exit", label="exit loss, four orders, 1/4 in order"),
+    Arm(name=f"{TIED}-exit", label="exit loss, three tied blocks, four orders, 1/4 in order"),
 )
+WITHOUT_EXIT = {
+    "layershuffle-exit": PLAIN,
+    "layershuffle-exit-orders-4": "layershuffle-orders-4",
+    "layershuffle-mixed-exit": MIXED,
+    f"{TIED}-exit": TIED,
+}
+"""Of every arm with an exit loss, the arm that is trained alike without it."""
 COLUMNS: dict[str, Column] = {
     "in order": ("sequential", 12, 1),
     "any order": ("arbitrary", 12, 1),
@@ -191,6 +202,27 @@ def tied_table(scores: Scores) -> str:
     return "\n".join(lines)
 
 
+def exits_table(scores: Scores) -> str:
+    """What an exit loss changes in recipes that are alike otherwise, in pairs over seeds."""
+    columns = ("in order", "any order", "9 alive", "6 alive", "3 alive")
+    labels = {arm.name: arm.label for arm in ARMS}
+    lines = ["| an exit loss beside | steps | " + " | ".join(columns) + " |"]
+    lines.append("|:--|--:|" + ":--|" * len(columns))
+    for arm, reference in WITHOUT_EXIT.items():
+        for steps in BUDGETS:
+            texts = []
+            for column in (COLUMNS[name] for name in columns):
+                cells = [(name, steps, column) for name in (arm, reference)]
+                text = ""
+                if all(scores.get(cell) for cell in cells):
+                    difference = gap(scores, *cells)
+                    text = f"{interval(difference)} **{verdict(difference)}**"
+                texts.append(text)
+            if any(texts):
+                lines.append(f"| {labels[reference]} | {steps:,} | " + " | ".join(texts) + " |")
+    return "\n".join(lines)
+
+
 def changes_table(budget: int) -> str:
     """What changed trainings reach, and what they gain on unchanged ones, in pairs over seeds."""
     columns = {
@@ -239,6 +271,7 @@ def with_tables(page: str, scores: Scores) -> str:
     for goal in GOALS:
         page = with_marked(page, goal.name, verdict_table(scores, goal))
     page = with_marked(page, "tied", tied_table(scores))
+    page = with_marked(page, "exits", exits_table(scores))
     for budget in changed_training.BUDGETS:
         page = with_marked(page, f"changes {budget}", changes_table(budget))
     return with_marked(page, "costs", cost_table())

@@ -27,7 +27,7 @@ def test_tables_are_made_of_the_results(page: str, scores: recipes_page.Scores) 
     budgets = [f"accuracy {steps}" for steps in recipes_page.BUDGETS]
     goals = [goal.name for goal in recipes_page.GOALS]
     changes = [f"changes {budget}" for budget in recipes_page.changed_training.BUDGETS]
-    assert sorted(marks) == sorted([*budgets, *goals, *changes, "costs", "tied"])
+    assert sorted(marks) == sorted([*budgets, *goals, *changes, "costs", "exits", "tied"])
 
 
 def test_every_arm_is_trained_at_the_smallest_budget_with_three_seeds(
@@ -49,7 +49,7 @@ def test_both_studies_train_and_score_alike() -> None:
     )
     reference = next(task for task in plain if task.name == "layershuffle-seed0").settings
     orders = {"method", "steps", "seed", "eval_every", "checkpoint_every", "distinct"}
-    orders |= {"orders_per_batch", "sequential_every"}
+    orders |= {"orders_per_batch", "sequential_every", "exit_weight"}
     for task in rivals:
         assert task.settings.model_dump(exclude=orders) == reference.model_dump(exclude=orders)
 
