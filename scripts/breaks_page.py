@@ -13,6 +13,7 @@ from science_page import with_marked
 
 from layershuffle.files import write_text
 from layershuffle.stats import mean, t_interval, wilson_interval
+from layershuffle.text import markdown_table
 
 REFERENCE, NO_PARTS = ("data", "20000 pairs"), "none (prediction, detached)"
 CHANCE = 1.0
@@ -119,11 +120,9 @@ def verdict_on(models: Models, case: tuple[str, str]) -> str:
 
 def break_table(models: Models, cases: Mapping[tuple[str, str], str], name: str) -> str:
     """Ordinary training and LayerShuffle in each case that was measured."""
-    lines = [
-        f"| {name} | seeds | ordinary training: in order | any order | LayerShuffle: in order | "
-        "any order | gap | share | shuffling |"
-    ]
-    lines.append("|:--|" + "--:|" * 7 + ":--|")
+    head = [name, "seeds", "ordinary training: in order", "any order"]
+    head += ["LayerShuffle: in order", "any order", "gap", "share", "shuffling"]
+    rows = []
     for case, label in cases.items():
         ordinary, shuffled = (models.get((*case, arm), {}) for arm in ("baseline", "layershuffle"))
         seeds = sorted(ordinary.keys() & shuffled.keys())
@@ -135,12 +134,12 @@ def break_table(models: Models, cases: Mapping[tuple[str, str], str], name: str)
             for of in (in_order, any_order)
         ]
         gap = round(cells[2] - cells[3], 1) + 0.0  # never "-0.0"
-        numbers = " | ".join(f"{cell:.1f}" for cell in (*cells, gap))
+        numbers = [f"{cell:.1f}" for cell in (*cells, gap)]
         verdict = verdict_on(models, case)
         # Of chance there is no share.
         share = "" if verdict == NOTHING_LEARNT else f"{100 * cells[3] / cells[0]:.0f} %"
-        lines.append(f"| {label} | {len(seeds)} | {numbers} | {share} | **{verdict}** |")
-    return "\n".join(lines) if len(lines) > 2 else NOT_MEASURED
+        rows.append([label, len(seeds), *numbers, share, f"**{verdict}**"])
+    return markdown_table(head, rows, align="lrrrrrrrl") if rows else NOT_MEASURED
 
 
 def in_order(scores: Scores) -> float:
@@ -171,11 +170,9 @@ def moved_verdict(sample: Mapping[int, Scores], reference: Mapping[int, Scores])
 def position_table(models: Models) -> str:
     """What position parts do to LayerShuffle."""
     reference = models.get(("position", NO_PARTS, "layershuffle"), {})
-    lines = [
-        "| position parts | seeds | in order | in any order | difference to none | in any order |"
-        " positions guessed |"
-    ]
-    lines.append("|:--|--:|--:|--:|--:|:--|--:|")
+    head = ["position parts", "seeds", "in order", "in any order", "difference to none"]
+    head += ["in any order", "positions guessed"]
+    rows = []
     for (question, case, _), of_seed in models.items():
         if question != "position":
             continue
@@ -186,13 +183,11 @@ def position_table(models: Models) -> str:
         arbitrary = mean([any_order(of_seed[seed]) for seed in seeds])
         gap = arbitrary - mean([any_order(reference[seed]) for seed in seeds])
         guesses = [g for seed in seeds if (g := of_seed[seed].guessed) is not None]
-        verdict = "" if case == NO_PARTS else f"**{moved_verdict(of_seed, reference)}**"
-        lines.append(
-            f"| {case} | {len(seeds)} | {ordered:.1f} | {arbitrary:.1f} | "
-            f"{'' if case == NO_PARTS else f'{gap:+.1f}'} | {verdict} | "
-            f"{f'{mean(guesses):.1f}' if guesses else ''} |"
-        )
-    return "\n".join(lines) if len(lines) > 2 else NOT_MEASURED
+        cells = [case, str(len(seeds)), f"{ordered:.1f}", f"{arbitrary:.1f}"]
+        verdict = moved_verdict(of_seed, reference)
+        cells += ["", ""] if case == NO_PARTS else [f"{gap:+.1f}", f"**{verdict}**"]
+        rows.append([*cells, f"{mean(guesses):.1f}" if guesses else ""])
+    return markdown_table(head, rows, align="lrrrrlr") if rows else NOT_MEASURED
 
 
 def with_tables(page: str) -> str:

@@ -9,6 +9,7 @@ from breaks_page import Interval, interval
 from science_page import ANY, COLUMNS, ORDERED, PAGE, ROOT, Arm, Scores, read_scores, with_marked
 
 from layershuffle.files import write_text
+from layershuffle.text import markdown_table
 
 RESULTS = ROOT / "docs" / "results" / "formula-cpu" / "results.csv"
 IMAGES = 2_000
@@ -51,21 +52,21 @@ def compared(sample: Interval, reference: Interval) -> str:
 def accuracy_table(scores: Scores) -> str:
     """Top-1 in percent of every model, and whether it is told apart from another one."""
     labels = {arm.name: arm.label for arm in ARMS}
-    head = [*SHOWN, "compared with the model of", "in order it is", "in any order"]
-    lines = ["| arm | different blocks | " + " | ".join(head) + " |"]
-    lines.append("|:--|--:|" + "--:|" * len(SHOWN) + ":--|:--|:--|")
+    head = ["arm", "different blocks", *SHOWN]
+    head += ["compared with the model of", "in order it is", "in any order"]
+    rows = []
     for arm in ARMS:
         shown = [interval_of(scores, arm.name, COLUMNS[name]) for name in SHOWN]
-        cells = [f"{cell.mean:.1f} ({cell.low:.1f}-{cell.high:.1f})" for cell in shown]
+        cells = [arm.label, str(arm.different)]
+        cells += [f"{cell.mean:.1f} ({cell.low:.1f}-{cell.high:.1f})" for cell in shown]
         if arm.name != "layershuffle":
             reference = REFERENCES.get(arm.name, "layershuffle")
             cells.append(labels[reference])
             for column in (ORDERED, ANY):
                 sides = [interval_of(scores, name, column) for name in (arm.name, reference)]
                 cells.append(compared(*sides))
-        cells += [""] * (len(head) - len(cells))
-        lines.append(f"| {arm.label} | {arm.different} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        rows.append([*cells, *[""] * (len(head) - len(cells))])
+    return markdown_table(head, rows, align="lr" + "r" * len(SHOWN) + "lll")
 
 
 def with_table(page: str) -> str:

@@ -36,6 +36,7 @@ from layershuffle.methods import METHODS
 from layershuffle.models import image_view, logits_of
 from layershuffle.models.tying import middle_blocks, tie
 from layershuffle.stats import Difference, compare, mean
+from layershuffle.text import markdown_table
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -55,6 +56,7 @@ PROBED = {
     "layershuffle-predict": "LayerShuffle-predict, 2,000 steps",
     "layershuffle-predict-8000-steps": "LayerShuffle-predict, 8,000 steps",
 }
+ENDS = ("input", "output")
 LABELS = {arm.name: arm.label for arm in ARMS}
 # What a `truncated` model costs is what a smaller one costs.
 COSTED = (
@@ -287,20 +289,16 @@ def missing_difference(
 
 def missing_table() -> str:
     """For each arm, order and number of blocks what leaving out neighbours costs."""
-    rows = rows_of("missing.csv")
-    lines = [
-        "| arm | the others run | missing | in a row | spread out | difference | in a row is |"
-    ]
-    lines.append("|:--|:--|--:|--:|--:|--:|:--|")
-    for arm, order in dict.fromkeys((row["arm"], row["order"]) for row in rows):
+    scores = rows_of("missing.csv")
+    head = ["arm", "the others run", "missing", "in a row", "spread out", "difference"]
+    rows = []
+    for arm, order in dict.fromkeys((score["arm"], score["order"]) for score in scores):
+        words = "in order" if order == "sequential" else "in any order"
         for missing in MISSING:
-            row, spread, gap = missing_difference(rows, arm, order, missing)
-            words = "in order" if order == "sequential" else "in any order"
-            lines.append(
-                f"| {LABELS[arm]} | {words} | {missing} | {row:.1f} | {spread:.1f} | "
-                f"{interval(gap)} | **{verdict(gap)}** |"
-            )
-    return "\n".join(lines)
+            row, spread, gap = missing_difference(scores, arm, order, missing)
+            cells = [LABELS[arm], words, str(missing), f"{row:.1f}", f"{spread:.1f}"]
+            rows.append([*cells, interval(gap), f"**{verdict(gap)}**"])
+    return markdown_table([*head, "in a row is"], rows, align="llrrrrl")
 
 
 def averaged_verdict(models: Sequence[float], orders: Sequence[float]) -> str:
@@ -316,9 +314,8 @@ def averaged_table() -> str:
     for row in rows_of("averaged.csv"):
         kind = row["members"][1:2]  # "" for one model, else what joins the seeds
         values[kind, int(row["forwards"])].append(float(row["top1"]))
-    lines = ["| forwards per answer | one model, as many orders | as many models | better |"]
-    lines[0] += " soup of three models, as many orders |"
-    lines.append("|--:|--:|--:|:--|--:|")
+    head = ["forwards per answer", "one model, as many orders", "as many models", "better"]
+    rows = []
     for forwards in FORWARDS:
         orders, models, soup = (values[kind, forwards] for kind in ("", "+", "*"))
         better = f"**{averaged_verdict(models, orders)}**" if models else ""
@@ -326,44 +323,39 @@ def averaged_table() -> str:
             f"{mean(scores):.1f} ({min(scores):.1f} to {max(scores):.1f})" if scores else ""
             for scores in (orders, models, soup)
         ]
-        lines.append(f"| {forwards} | {texts[0]} | {texts[1]} | {better} | {texts[2]} |")
-    return "\n".join(lines)
+        rows.append([forwards, *texts[:2], better, texts[2]])
+    return markdown_table([*head, "soup of three models, as many orders"], rows, align="rrrlr")
 
 
 def cost_table() -> str:
     """Parameters, saved bytes, operations, and the median time of a step in pairs (benchmarks)."""
     medians = medians_of("methods")
-    head = ["parameters", "saved MB", "MFLOP per answer", "MFLOP per image trained"]
+    head = ["method", "parameters", "saved MB", "MFLOP per answer", "MFLOP per image trained"]
     head += [f"time of a step beside ordinary training, {case}" for case in CASES]
-    lines = ["| method | " + " | ".join(head) + " |", "|:--|" + "--:|" * len(head)]
+    rows = []
     for row in rows_of("costs.csv"):
         name = row["method"]
         measured = TIMED.get(name, name)
-        cells = [f"{int(row['parameters']):,}", f"{int(row['file_bytes']) / 1e6:.2f}"]
+        megabytes = int(row["file_bytes"]) / 1e6
+        cells = [f"`{name}`", f"{int(row['parameters']):,}", f"{megabytes:.2f}"]
         cells += [f"{float(row[column]):.1f}" for column in ("forward", "step")]
         for case in CASES:
             median = medians.get(f"step of {measured}, {case}")
             cells.append("1" if name == "baseline" else f"{median:.2f}" if median else "")
-        lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        rows.append(cells)
+    return markdown_table(head, rows, align="l" + "r" * (len(head) - 1))
 
 
 def position_table() -> str:
     """How often a linear probe names a block's position, from the study of the paper."""
-    lines = ["| model | probe on the input | probe on the output |", "|:--|--:|--:|"]
+    rows = []
     with (ROOT / "docs" / "results" / "digits-paper" / "analysis.csv").open(encoding="utf-8") as f:
         values = {(row["task"], row["name"]): row["value"] for row in csv.DictReader(f)}
     for arm, label in PROBED.items():
-        cells = [
-            float(
-                values[
-                    f"position-{arm}-seed0", f"facts/sources/probe on the block's {end}/accuracy"
-                ]
-            )
-            for end in ("input", "output")
-        ]
-        lines.append(f"| {label} | {cells[0]:.1f} | {cells[1]:.1f} |")
-    return "\n".join(lines)
+        names = [f"facts/sources/probe on the block's {end}/accuracy" for end in ENDS]
+        accuracies = [float(values[f"position-{arm}-seed0", name]) for name in names]
+        rows.append([label, *(f"{accuracy:.1f}" for accuracy in accuracies)])
+    return markdown_table(["model", *(f"probe on the {end}" for end in ENDS)], rows, align="lrr")
 
 
 def with_tables(page: str) -> str:

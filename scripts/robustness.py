@@ -29,6 +29,7 @@ from layershuffle.data.digits import DIGIT_VIEW, LEVELS, DigitPairs
 from layershuffle.files import write_text
 from layershuffle.models import logits_of
 from layershuffle.stats import compare, mean
+from layershuffle.text import markdown_table
 
 ADVERSARIAL = {
     "baseline-adversarial": "ordinary training on attacks",
@@ -335,39 +336,40 @@ def relative_error(
 
 def changed_table() -> str:
     """Mean errors of every arm, and how much more or less is added than to ordinary training's."""
-    rows = rows_of("changed.csv")
+    scores = rows_of("changed.csv")
     ordinary = {
-        name: error_of(rows, "baseline", "sequential", [*group])
+        name: error_of(scores, "baseline", "sequential", [*group])
         for name, group in (("none", ["none"]), ("corrupted", CORRUPTIONS), ("shifted", SHIFTS))
     }
-    lines = ["| arm | order | clean | corrupted | relative | added | shifted | relative | added |"]
-    lines.append("|:--|:--|--:|--:|--:|:--|--:|--:|:--|")
+    head = ["arm", "order", "clean"]
+    head += [text for name in ("corrupted", "shifted") for text in (name, "relative", "added")]
+    rows = []
     for arm, order in CELLS:
-        clean = error_of(rows, arm, order, ["none"])
-        cells = [f"{mean(clean):.1f}"]
+        clean = error_of(scores, arm, order, ["none"])
+        cells = [LABELS[arm], ORDER_WORDS[order], f"{mean(clean):.1f}"]
         for name, group in (("corrupted", CORRUPTIONS), ("shifted", SHIFTS)):
-            errors = error_of(rows, arm, order, [*group])
+            errors = error_of(scores, arm, order, [*group])
             cells.append(f"{mean(errors):.1f}")
-            cells.append(f"{relative_error(rows, arm, order, [*group]):.2f}")
+            cells.append(f"{relative_error(scores, arm, order, [*group]):.2f}")
             added = {seed: errors[seed] - clean[seed] for seed in errors}
             usual = {seed: ordinary[name][seed] - ordinary["none"][seed] for seed in errors}
             gap = compare(usual, added)  # fewer errors are better
             points = f"{-gap.points:+.1f} ({-gap.high:+.1f} to {-gap.low:+.1f})"
             cells.append("" if arm == "baseline" else f"{points} **{verdict(gap)}**")
-        lines.append(f"| {LABELS[arm]} | {ORDER_WORDS[order]} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        rows.append(cells)
+    return markdown_table(head, rows, align="llrrrlrrl")
 
 
 def by_change_table() -> str:
     """The mean error of every arm under each kind of change, over its strengths."""
-    rows = rows_of("changed.csv")
+    scores = rows_of("changed.csv")
     cells = [(arm, order) for arm, order in CELLS if arm in USUAL]  # more would be too wide
     names = [f"{LABELS[arm]}, {ORDER_WORDS[order]}" for arm, order in cells]
-    lines = ["| change | " + " | ".join(names) + " |", "|:--|" + "--:|" * len(cells)]
+    rows = []
     for change in (*CORRUPTIONS, *SHIFTS):
-        errors = [f"{mean(error_of(rows, arm, order, [change])):.1f}" for arm, order in cells]
-        lines.append(f"| {change} | " + " | ".join(errors) + " |")
-    return "\n".join(lines)
+        errors = [f"{mean(error_of(scores, arm, order, [change])):.1f}" for arm, order in cells]
+        rows.append([change, *errors])
+    return markdown_table(["change", *names], rows, align="l" + "r" * len(names))
 
 
 ATTACKS = ("none", "order known", "order drawn", "transfer")
@@ -378,10 +380,9 @@ def attack_table() -> str:
     values: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
     for row in rows_of("attacks.csv"):
         values[row["arm"], row["attack"]][int(row["seed"])] = float(row["top1"])
-    lines = ["| arm | " + " | ".join(ATTACKS) + " | drawn less known | less ordinary training |"]
-    lines.append("|:--|" + "--:|" * len(ATTACKS) + ":--|:--|")
+    rows = []
     for arm in MEASURED:
-        cells = []
+        cells = [LABELS[arm]]
         for attack in ATTACKS:
             scores = values[arm, attack]
             cells.append("")
@@ -394,8 +395,9 @@ def attack_table() -> str:
             if own != reference:
                 gap = compare(values[own], values[reference])
                 cells[-1] = f"{interval(gap)} **{verdict(gap)}**"
-        lines.append(f"| {LABELS[arm]} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        rows.append(cells)
+    head = ["arm", *ATTACKS, "drawn less known", "less ordinary training"]
+    return markdown_table(head, rows, align="l" + "r" * len(ATTACKS) + "ll")
 
 
 def with_tables(page: str) -> str:

@@ -14,6 +14,7 @@ from science_page import with_marked
 
 from layershuffle.files import write_text
 from layershuffle.stats import mean, t_interval
+from layershuffle.text import markdown_table
 
 BASELINE, STEPS = "baseline", 500
 LABELS = {
@@ -87,8 +88,7 @@ def beside(dense: Mapping[int, Sequence[float]], classification: Sequence[float]
 
 def score_table(measured: Measured) -> str:
     """Both scores of every arm, means over the models."""
-    names = [f"{name}: in order | any order" for name in TASKS.values()]
-    lines = [f"| training | seeds | {' | '.join(names)} |", "|:--|" + "--:|" * 5]
+    rows = []
     for arm, label in LABELS.items():
         seeds = sorted(measured.get((arm, "miou"), {}))
         if not seeds:
@@ -98,31 +98,28 @@ def score_table(measured: Measured) -> str:
             models = [measured[arm, task][seed] for seed in seeds]
             cells.append(mean([model.in_order for model in models]))
             cells.append(mean([mean(model.any_order) for model in models]))
-        numbers = " | ".join(f"{cell:.1f}" for cell in cells)
-        lines.append(f"| {label} | {len(seeds)} | {numbers} |")
-    return "\n".join(lines)
+        rows.append([label, len(seeds), *(f"{cell:.1f}" for cell in cells)])
+    columns = [text for name in TASKS.values() for text in (f"{name}: in order", "any order")]
+    return markdown_table(["training", "seeds", *columns], rows, align="lrrrrr")
 
 
 def loss_table(measured: Measured, scores: recipes_page.Scores) -> str:
     """What any order costs in each task, relative to ordinary training in order."""
-    lines = [
-        "| training | digit pairs, top-1 | segmentation, mIoU | beside digit pairs | "
-        "detection, mAP | beside digit pairs |",
-        "|:--|--:|--:|:--|--:|:--|",
-    ]
+    rows = []
     for arm, label in LABELS.items():
         if (arm, "miou") not in measured or not losses(measured, arm, "miou"):
             continue
         classification = classification_losses(scores, arm)
         # What ordinary training has left in any order is chance, which differs between the tasks.
         judged = bool(classification) and arm != BASELINE
-        cells = [f"{mean(classification):.1f}" if classification else ""]
+        cells = [label, f"{mean(classification):.1f}" if classification else ""]
         for task in TASKS:
             dense = losses(measured, arm, task)
             cells.append(f"{mean([mean(values) for values in dense.values()]):.1f}")
             cells.append(f"**{beside(dense, classification)}**" if judged else "")
-        lines.append(f"| {label} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append(cells)
+    columns = [text for name in TASKS.values() for text in (name, "beside digit pairs")]
+    return markdown_table(["training", "digit pairs, top-1", *columns], rows, align="lrrlrl")
 
 
 def with_tables(page: str) -> str:

@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 from layershuffle.files import write_bytes, write_text
 from layershuffle.plotting import INK, RULE, figure_bytes, legend_below, new_figure, style_axes
 from layershuffle.stats import Difference, compare, estimate, mean
+from layershuffle.text import markdown_table
 
 ROOT = Path(__file__).resolve().parent.parent
 KEPT = ROOT / "docs" / "results"
@@ -117,37 +118,34 @@ def interval(difference: Difference) -> str:
 
 def accuracy_table(scores: Scores) -> str:
     """Mean top-1 over models, with its 95 % interval."""
-    lines = [
-        "| arm | different blocks | " + " | ".join(COLUMNS) + " |",
-        "|:--|--:|" + "--:|" * len(COLUMNS),
-    ]
+    rows = []
     for arm in ARMS:
         cells = [estimate(scores[arm.name, *column], images=IMAGES) for column in COLUMNS.values()]
         texts = [f"{cell.mean:.1f} ({cell.low:.1f}-{cell.high:.1f})" for cell in cells]
-        lines.append(f"| {arm.label} | {arm.different} | " + " | ".join(texts) + " |")
-    return "\n".join(lines)
+        rows.append([arm.label, arm.different, *texts])
+    head = ["arm", "different blocks", *COLUMNS]
+    return markdown_table(head, rows, align="lr" + "r" * len(COLUMNS))
 
 
 def verdict_table(scores: Scores) -> str:
     """Each question with the difference that decides it."""
     labels = {arm.name: arm.label for arm in ARMS}
-    lines = ["| where | is this arm | better than | by points of top-1 | verdict |"]
-    lines.append("|:--|:--|:--|--:|:--|")
+    rows = []
     for where, sample, of_sample, reference, of_reference in QUESTIONS:
         difference = compare(
             {seed: mean(values) for seed, values in scores[sample, *of_sample].items()},
             {seed: mean(values) for seed, values in scores[reference, *of_reference].items()},
         )
-        names = f"{labels[sample]} | {labels[reference]}"
-        lines.append(f"| {where} | {names} | {interval(difference)} | **{verdict(difference)}** |")
-    return "\n".join(lines)
+        judged = [interval(difference), f"**{verdict(difference)}**"]
+        rows.append([where, labels[sample], labels[reference], *judged])
+    head = ("where", "is this arm", "better than", "by points of top-1", "verdict")
+    return markdown_table(head, rows, align="lllrl")
 
 
 def alive_table() -> str:
     """Top-1 of three alive places that run four times, by how many blocks are among them."""
-    head = [f"{blocks} of 3 blocks alive ({SETS[blocks]} of 220 sets)" for blocks in SETS]
-    lines = ["| three tied blocks | " + " | ".join(head) + " | mean over all sets |"]
-    lines.append("|:--|" + "--:|" * (len(head) + 1))
+    sets = [f"{blocks} of 3 blocks alive ({SETS[blocks]} of 220 sets)" for blocks in SETS]
+    rows = []
     for study, arm, label in THREE_BLOCKS:
         values = by_blocks(KEPT / study / "results.csv", arm)
         cells = [
@@ -155,8 +153,9 @@ def alive_table() -> str:
             for blocks in SETS
         ]
         cells.append(f"{over_sets(values):.1f}" if all(values[blocks] for blocks in SETS) else "")
-        lines.append(f"| {label} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        rows.append([label, *cells])
+    head = ["three tied blocks", *sets, "mean over all sets"]
+    return markdown_table(head, rows, align="l" + "r" * (len(sets) + 1))
 
 
 def by_blocks(path: Path, arm: str) -> dict[int, list[float]]:

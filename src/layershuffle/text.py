@@ -78,6 +78,19 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, width: int = 
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 
+def markdown_table(
+    head: Sequence[str], rows: Iterable[Sequence[object]], *, align: str = ""
+) -> str:
+    """A table in Markdown.
+
+    `align` has "l" or "r" for each column; columns beyond it are aligned as the reader likes.
+    """
+    marks = [{"l": ":--", "r": "--:"}[side] for side in align]
+    marks += ["---"] * (len(head) - len(marks))
+    lines = [f"| {' | '.join(map(str, row))} |" for row in (head, *rows)]
+    return "\n".join([lines[0], f"|{'|'.join(marks)}|", *lines[1:]])
+
+
 def interval_text(low: float, high: float) -> str:
     """ "80.3 to 97.2"; "-" where equal scores leave no width, which would look like certainty."""
     return "-" if low == high else f"{low:.1f} to {high:.1f}"

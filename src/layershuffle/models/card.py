@@ -11,7 +11,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from layershuffle.text import shortened
+from layershuffle.text import markdown_table, shortened
 
 _STOCK = {
     "timm": 'import timm\nmodel = timm.create_model("local-dir:{place}", pretrained=True)',
@@ -131,7 +131,7 @@ def _score_table(scores: Mapping[str, Mapping[str, Any]]) -> str:
         (key, title) for key, title in _NUMBERS if any(key in score for score in scores.values())
     ]
     rows = [[mode, *(score.get(key, "") for key, _ in columns)] for mode, score in scores.items()]
-    return _table(["order", *(title for _, title in columns)], rows)
+    return markdown_table(["order", *(title for _, title in columns)], rows)
 
 
 def _merge_table(merge: object) -> str:
@@ -150,9 +150,4 @@ def _merge_table(merge: object) -> str:
             listing = ", ".join(f"{name} `{digest}`" for name, digest in digests)
             rows.append([donor.get("model"), given, listing])
     ends = f"Stem: {merge.get('stem')}. Head: {merge.get('head')}."
-    return f"{ends}\n\n{_table(['donor', 'blocks', 'SHA-256 of its weights'], rows)}"
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    lines = [f"| {' | '.join(map(str, row))} |" for row in (header, *rows)]
-    return "\n".join([lines[0], "|---" * len(header) + "|", *lines[1:]])
+    return f"{ends}\n\n{markdown_table(['donor', 'blocks', 'SHA-256 of its weights'], rows)}"
