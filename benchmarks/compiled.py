@@ -59,14 +59,14 @@ def rows(effort: Effort) -> Iterator[Row]:
     """A training step and a forward, eager over compiled; graphs are counted."""
     backend = "eager" if effort is SMOKE else "inductor"
     for name, (spec, batch) in (SMOKES if effort is SMOKE else CASES).items():
-        for what, make in (("training step", training_step), ("forward", forward)):
+        for kind, make in (("training step", training_step), ("forward", forward)):
             workload = make_workload(spec, batch=batch)
             eager = make(copy.deepcopy(workload.model), workload)
             compiler = BlockCompiler(backend=backend)
             compiler.add(workload.model)
             with compiler.limits():
                 yield from compared(
-                    f"{what}, {name}", eager, make(workload.model, workload), compiler, effort
+                    f"{kind}, {name}", eager, make(workload.model, workload), compiler, effort
                 )
 
 

@@ -171,10 +171,10 @@ def rows(effort: Effort) -> Iterator[Row]:
         ratios, alone = [], ask()
         for _ in range(effort.pairs):
             with watched(port):
-                seen = ask()
+                with_viewers = ask()
             # Against the mean of before and after, so that a machine that gets busier shows less.
             after = ask()
-            ratios.append(seen / ((alone + after) / 2))
+            ratios.append(with_viewers / ((alone + after) / 2))
             alone = after
     yield Row(
         name=f"an answer with {VIEWERS} viewers",

@@ -79,13 +79,13 @@ class Load:
         faults = crashes(list(self.service.plan.hosts), share=1 / 3, requests=requests, seed=SEED)
         drill = await self.drill(requests, faults)
         replies = list(drill.replies.values())
-        seen = foreseen(self.service.plan, faults, requests=requests, routing=routing)  # type: ignore[arg-type]
+        forecast = foreseen(self.service.plan, faults, requests=requests, routing=routing)  # type: ignore[arg-type]
         assert self.service.calibration is not None
         results = {
             "requests": requests,
             "kills": [f"{fault.host} before request {fault.at}" for fault in faults],
             **{name: drill.share(name) for name in ("answered", "degraded", "failed", "late")},  # type: ignore[arg-type]
-            "foreseen": asdict(seen),
+            "foreseen": asdict(forecast),
             "p50_ms": drill.quantile(0.5),
             "p99_ms": drill.quantile(0.99),
             "accuracy": asdict(judged(replies, self.service.calibration)),

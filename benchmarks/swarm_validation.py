@@ -66,12 +66,12 @@ async def real(
         began = time.perf_counter()
         await run_drill(ask, requests // 3, concurrency=CLIENTS)
         each = CLIENTS * (time.perf_counter() - began) / (requests // 3)
-        seen = profile(service)
+        speeds = profile(service)
         drill = await run_drill(
             ask, requests, faults=failures(plan, requests), engine=service.faults,
             concurrency=CLIENTS,
         )  # fmt: skip
-    return drill, seen, each, service.router.rounds
+    return drill, speeds, each, service.router.rounds
 
 
 def profile(service: Service) -> Profile:
@@ -87,15 +87,15 @@ def profile(service: Service) -> Profile:
 
 
 def simulated(
-    plan: SwarmPlan, seen: Profile, *, each: float, requests: int, rounds: Rounds
+    plan: SwarmPlan, speeds: Profile, *, each: float, requests: int, rounds: Rounds
 ) -> SimulationOutcome:
     """The same in virtual time. A client's pause makes its pace that of the real ones: `each`."""
     clients = Arrivals(clients=CLIENTS)
-    quiet = simulate(plan, profile=seen, requests=requests // 3, arrivals=clients, rounds=rounds)
+    quiet = simulate(plan, profile=speeds, requests=requests // 3, arrivals=clients, rounds=rounds)
     pause = max(0.0, 1000 * each - statistics.fmean(quiet.ms))
     return simulate(
         plan,
-        profile=seen,
+        profile=speeds,
         requests=requests,
         seed=SEED,
         arrivals=Arrivals(clients=CLIENTS, think_ms=pause),
@@ -108,8 +108,8 @@ def case(session: Any, routing: Routing, replicas: int, *, requests: int) -> Row
     """How far the shares of the simulation are from those of the real swarm, in points."""
     plan = even_plan(DEPTH, HOSTS, replicas=replicas)
     plan = plan.model_copy(update={"routing": routing, "limits": LIMITS})
-    drill, seen, each, rounds = asyncio.run(real(session, plan, requests))
-    outcome = simulated(plan, seen, each=each, requests=requests, rounds=rounds)
+    drill, speeds, each, rounds = asyncio.run(real(session, plan, requests))
+    outcome = simulated(plan, speeds, each=each, requests=requests, rounds=rounds)
     shares = {
         end: {"real": round(drill.share(end), 2), "simulated": round(outcome.share(end), 2)}
         for end in ENDS

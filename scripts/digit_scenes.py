@@ -46,8 +46,8 @@ class Scenes:
 
 def scenes(split: str, indices: Iterable[int], *, seed: int = 0) -> Scenes:
     """The scenes of these indices. `split`: "train", "validation" or "test", else `KeyError`."""
-    made = [_scene(split, index, seed) for index in indices]
-    ink, mask, boxes, values, digits = (torch.stack(part) for part in zip(*made, strict=True))
+    singles = [_scene(split, index, seed) for index in indices]
+    ink, mask, boxes, values, digits = (torch.stack(part) for part in zip(*singles, strict=True))
     return Scenes(ink=ink, mask=mask, boxes=boxes, values=values, digits=digits)
 
 

@@ -153,12 +153,12 @@ def loss_of(predicted: Predicted, truth: Scenes, rows: Tensor) -> Tensor:
     box = assigned(truth.boxes[rows], truth.values[rows])
     chosen = box >= 0
     image, token = chosen.nonzero(as_tuple=True)
-    wanted = truth.boxes[rows][image, box[image, token]]
+    targets = truth.boxes[rows][image, box[image, token]]
     classes = torch.zeros_like(predicted.values)
     classes[image, token, truth.values[rows][image, box[image, token]]] = 1
     focal = sigmoid_focal_loss(predicted.values, classes, reduction="sum") / len(image)
-    overlap = generalized_box_iou_loss(predicted.boxes[chosen], wanted, reduction="mean")
-    central = centreness_of(wanted, token_centres()[token])
+    overlap = generalized_box_iou_loss(predicted.boxes[chosen], targets, reduction="mean")
+    central = centreness_of(targets, token_centres()[token])
     centre = F.binary_cross_entropy_with_logits(predicted.centreness[chosen], central)
     pixels = F.cross_entropy(predicted.pixels, truth.mask[rows].long())
     loss: Tensor = pixels + focal + overlap + centre

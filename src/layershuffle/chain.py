@@ -160,11 +160,11 @@ class _Trial:
         # What the block draws, the host does not draw in a walk's place of it.
         with torch.random.fork_rng(self.devices):
             # A copy, because a block may write into its input.
-            given = state.clone()
-            out = self.blocks[0](given, *args, **kwargs)
+            copy = state.clone()
+            out = self.blocks[0](copy, *args, **kwargs)
         self.form, self._state = form_of(out), state_of(out)
         # The same tensor even where the weights change nothing yet.
-        self.writes = self._state is given or not torch.equal(given, state)
+        self.writes = self._state is copy or not torch.equal(copy, state)
         self._beside = [] if out is self._state else list(out[1:])
 
     def look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

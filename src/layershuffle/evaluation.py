@@ -323,7 +323,7 @@ def evaluate_spec(
     an order that do not fit its depth, and for a device that is not there.
     """
     model = load(model_spec)
-    given = () if order is None else (ExecutionOrder.parse(order, depth=depth_of(model)),)
+    fixed = () if order is None else (ExecutionOrder.parse(order, depth=depth_of(model)),)
     # Misspelt modes and orders are refused before the data are opened, which may take minutes.
     modes = parse_modes(settings.modes) if order is None else ()
     options = DataOptions(
@@ -359,7 +359,7 @@ def evaluate_spec(
             model,
             batches,
             modes=modes,
-            orders=given,
+            orders=fixed,
             num_orders=settings.num_orders,
             seed=settings.seed,
             draw=settings.draw,
@@ -373,9 +373,9 @@ def evaluate_spec(
     return Evaluation(scores=scores, data=data, blocks=blocks, precision=chosen)
 
 
-def compiler_for(wanted: bool) -> BlockCompiler:
-    """What compiles the blocks of models that are scored; if not `wanted`, it compiles nothing."""
-    return BlockCompiler(reason=None if wanted else "compile is off")
+def compiler_for(enabled: bool) -> BlockCompiler:
+    """What compiles the blocks of models that are scored; if not `enabled`, it compiles nothing."""
+    return BlockCompiler(reason=None if enabled else "compile is off")
 
 
 def prepare(model: nn.Module, precision: Precision, *, compiler: BlockCompiler) -> nn.Module:

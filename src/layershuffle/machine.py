@@ -91,14 +91,14 @@ def warn_of_slow_bf16(precision: str, device: str) -> None:
         _log.warning("This processor has no bf16 arithmetic: bf16 will be several times slower")
 
 
-def device_of(wanted: Device) -> Literal["cpu", "cuda"]:
-    """The device that `wanted` stands for here. Raises `UsageError` for a GPU that is not there."""
+def device_of(choice: Device) -> Literal["cpu", "cuda"]:
+    """The device that `choice` stands for here. Raises `UsageError` for a GPU that is not there."""
     import torch
 
     has_gpu = torch.cuda.is_available()
-    if wanted == "cuda" and not has_gpu:
+    if choice == "cuda" and not has_gpu:
         raise UsageError("There is no GPU that torch can use here", hint="leave --device at auto")
-    return "cuda" if has_gpu and wanted != "cpu" else "cpu"
+    return "cuda" if has_gpu and choice != "cpu" else "cpu"
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

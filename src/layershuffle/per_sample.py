@@ -213,8 +213,8 @@ class _Position(Walked):
             )
         if self._host is not None and self._host.writes:
             # As the blocks do it, for a host that reads the state by another name.
-            given = state_first(self._module, args=args, kwargs=kwargs)[0]
-            return self._host.form.filled(given.copy_(state_of(out)))
+            state = state_first(self._module, args=args, kwargs=kwargs)[0]
+            return self._host.form.filled(state.copy_(state_of(out)))
         return out
 
 

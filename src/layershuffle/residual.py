@@ -80,8 +80,8 @@ def refuse_other_sums(
         large = state.detach() * _LARGE
         # Shards are put together by hooks; otherwise no hook has to see this call.
         call: Callable[..., Any] = block if hasattr(block, "unshard") else block.forward
-        given = large.clone()
-        out = call(given, *args, **kwargs)
+        copy = large.clone()
+        out = call(copy, *args, **kwargs)
         if isinstance(out, tuple | list):
             raise StackError(
                 f"{type(block).__name__} returns a {type(out).__name__}, which cannot be put "
@@ -89,7 +89,7 @@ def refuse_other_sums(
                 hint=_HINT,
             )
         # Others still have to read it, and the host may hold it by another name.
-        if out is given or not torch.equal(given, large):
+        if out is copy or not torch.equal(copy, large):
             raise StackError(
                 f"{type(block).__name__} writes into its input, which blocks side by side share",
                 hint=_HINT,

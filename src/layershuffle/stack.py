@@ -222,9 +222,9 @@ def _refuse_order(module: nn.Module, _args: object) -> None:
             raise _never_asked(f"A block ({type(module).__name__}) runs although the host model")
 
 
-def _never_asked(what: str) -> StackError:
+def _never_asked(subject: str) -> StackError:
     return StackError(
-        f"{what} never asked its block stack, so the execution order and what is to run around "
+        f"{subject} never asked its block stack, so the execution order and what is to run around "
         "blocks would be ignored",
         hint="iterate over the container itself (for block in self.blocks) in the forward, not "
         "over its children() or _modules, nor over a list made before",
@@ -438,12 +438,12 @@ def _stacks(model: object) -> list[BlockStack]:
             else "give the torch.nn.Module itself",
         )
     # Not `model.modules()`: most modules are inside blocks, and this runs for every forward.
-    seen = {model: None}  # a dict keeps the order
+    reached = {model: None}  # a dict keeps the order
     waiting = [model]
     while waiting:
         module = waiting.pop()
         if not isinstance(module, BlockStack):
-            new = [c for c in module._modules.values() if c is not None and c not in seen]
-            seen.update(dict.fromkeys(new))
+            new = [c for c in module._modules.values() if c is not None and c not in reached]
+            reached.update(dict.fromkeys(new))
             waiting += new
-    return [module for module in seen if isinstance(module, BlockStack)]
+    return [module for module in reached if isinstance(module, BlockStack)]

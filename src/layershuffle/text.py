@@ -101,12 +101,12 @@ def counted_as(effective: Iterable[float | None]) -> str:
 
     `effective` as in `stats.Estimate`, of one or more scores.
     """
-    given = list(effective)
-    counts = sorted(round(count) for count in given if count is not None)
+    numbers = list(effective)
+    counts = sorted(round(count) for count in numbers if count is not None)
     if not counts:
         return "taken as independent"
     span = f"{counts[0]:,}" if counts[0] == counts[-1] else f"{counts[0]:,} to {counts[-1]:,}"
     # Scores from before effective numbers may stand beside newer ones.
-    rest = ", or were taken as independent" if len(counts) < len(given) else ""
+    rest = ", or were taken as independent" if len(counts) < len(numbers) else ""
     noun = "one" if counts[-1] == 1 else "ones"
     return f"which count as {span} independent {noun}{rest}"

@@ -138,12 +138,12 @@ def test_attention_is_seen_in_every_block(name):
         watched = logits_of(model(images()))
     assert_close(watched, plain.detach(), tolerance=1e-5)
     assert watch.grid == (4, 4)
-    assert [(seen.step.position, seen.step.block) for seen in watch.seen] == [
+    assert [(record.step.position, record.step.block) for record in watch.attentions] == [
         (k, k) for k in range(DEPTH)
     ]
-    for seen in watch.seen:
-        assert seen.weights.shape[:2] == (3, HEADS)
-        assert_close(seen.weights.sum(-1), torch.ones(seen.weights.shape[:-1]), tolerance=1e-5)
+    for record in watch.attentions:
+        assert record.weights.shape[:2] == (3, HEADS)
+        assert_close(record.weights.sum(-1), torch.ones(record.weights.shape[:-1]), tolerance=1e-5)
 
 
 @pytest.mark.parametrize("name", sorted(NO_ATTENTION))
@@ -165,7 +165,7 @@ def test_attention_against_numpy_loops():
     with torch.inference_mode():
         qkv = block.attn.qkv(block.norm1(tap.records[1].tensor))
     q, k, _ = qkv.reshape(2, 17, 3, HEADS, 16).permute(2, 0, 3, 1, 4).double().numpy()
-    weights = watch.seen[2].weights
+    weights = watch.attentions[2].weights
     far = attention.distances(weights, (4, 4))
     entropy = attention.entropies(weights)
     for image, head, token in [(0, 0, 1), (1, 1, 16), (1, 0, 6)]:

@@ -57,13 +57,13 @@ class Attention:
 class AttentionWatch(TorchFunctionMode):
     """Records the attention of every block: a block hook, and a mode that calls are made in.
 
-    `seen` holds the attentions since it was last emptied; `grid` (rows, columns) is the shape of
+    `attentions` holds those since it was last emptied; `grid` (rows, columns) is the shape of
     the last convolution before the blocks: the patches.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[Attention] = []
+        self.attentions: list[Attention] = []
         self.grid: tuple[int, int] | None = None
         self._step: Step | None = None
 
@@ -90,25 +90,25 @@ class AttentionWatch(TorchFunctionMode):
             return out
         # timm, transformers and torchvision all end in one of these two functions.
         if func is F.scaled_dot_product_attention:
-            given = {**dict(zip(_SDPA, args, strict=False)), **kwargs}
-            self.seen.append(Attention(self._step, _weights(given)))
+            arguments = {**dict(zip(_SDPA, args, strict=False)), **kwargs}
+            self.attentions.append(Attention(self._step, _weights(arguments)))
         elif func is F.multi_head_attention_forward:
             # torch's own layer calls its kernel inside this function, where no mode looks. It
             # returns the weights if it is asked to.
             kwargs = {**kwargs, "need_weights": True, "average_attn_weights": False}
             out, weights = func(*args, **kwargs)
-            self.seen.append(Attention(self._step, cast(Tensor, weights)))
+            self.attentions.append(Attention(self._step, cast(Tensor, weights)))
             return out, None  # the layer did not ask for weights and expects none
         return func(*args, **kwargs)
 
 
-def _weights(given: dict[str, Any]) -> Tensor:
+def _weights(arguments: dict[str, Any]) -> Tensor:
     """Attention weights from the arguments of `scaled_dot_product_attention`."""
-    query, key, mask = given["query"], given["key"], given.get("attn_mask")
+    query, key, mask = arguments["query"], arguments["key"], arguments.get("attn_mask")
     # Causal masks belong to text; heads that share keys would need them repeated first.
-    if given.get("is_causal") or given.get("enable_gqa"):
+    if arguments.get("is_causal") or arguments.get("enable_gqa"):
         raise DoesNotApply("The model's attention is causal or grouped, not that of an image model")
-    scale = given.get("scale")
+    scale = arguments.get("scale")
     logits = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
     if mask is not None:
         logits = logits.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else logits + mask
@@ -154,15 +154,15 @@ def measure(subject: Subject) -> Measurement:
         images, orders = images + len(batch.images), orders + len(batch.orders)
         for order in batch.orders:
             # Weights are batch x heads x tokens^2 per block: only one forward's are ever alive.
-            watch.seen.clear()
+            watch.attentions.clear()
             with watch:
                 subject.run(batch.images, order, watch)
-            if not watch.seen:
+            if not watch.attentions:
                 raise DoesNotApply(
                     "No block of this model computes attention between tokens by "
                     "scaled_dot_product_attention, so there is none to look at"
                 )
-            for attention in watch.seen:
+            for attention in watch.attentions:
                 tokens = _add(means, attention, watch.grid, batch.first)
     clusters = subject.clusters(images, by_batch=True)
     columns: dict[str, Floats] = {}
@@ -238,16 +238,16 @@ def finding(facts: Facts) -> str:
         f"last ({facts['even_distance']:.2f} with even attention), with {even[0]:.1%} and "
         f"{even[-1]:.1%} of the largest possible entropy"
     )
-    for name, what, form in (
+    for name, noun, form in (
         ("distance_change", "distance", "+z.3f"),
         ("even_change", "share", "+z.1%"),
     ):
         change = with_bounds(facts[name], intervals[name], form=form)
         if apart(intervals[name]):
             moves = "rises" if facts[name] > 0 else "falls"
-            sentence += f"; the {what} {moves}: {change}"
+            sentence += f"; the {noun} {moves}: {change}"
         elif intervals[name] is not None:
-            sentence += f"; the {what} does not change measurably: {change}"
+            sentence += f"; the {noun} does not change measurably: {change}"
     return said_with(sentence, intervals)
 
 

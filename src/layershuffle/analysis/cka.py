@@ -104,8 +104,8 @@ def _features(subject: Subject) -> tuple[Tensor, Tensor]:
             for order in orders[square * depth : (square + 1) * depth]:
                 watch = FeatureWatch()
                 subject.run(batch.images, order, watch)
-                for seen in watch.seen:
-                    table[seen.step.block][seen.step.position] = seen.vectors["mean"]
+                for turn in watch.turns:
+                    table[turn.step.block][turn.step.position] = turn.vectors["mean"]
             chunks[square].append(torch.stack([torch.stack(row) for row in table]))
     return torch.cat(chunks[0], dim=2), torch.cat(chunks[1], dim=2)
 

@@ -19,7 +19,7 @@ def pooled(state: Tensor, token: Token) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Seen:
+class Turn:
     """One block's turn: `vectors` `[rows, width]` per kind of token, the input's as "input"."""
 
     step: Step
@@ -30,13 +30,13 @@ class Seen:
 class FeatureWatch:
     """A block hook that records pooled outputs, and pooled inputs where asked.
 
-    Inputs are taken before a position encoding is added, if the model has one. Empty `seen` between
-    forwards.
+    Inputs are taken before a position encoding is added, if the model has one. Empty `turns`
+    between forwards.
     """
 
     tokens: tuple[Token, ...] = ("mean",)
     inputs: bool = False
-    seen: list[Seen] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
     _input: dict[str, Tensor] = field(default_factory=dict)
 
     def before(self, state: Tensor, step: Step) -> Tensor:
@@ -49,4 +49,4 @@ class FeatureWatch:
     def after(self, state: Tensor, step: Step) -> None:
         """Pools the output."""
         vectors = self._input | {str(token): pooled(state, token) for token in self.tokens}
-        self.seen.append(Seen(step, vectors))
+        self.turns.append(Turn(step, vectors))

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from layershuffle.analysis.features import FeatureWatch, Seen, Token
+from layershuffle.analysis.features import FeatureWatch, Token, Turn
 from layershuffle.analysis.intervals import Interval, apart, interval, said_with, with_bounds
 from layershuffle.analysis.position_table import (
     PositionMeans,
@@ -106,12 +106,12 @@ def _token_of(model: nn.Module) -> Token:
     return "mean"
 
 
-def _probed(seen: Seen, token: Token) -> dict[str, Tensor]:
+def _probed(turn: Turn, token: Token) -> dict[str, Tensor]:
     """What the probes of input and output see, `[rows, width]`.
 
     Normalised as in the prediction part, whose scale and shift a linear classifier can undo.
     """
-    vectors = {"input": seen.vectors["input"], "output": seen.vectors[token]}
+    vectors = {"input": turn.vectors["input"], "output": turn.vectors[token]}
     return {source: F.layer_norm(rows, rows.shape[-1:]) for source, rows in vectors.items()}
 
 
@@ -128,10 +128,10 @@ def _fit(subject: Subject) -> dict[tuple[str, int], Any]:
         for order in batch.orders:
             watch = FeatureWatch((token,), inputs=True)
             subject.run(batch.images, order, watch)
-            for seen in watch.seen:
-                positions[seen.step.block] += [seen.step.position] * len(batch.images)
-                for source, rows in _probed(seen, token).items():
-                    vectors[source, seen.step.block].append(rows)
+            for turn in watch.turns:
+                positions[turn.step.block] += [turn.step.position] * len(batch.images)
+                for source, rows in _probed(turn, token).items():
+                    vectors[source, turn.step.block].append(rows)
     probes = {}
     for number, (key, features) in enumerate(vectors.items()):
         subject.progress("probes", number, len(vectors))
@@ -155,10 +155,10 @@ def _score(
         watch = FeatureWatch((token,), inputs=True)
         with _guessing(subject.model) as guesses:
             subject.run(batch.images, order, watch)
-        for seen in watch.seen:
-            block, position = seen.step.block, seen.step.position
+        for turn in watch.turns:
+            block, position = turn.step.block, turn.step.position
             # A probe per block: one for all would have to find the block out first.
-            for source, rows in _probed(seen, token).items():
+            for source, rows in _probed(turn, token).items():
                 predicted = probes[source, block].predict(rows.numpy())
                 right = 100.0 * torch.from_numpy(predicted == position)
                 means[_SOURCES[source]].add(block, position, values=right, first=batch.first)

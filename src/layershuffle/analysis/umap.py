@@ -115,11 +115,11 @@ def collect(subject: Subject) -> tuple[dict[Token, Array], NDArray[np.int64]]:
         orders = [Shuffled().draw(depth, seed=seed, step=start + k) for k in range(count)]
         watch = FeatureWatch(tokens)
         subject.run(batch.images, orders, watch)
-        width = watch.seen[0].vectors["mean"].shape[-1]
+        width = watch.turns[0].vectors["mean"].shape[-1]
         for token in tokens:
             outputs = np.empty((count, depth, width), "f4")
-            for seen in watch.seen:
-                outputs[seen.step.rows, seen.step.block] = seen.vectors[token].numpy()
+            for turn in watch.turns:
+                outputs[turn.step.rows, turn.step.block] = turn.vectors[token].numpy()
             vectors[token].append(outputs)
         places += [np.argsort(order.blocks) for order in orders]
         start += count

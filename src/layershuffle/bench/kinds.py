@@ -110,9 +110,9 @@ def bench_orders(
     workload = converted(config.workload(), config.precision)
     facts: dict[str, str] = {}
     seconds: list[float] = []
-    wanted = sweeps(depth_of(workload.model))
-    for name, orders in wanted.items():
-        progress("sweeps", len(facts), len(wanted))
+    planned = sweeps(depth_of(workload.model))
+    for name, orders in planned.items():
+        progress("sweeps", len(facts), len(planned))
         pairs, counts = compare_with_trie(workload, orders, effort=effort)
         ratios, (naive, runs) = sorted(pairs.ratios), counts["block runs"]
         facts[name] = (

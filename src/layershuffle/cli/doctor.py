@@ -68,8 +68,8 @@ def _extra(name: str) -> tuple[str, str]:
     if not lacking:
         return f"ok  extra {name}", extra.brings
     partly = len(lacking) < len(extra.modules)
-    what = f"without {shortened(lacking)}" if partly else "not installed"
-    return f"-   extra {name}", f"{what}; pip install 'layershuffle[{name}]' for {extra.brings}"
+    state = f"without {shortened(lacking)}" if partly else "not installed"
+    return f"-   extra {name}", f"{state}; pip install 'layershuffle[{name}]' for {extra.brings}"
 
 
 def _findings() -> Iterator[tuple[str, bool, str]]:

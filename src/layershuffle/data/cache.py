@@ -109,7 +109,7 @@ def build_cache(
         # This process only made the directory for its lock: the other one has renamed its own.
         shutil.rmtree(work, ignore_errors=True)
     header = read_header(out)
-    require_same(out, header, wanted=made_by)
+    require_same(out, header, expected=made_by)
     assert header is not None
     return _report(out, header)
 
@@ -137,8 +137,8 @@ def shrunk(image: Image.Image, size: int) -> Image.Image:
     shorter = min(image.size)
     if shorter <= size:
         return image
-    wanted = tuple(max(size, round(side * size / shorter)) for side in image.size)
-    return image.resize((wanted[0], wanted[1]), Image.Resampling.BICUBIC)
+    width, height = (max(size, round(side * size / shorter)) for side in image.size)
+    return image.resize((width, height), Image.Resampling.BICUBIC)
 
 
 def _build(
@@ -158,7 +158,7 @@ def _build(
     header = read_header(work)
     # Files without a header are no cache of ours: they are refused, not written over.
     if header is not None or any(path.name != ".lock" for path in work.iterdir()):
-        require_same(work, header, wanted=begun)
+        require_same(work, header, expected=begun)
     else:
         write_text(work / HEADER, json.dumps(begun, indent=2))
 
@@ -318,7 +318,7 @@ def read_header(directory: Path) -> Header | None:
     return header if isinstance(header, dict) else None
 
 
-def require_same(directory: Path, header: Header | None, *, wanted: Header) -> None:
+def require_same(directory: Path, header: Header | None, *, expected: Header) -> None:
     """Raises UsageError if `directory` is no cache, or one of another source or settings."""
     if header is None:
         raise UsageError(
@@ -327,9 +327,9 @@ def require_same(directory: Path, header: Header | None, *, wanted: Header) -> N
             hint="choose another --out",
         )
     other = [
-        f"{key} {header.get(key)!r} there, {wanted[key]!r} now"
-        for key in wanted
-        if key != SOURCE and header.get(key) != wanted[key]
+        f"{key} {header.get(key)!r} there, {expected[key]!r} now"
+        for key in expected
+        if key != SOURCE and header.get(key) != expected[key]
     ]
     if other:
         raise UsageError(
@@ -337,9 +337,9 @@ def require_same(directory: Path, header: Header | None, *, wanted: Header) -> N
             place=directory,
             hint="choose another --out, or delete it",
         )
-    if SOURCE not in wanted or header.get(SOURCE) == wanted[SOURCE]:
+    if SOURCE not in expected or header.get(SOURCE) == expected[SOURCE]:
         return
-    before, now = header.get(SOURCE, {}).get("images", {}), wanted[SOURCE]["images"]
+    before, now = header.get(SOURCE, {}).get("images", {}), expected[SOURCE]["images"]
     change = f"{_counted(before)} then, {_counted(now)} now"
     if before == now:
         change = "as many images, but other classes, labels, file names or sizes"
@@ -404,7 +404,7 @@ def verify_cache(out: Path, *, processes: int = 0, progress: Progress = unheard)
     strange = sorted(set(_files(out, header["images"])) - listed)
     faults = {"missing": missing, "not what was written": changed, "not in the manifest": strange}
     parts_of_message = [
-        f"{len(names)} {what} ({shortened(names)})" for what, names in faults.items() if names
+        f"{len(names)} {fault} ({shortened(names)})" for fault, names in faults.items() if names
     ]
     if parts_of_message:
         raise DataError(f"of {total} images {', '.join(parts_of_message)}", place=out, hint=again)

@@ -37,13 +37,13 @@ class Columns:
     index: Callable[[Any], int]
 
 
-def image_column(features: Features, *, wanted: str | None, place: str) -> str:
+def image_column(features: Features, *, column: str | None, place: str) -> str:
     """The one column of images. Raises DataError if there is none, UsageError if it is unclear."""
     images = [name for name, kind in features.items() if isinstance(kind, datasets.Image)]
-    return _chosen(images, features, what="image", wanted=wanted, place=place)
+    return _chosen(images, features, role="image", column=column, place=place)
 
 
-def label_column(features: Features, *, wanted: str | None, place: str) -> str:
+def label_column(features: Features, *, column: str | None, place: str) -> str:
     """The label column: the one ClassLabel, else "label", else the one of integers or strings."""
     labels = [name for name, kind in features.items() if isinstance(kind, datasets.ClassLabel)]
     if not labels:
@@ -53,7 +53,7 @@ def label_column(features: Features, *, wanted: str | None, place: str) -> str:
         # Beside other texts and numbers (captions, sizes) only this name says what it is.
         if "label" in labels:
             labels = ["label"]
-    return _chosen(labels, features, what="label", wanted=wanted, place=place)
+    return _chosen(labels, features, role="label", column=column, place=place)
 
 
 def label_meaning(
@@ -143,25 +143,25 @@ def _plain_label(kind: Any) -> bool:
 
 
 def _chosen(
-    candidates: list[str], features: Features, *, what: str, wanted: str | None, place: str
+    candidates: list[str], features: Features, *, role: str, column: str | None, place: str
 ) -> str:
     columns = ", ".join(features)
-    if wanted is not None:
-        if wanted not in features:
+    if column is not None:
+        if column not in features:
             raise UsageError(
-                f"There is no column {wanted!r}", place=place, hint=f"columns: {columns}"
+                f"There is no column {column!r}", place=place, hint=f"columns: {columns}"
             )
-        return wanted
+        return column
     if len(candidates) == 1:
         return candidates[0]
     if not candidates:
         raise DataError(
-            f"no {what} column among: {columns}",
+            f"no {role} column among: {columns}",
             place=place,
-            hint=f"name it (hf:DIR?{what}=COLUMN), or give images in folders of classes",
+            hint=f"name it (hf:DIR?{role}=COLUMN), or give images in folders of classes",
         )
     raise UsageError(
-        f"several columns could be the {what}: {', '.join(candidates)}",
+        f"several columns could be the {role}: {', '.join(candidates)}",
         place=place,
-        hint=f"say which, for example {place}?{what}={candidates[0]}",
+        hint=f"say which, for example {place}?{role}={candidates[0]}",
     )

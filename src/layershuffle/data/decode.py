@@ -128,8 +128,8 @@ def read_image(
             if least is not None:
                 # It pays from about 1,600 pixels on, and moves bytes by 0.5 to 0.7 on average.
                 scale = least / min(image.size)
-                wanted = math.ceil(image.width * scale), math.ceil(image.height * scale)
-                image.draft(None, wanted)
+                size = math.ceil(image.width * scale), math.ceil(image.height * scale)
+                image.draft(None, size)
             # Pillow opens files lazily: damage shows here at the latest, inside of this `try`.
             image.load()
             return to_mode(image, channels, place=place)
@@ -181,9 +181,9 @@ def _eight_bits(image: Image.Image, place: str | Path) -> Image.Image:
     return Image.fromarray(((pixels.astype(np.int64) + 128) // 257).astype(np.uint8))
 
 
-def _bomb(what: str, place: str | Path) -> DataError:
+def _bomb(reason: str, place: str | Path) -> DataError:
     return DataError(
-        f"image is too large to be decoded safely ({what}; limit {MAX_PIXELS} pixels)",
+        f"image is too large to be decoded safely ({reason}; limit {MAX_PIXELS} pixels)",
         place=place,
         hint="shrink or delete the file, or pass --skip-corrupt to leave such images out",
     )

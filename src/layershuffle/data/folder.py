@@ -116,9 +116,9 @@ def open_source(request: SourceRequest) -> ImageData:
 def split_folders(root: Path, *, need_train: bool) -> tuple[Path | None, Path | None, Path]:
     """(train, validation, test) folders of DIR; validation only if it is beside a test folder."""
     if not root.is_dir():
-        what = "is a file" if root.exists() else "does not exist"
+        fault = "is a file" if root.exists() else "does not exist"
         raise DataError(
-            f"The data folder {what}",
+            f"The data folder {fault}",
             place=root,
             hint="pass folder:DIR with the folders DIR/train and DIR/val in it",
         )
@@ -171,9 +171,9 @@ def folder_table(split: Path, classes: Sequence[str], *, channels: int) -> Folde
     for label, name in enumerate(classes):
         images, others = image_files(split / name)
         if not images:
-            what = f"only other files, such as {others[0]}" if others else "no files"
+            content = f"only other files, such as {others[0]}" if others else "no files"
             raise DataError(
-                f"class folder {name!r} has no images ({what})",
+                f"class folder {name!r} has no images ({content})",
                 place=split / name,
                 hint=f"add images ({', '.join(EXTENSIONS)}) or remove the folder from every split",
             )
@@ -261,12 +261,12 @@ def _missing_splits(root: Path, no_train: bool, no_test: bool) -> DataError:
     absent = ["train/"] * no_train + ["val/ (or validation/ or test/)"] * no_test
     inside = _subfolders(root)
     if no_train and no_test and inside:
-        seen = f"found {len(inside):,} other folders ({shortened(inside)})"
+        finding = f"found {len(inside):,} other folders ({shortened(inside)})"
         hint = (
             f"if these are the classes, move them into {root}/train and a part of the images of "
             f"each class into the same class folder under {root}/val"
         )
     else:
-        seen = f"found {shortened(inside)}" if inside else "found no folders"
+        finding = f"found {shortened(inside)}" if inside else "found no folders"
         hint = f"add {' and '.join(absent)} with one folder per class"
-    return DataError(f"there is no {' and no '.join(absent)}; {seen}", place=root, hint=hint)
+    return DataError(f"there is no {' and no '.join(absent)}; {finding}", place=root, hint=hint)

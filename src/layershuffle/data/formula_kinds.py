@@ -135,31 +135,31 @@ class Instances:
         return self.place(*_pixels(self.size, self.classes.device))
 
 
-def orbits(given: Instances) -> Tensor:
+def orbits(instances: Instances) -> Tensor:
     """Ink [n, size * size] of 2 to 7 rings whose radius follows two waves around the centre."""
-    x, y = given.places()
+    x, y = instances.places()
     turns = angle(x, y)
-    slow = wave(turns * given.whole(0, (1, 6)) + given.value(1, (0, 1), noise=0.1))
-    fast = wave(turns * given.whole(2, (7, 16)) + given.value(3, (0, 1), noise=0.2))
-    bend = slow * given.value(4, (0.05, 0.35), noise=0.05) + fast * given.value(
+    slow = wave(turns * instances.whole(0, (1, 6)) + instances.value(1, (0, 1), noise=0.1))
+    fast = wave(turns * instances.whole(2, (7, 16)) + instances.value(3, (0, 1), noise=0.2))
+    bend = slow * instances.value(4, (0.05, 0.35), noise=0.05) + fast * instances.value(
         5, (0.02, 0.12), noise=0.02
     )
-    count = given.whole(6, (2, 7))
-    inner = given.value(7, (0.1, 0.4), noise=0.05)
+    count = instances.whole(6, (2, 7))
+    inner = instances.value(7, (0.1, 0.4), noise=0.05)
     gap = (0.95 - inner) / count
     ring = (length(x, y) - bend - inner) / gap
     nearest = torch.minimum(ring.round().clamp(min=0.0), count - 1.0)
-    width = given.value(8, (0.12, 0.38), noise=0.05)
+    width = instances.value(8, (0.12, 0.38), noise=0.05)
     # The edge is about a pixel and a half wide, so that a ring does not dissolve into dots.
-    edge = gap * (given.size / 3)
+    edge = gap * (instances.size / 3)
     return ((width - (ring - nearest).abs()) * edge + 0.5).clamp(0.0, 1.0)
 
 
-def fractal(given: Instances) -> Tensor:
+def fractal(instances: Instances) -> Tensor:
     """Ink [n, size * size]: how many of the 4 ** 7 or 4 ** 8 points of a system meet a pixel."""
-    size = given.size
-    maps = [_contraction(given, 6 * index) for index in range(MAPS)]
-    x = y = torch.zeros(len(given.classes), 1, device=given.classes.device)
+    size = instances.size
+    maps = [_contraction(instances, 6 * index) for index in range(MAPS)]
+    x = y = torch.zeros(len(instances.classes), 1, device=instances.classes.device)
     levels = 7 if size <= 128 else 8
     for _ in range(levels):
         moved = [step(x, y) for step in maps]
@@ -167,7 +167,7 @@ def fractal(given: Instances) -> Tensor:
     # The points fill the image whatever the maps are. Extremes do not depend on an order, sums do.
     (left, right), (top, bottom) = x.aminmax(dim=1, keepdim=True), y.aminmax(dim=1, keepdim=True)
     scale = 1.7 / (torch.maximum(right - left, bottom - top) + 1e-6)
-    x, y = given.place((x - (left + right) * 0.5) * scale, (y - (top + bottom) * 0.5) * scale)
+    x, y = instances.place((x - (left + right) * 0.5) * scale, (y - (top + bottom) * 0.5) * scale)
     column, row = ((x + 1.0) * (size / 2)).floor(), ((y + 1.0) * (size / 2)).floor()
     inside = (column >= 0) & (column < size) & (row >= 0) & (row < size)
     cells = torch.where(inside, row * size + column, 0.0).long()
@@ -179,12 +179,12 @@ def fractal(given: Instances) -> Tensor:
     return shown.clamp(max=1.0)
 
 
-def _contraction(given: Instances, first: int) -> AffineMap:
+def _contraction(instances: Instances, first: int) -> AffineMap:
     """turn (a) * stretch (s, t) * turn (b), then a shift, from six parameters."""
-    a, b = (given.value(first + index, (0, 1), noise=0.03) for index in (0, 1))
+    a, b = (instances.value(first + index, (0, 1), noise=0.03) for index in (0, 1))
     s, t = (
-        given.value(first + 2, (0.45, 0.7), noise=0.04),
-        given.value(first + 3, (0.2, 0.5), noise=0.04),
+        instances.value(first + 2, (0.45, 0.7), noise=0.04),
+        instances.value(first + 3, (0.2, 0.5), noise=0.04),
     )
     cos_a, sin_a, cos_b, sin_b = wave(a + 0.25), wave(a), wave(b + 0.25), wave(b)
     return AffineMap(
@@ -192,23 +192,24 @@ def _contraction(given: Instances, first: int) -> AffineMap:
         xy=-(cos_a * s * sin_b) - sin_a * t * cos_b,
         yx=sin_a * s * cos_b + cos_a * t * sin_b,
         yy=cos_a * t * cos_b - sin_a * s * sin_b,
-        x0=given.value(first + 4, (-1, 1), noise=0.1),
-        y0=given.value(first + 5, (-1, 1), noise=0.1),
+        x0=instances.value(first + 4, (-1, 1), noise=0.1),
+        y0=instances.value(first + 5, (-1, 1), noise=0.1),
     )
 
 
-def coordinates(given: Instances) -> Tensor:
+def coordinates(instances: Instances) -> Tensor:
     """Ink [n, size * size] of a net 2 -> 6 -> 6 -> 1 whose units are waves."""
-    layer = torch.stack(given.places(), dim=1)
+    layer = torch.stack(instances.places(), dim=1)
     used = 0
     for inputs, outputs, reach in ((2, WIDTH, 1.2), (WIDTH, WIDTH, 0.35), (WIDTH, 1, 0.35)):
         rows = []
         for unit in range(outputs):
             first = used + unit * (inputs + 1)
-            total = given.value(first + inputs, (0, 1), noise=0.1) + torch.zeros_like(layer[:, 0])
+            bias = instances.value(first + inputs, (0, 1), noise=0.1)
+            total = bias + torch.zeros_like(layer[:, 0])
             # Products one by one: a matrix product may add them in another order per batch.
             for index in range(inputs):
-                weight = given.value(first + index, (-reach, reach), noise=0.1 * reach)
+                weight = instances.value(first + index, (-reach, reach), noise=0.1 * reach)
                 total = total + weight * layer[:, index]
             rows.append(wave(total))
         layer = torch.stack(rows, dim=1)
@@ -238,8 +239,8 @@ def ink(kind: str, classes: Tensor, *, drawn: Tensor, size: int) -> Tensor:
     """
     noise = drawn - 0.5
     place, own = placement(noise[:, :PLACE_UNITS]), noise[:, PLACE_UNITS:]
-    given = Instances(classes=classes, noise=own, place=place, size=size)
-    return KINDS[kind].ink(given).view(-1, size, size)
+    instances = Instances(classes=classes, noise=own, place=place, size=size)
+    return KINDS[kind].ink(instances).view(-1, size, size)
 
 
 def painted(shown: Tensor, drawn: Tensor) -> Tensor:

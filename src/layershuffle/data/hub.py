@@ -116,8 +116,8 @@ def find_columns(request: SourceRequest, splits: Mapping[str, Any], *, train: An
     features = reference.features
     if features is None:  # some streams learn their columns from the first record
         features = reference._resolve_features().features
-    image = image_column(features, wanted=request.settings.get("image"), place=request.spec)
-    label = label_column(features, wanted=request.settings.get("label"), place=request.spec)
+    image = image_column(features, column=request.settings.get("image"), place=request.spec)
+    label = label_column(features, column=request.settings.get("label"), place=request.spec)
     classes, index = label_meaning(features[label], lambda: _cells(reference, label))
     if not classes:
         raise DataError(f"Column {label!r} holds no labels", place=request.spec)
@@ -187,9 +187,9 @@ def _first(splits: Mapping[str, Any], names: Iterable[str]) -> Any:
     return next((splits[name] for name in names if name in splits), None)
 
 
-def _no_split(what: str, splits: Mapping[str, Any], place: str) -> DataError:
+def _no_split(split: str, splits: Mapping[str, Any], place: str) -> DataError:
     return DataError(
-        f"there is no {what} split; found {', '.join(splits) or 'none'}",
+        f"there is no {split} split; found {', '.join(splits) or 'none'}",
         place=place,
         hint="use data that has one, or keep such parts in folders and pass folder:DIR",
     )

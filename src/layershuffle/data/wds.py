@@ -171,7 +171,7 @@ def _load(
             place=shortened([str(path) for path in shards]),
             hint=f"try tar -tf {shards[0]} and the like; samples need an image and a .cls or .json",
         ) from error
-    image = image_column(data.features, wanted=None, place=str(shards[0]))
+    image = image_column(data.features, column=None, place=str(shards[0]))
     label = next((name for name in ("cls", "json") if name in data.features), None)
     if label is None:
         raise DataError(

@@ -117,9 +117,9 @@ class MergeGroup:
                 f"The {place} is to come from the base checkpoint, and none is given",
                 hint="name the base, or choose other ends",
             )
-        wanted = ends_of(self._hosts[0])[number]
+        of_donor = ends_of(self._hosts[0])[number]
         of_base = ends_of(host_of(self._base))[number]
-        for name, tensor in wanted.items():
+        for name, tensor in of_donor.items():
             shape = tuple(of_base[name].shape) if name in of_base else None
             if shape != tuple(tensor.shape):
                 raise UsageError(
@@ -127,7 +127,7 @@ class MergeGroup:
                     f"{shape or '(not there)'}, the donors' {tuple(tensor.shape)}",
                     hint="choose other ends (the base was made for other classes or images)",
                 )
-        return {name: of_base[name] for name in wanted}
+        return {name: of_base[name] for name in of_donor}
 
     def _positioned(self, host: nn.Module, first: PositionedModel, plan: MergePlan) -> nn.Module:
         donors = [cast(PositionedModel, donor) for donor in self.donors]

@@ -72,9 +72,9 @@ class MergeRecipe(Settings):
         missing = sorted(set(range(depth)) - donor_of.keys())
         beyond = sorted(donor_of.keys() - set(range(depth)))
         if missing or beyond:
-            what = f"no donor gives block {missing[0]}" if missing else f"{beyond[0]} is no block"
+            fault = f"no donor gives block {missing[0]}" if missing else f"{beyond[0]} is no block"
             raise UsageError(
-                f"The slices do not make a model of {depth} blocks: {what}",
+                f"The slices do not make a model of {depth} blocks: {fault}",
                 hint=f"name each of 0..{depth - 1} once",
             )
         donors = tuple(donor_of[block] for block in range(depth))

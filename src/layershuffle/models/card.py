@@ -144,10 +144,10 @@ def _merge_table(merge: object) -> str:
     rows = []
     for number, donor in enumerate(donors):
         if isinstance(donor, Mapping):
-            given = ", ".join(str(block) for block, giver in enumerate(blocks) if giver == number)
+            donated = ", ".join(str(block) for block, giver in enumerate(blocks) if giver == number)
             files = donor.get("sha256")
             digests = files.items() if isinstance(files, Mapping) else ()
             listing = ", ".join(f"{name} `{digest}`" for name, digest in digests)
-            rows.append([donor.get("model"), given, listing])
+            rows.append([donor.get("model"), donated, listing])
     ends = f"Stem: {merge.get('stem')}. Head: {merge.get('head')}."
     return f"{ends}\n\n{markdown_table(['donor', 'blocks', 'SHA-256 of its weights'], rows)}"

@@ -243,7 +243,7 @@ def _check_architecture(directory: Path) -> None:
 
 def _fetched(name: str, revision: str | None, *, files: Sequence[str] = _FILES) -> Path:
     """Directory of the hub model's files in the cache, after a download where one is needed."""
-    what = f"hf:{name}"
+    spec = f"hf:{name}"
     try:
         path = snapshot_download(name, revision=revision, allow_patterns=list(files))
     except HFValidationError as error:
@@ -253,7 +253,7 @@ def _fetched(name: str, revision: str | None, *, files: Sequence[str] = _FILES) 
         ) from error
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
         raise weights_missing(
-            what,
+            spec,
             hub_silence(),
             download=f"hf download {name}",
             random="hf:DIR?pretrained=false with its config.json in DIR",

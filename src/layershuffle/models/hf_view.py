@@ -99,10 +99,10 @@ def stored_view(host: HostModel, directory: Path) -> ImageView | None:
     paths = [directory / name for name in PROCESSORS if (directory / name).is_file()]
     if not paths or hasattr(host, "timm_model"):  # timm's settings stand in config.json
         return None
-    given: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for path in paths:
-        given |= read_json(path)
-        check_numbers(given, path)
+        fields |= read_json(path)
+        check_numbers(fields, path)
     size, channels = _input_of(host)
     try:
         processor = AutoImageProcessor.from_pretrained(directory, trust_remote_code=False)
@@ -114,9 +114,9 @@ def stored_view(host: HostModel, directory: Path) -> ImageView | None:
                 hint=f"replace {kind} by a ViTImageProcessor with the same result, or remove it",
             )
         settings = processor.to_dict()
-        if not {"size", "image_processor"} & given.keys():
+        if not {"size", "image_processor"} & fields.keys():
             sizes = _sizes(type(processor)().to_dict(), settings, size)
-            settings |= {key: sizes[key] for key in sizes.keys() - given.keys()}
+            settings |= {key: sizes[key] for key in sizes.keys() - fields.keys()}
         return _view_from(settings, size, channels=channels)
     # A UsageError of ImageView is a ValueError.
     except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, OSError) as error:

@@ -176,11 +176,11 @@ def size_pair(size: object) -> tuple[int, int]:
     raise ValueError(f"an image size is a number or a pair of them, not {size!r}")
 
 
-def unknown_name(what: str, name: str, *, names: list[str], listing: str) -> UsageError:
+def unknown_name(kind: str, name: str, *, names: list[str], listing: str) -> UsageError:
     """The error for a name that is not in `names`, with the nearest ones."""
     near = get_close_matches(name, names, n=3)
     hint = f"did you mean {' or '.join(near)}?" if near else listing
-    return UsageError(f"There is no {what} {name!r}", hint=hint)
+    return UsageError(f"There is no {kind} {name!r}", hint=hint)
 
 
 def hub_silence() -> str:
@@ -191,11 +191,11 @@ def hub_silence() -> str:
 
 
 def weights_missing(
-    what: str, why: str, *, download: str, random: str, place: str = constants.HF_HUB_CACHE
+    model: str, why: str, *, download: str, random: str, place: str = constants.HF_HUB_CACHE
 ) -> ModelFileError:
     """The error for weights that are neither in the cache `place` nor to be had from elsewhere."""
     return ModelFileError(
-        f"The weights of {what} are not in the cache of this machine, and {why}",
+        f"The weights of {model} are not in the cache of this machine, and {why}",
         place=place,
         hint=f"with a network, type {download} (on another machine: then copy the cache here); "
         f"or use {random} for random weights",

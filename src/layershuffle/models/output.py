@@ -77,10 +77,10 @@ def directory_of(spec: str) -> Path | None:
         return Path(str(resources.files("layershuffle").joinpath("assets", parsed.place)))
     if "checkpoint" in parsed.settings:
         return Path(str(parsed.settings["checkpoint"])).expanduser().parent
-    given = Path(parsed.place.removeprefix("local-dir:")).expanduser()
+    path = Path(parsed.place.removeprefix("local-dir:")).expanduser()
     if parsed.scheme != "dir":
         # Names of the hub are no paths, unless somebody has a directory of that name here.
-        return given if given.is_dir() else None
+        return path if path.is_dir() else None
     # What `fit` writes has the model one level below its checkpoints.
-    below = given / "model"
-    return below if (below / METADATA_FILE).is_file() else given
+    below = path / "model"
+    return below if (below / METADATA_FILE).is_file() else path

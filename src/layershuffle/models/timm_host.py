@@ -184,10 +184,10 @@ def write(
 
     Raises `UsageError` if the arguments are not known, or do not give this model.
     """
-    given = dict(model_args or {})
-    name = given.pop("architecture", None) or _architecture(host)
+    named = dict(model_args or {})
+    name = named.pop("architecture", None) or _architecture(host)
     _check_name(name)
-    args = _plain_json({**_known_args(host), **given, "num_classes": num_classes(host)})
+    args = _plain_json({**_known_args(host), **named, "num_classes": num_classes(host)})
     _check_rebuilt(host, name, args)
     config = {
         "architecture": name,
@@ -373,9 +373,9 @@ def _sketched(name: str, args_json: str) -> HostModel:
 
 
 def _not_built(name: str, args: Mapping[str, Any], error: Exception) -> UsageError:
-    given = ", ".join(f"{key}={value!r}" for key, value in args.items()) or "no arguments"
+    arguments = ", ".join(f"{key}={value!r}" for key, value in args.items()) or "no arguments"
     return UsageError(
-        f"timm cannot build {name!r} with {given[:300]} "
+        f"timm cannot build {name!r} with {arguments[:300]} "
         f"({type(error).__name__}: {one_line(error)})",
         hint=f"correct or leave out the argument; timm.create_model('{name}', ...) takes them",
     )
@@ -408,8 +408,8 @@ def _check_rebuilt(host: HostModel, name: str, args: Mapping[str, Any]) -> None:
     except UsageError as error:
         raise UsageError(error.cause, hint=hint) from error
     # Shapes alone would miss another activation, epsilon or pooling.
-    for what in (lambda m: shapes_of(m.state_dict()), _behaviour):
-        ours, theirs = what(host), what(sketch)
+    for facts_of in (lambda m: shapes_of(m.state_dict()), _behaviour):
+        ours, theirs = facts_of(host), facts_of(sketch)
         for key in sorted(ours.keys() | theirs.keys()):
             if ours.get(key) != theirs.get(key):
                 raise UsageError(

@@ -188,9 +188,9 @@ def _create(name: str, args: Mapping[str, Any], *, seed: int) -> HostModel:
         with seeded(seed):
             host: HostModel = torchvision.models.get_model(name, weights=None, **args)
     except _REFUSED as error:
-        given = ", ".join(f"{key}={value!r}" for key, value in args.items()) or "no arguments"
+        arguments = ", ".join(f"{key}={value!r}" for key, value in args.items()) or "no arguments"
         raise UsageError(
-            f"torchvision cannot build {name!r} with {given[:300]} ({error})",
+            f"torchvision cannot build {name!r} with {arguments[:300]} ({error})",
             hint="correct or leave out the argument; image_size, num_classes, dropout are usual",
         ) from error
     return host

@@ -69,11 +69,11 @@ def paper_number(arm: str, mode: str, *, kept: int, depth: int) -> PaperNumber |
     paper's 12, only the full stack compares.
     """
     # All blocks of a model stand for all 12 of the paper, however many they are.
-    wanted = DEPTH if kept == depth else kept
+    kept_in_paper = DEPTH if kept == depth else kept
     if depth not in (kept, DEPTH):
         return None
     for number in NUMBERS:
-        if (number.method, number.mode, number.kept) == (arm, mode, wanted):
+        if (number.method, number.mode, number.kept) == (arm, mode, kept_in_paper):
             return number
     return None
 

@@ -224,11 +224,11 @@ def _check_unchanged(old: StudySettings, new: StudySettings, out: Path) -> None:
     done = [task for task in tasks_of(old) if is_finished(task, out)]
     changed = [task.name for task in done if not same_task(task, planned.get(task.name))]
     if old.name != new.name or changed:
-        what = f"finished already: {', '.join(changed[:3])}" if changed else f"of {old.name!r}"
+        details = f"finished already: {', '.join(changed[:3])}" if changed else f"of {old.name!r}"
         # For the message: names of settings tell more than names of tasks.
         differing = [n for n in type(old).model_fields if getattr(old, n) != getattr(new, n)]
         raise UsageError(
-            f"This directory holds a study with other settings ({', '.join(differing)}), {what}",
+            f"This directory holds a study with other settings ({', '.join(differing)}), {details}",
             place=out / PLAN_FILE,
             hint="give the same recipe to go on, or another --out to start afresh",
         )

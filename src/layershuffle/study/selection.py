@@ -26,7 +26,7 @@ def tasks_for(study: StudySettings, only: str | None) -> tuple[Task, ...]:
     tasks = tasks_of(study)
     if only is None:
         return tasks
-    wanted: set[str] = set()
+    selected: set[str] = set()
     for name in (word.strip() for word in only.split(",")):
         if name not in ARTEFACTS:
             raise UsageError(
@@ -39,10 +39,10 @@ def tasks_for(study: StudySettings, only: str | None) -> tuple[Task, ...]:
                 f"The study {study.name!r} plans nothing for {name}",
                 hint="add what it shows to the recipe, or leave --only out",
             )
-        wanted |= members
+        selected |= members
     # Needs are runs, which need nothing themselves: one step is enough.
-    wanted |= {need for task in tasks if task.name in wanted for need in task.needs}
-    return tuple(task for task in tasks if task.name in wanted)
+    selected |= {need for task in tasks if task.name in selected for need in task.needs}
+    return tuple(task for task in tasks if task.name in selected)
 
 
 def _belongs(task: Task, artefact: str, *, study: StudySettings) -> bool:

@@ -168,11 +168,11 @@ def table_text(summary: Summary, gaps: Sequence[tuple[str, str]] = ()) -> str:
             rows = [row for arm in summary.arms for row in _arm_rows(summary, arm, columns)]
             lines += [table(["", *names], rows, width=WIDTH), ""]
     notes += [
-        f"FAILED {task}: {printable(what.removeprefix('failed: '))}"
-        for task, what in gaps
-        if what != NOT_DONE
+        f"FAILED {task}: {printable(reason.removeprefix('failed: '))}"
+        for task, reason in gaps
+        if reason != NOT_DONE
     ]
-    missing = [task for task, what in gaps if what == NOT_DONE]
+    missing = [task for task, reason in gaps if reason == NOT_DONE]
     if missing:
         notes.append(f"Not done yet: {', '.join(missing)}. Run the same command again to go on.")
     return "\n".join([*lines, *(line for note in notes for line in textwrap.wrap(note, WIDTH))])

@@ -231,8 +231,8 @@ def check_result(
             if name == "prediction" and was:
                 was = {"init": "default", **was}
             if changed := [field for field in was if was[field] != form.get(field)]:
-                what = ", ".join(f"{name}.{field} {was[field]}" for field in changed)
-                raise _another_study(f"{result.run} was trained with {what}", place)
+                trained_with = ", ".join(f"{name}.{field} {was[field]}" for field in changed)
+                raise _another_study(f"{result.run} was trained with {trained_with}", place)
     return result
 
 
