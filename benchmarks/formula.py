@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from _harness import Bound, Claim, Row, compare, run_claim
 
-from layershuffle.bench.timing import SMOKE, Effort, Side, cpu_timed, gpu_timed
+from layershuffle.bench.timing import SMOKE, Effort, timed_on
 from layershuffle.bench.workloads import PICO, Workload, make_workload
 from layershuffle.data.formula import FormulaFinish
 from layershuffle.data.formula_kinds import KINDS
@@ -65,11 +65,6 @@ def step_of(workload: Workload, case: Case) -> Callable[[], None]:
     return step
 
 
-def timed(work: Callable[[], object], case: Case) -> Side:
-    """`work` on the clock of the device."""
-    return gpu_timed(work) if case.device == "cuda" else cpu_timed(work)
-
-
 def rows(effort: Effort) -> Iterator[Row]:
     """One row per kind: seconds of the step over seconds of drawing its images."""
     case = ON_GPU if torch.cuda.is_available() else ON_CPU
@@ -83,8 +78,8 @@ def rows(effort: Effort) -> Iterator[Row]:
         row = compare(
             f"{kind}, {case.name}",
             "training step / drawing its images",
-            a=timed(step, case),
-            b=timed(lambda finish=finish: finish(keys), case),
+            a=timed_on(case.device, step),
+            b=timed_on(case.device, lambda finish=finish: finish(keys)),
             effort=effort,
             bound=Bound("at_least", case.least),
             settings={**workload.settings, "kind": kind, "size": view.height},

@@ -28,7 +28,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit
 from layershuffle.bench.kinds import bench_eval, bench_input
 from layershuffle.bench.report import BenchReport, mode_of
 from layershuffle.bench.settings import BenchConfig
-from layershuffle.bench.timing import SMOKE, Effort, Side, cpu_timed, gpu_timed
+from layershuffle.bench.timing import SMOKE, Effort, Side, timed_on
 from layershuffle.bench.training import bench_train
 from layershuffle.bench.workloads import (
     PICO,
@@ -166,11 +166,6 @@ def compiled(config: BenchConfig, effort: Effort) -> Iterator[Row]:
         yield compared_blocks(name, a=a, b=b, effort=effort, compiler=compiler, compiled=[b])
 
 
-def timed(config: BenchConfig, work: Callable[[], object]) -> Side:
-    """On the clock of the device."""
-    return gpu_timed(work) if config.device == "cuda" else cpu_timed(work)
-
-
 def training_side(
     config: BenchConfig,
     workload: Workload,
@@ -196,7 +191,7 @@ def training_side(
             optimiser.step()
         workload.model.zero_grad()
 
-    return timed(config, step)
+    return timed_on(config.device, step)
 
 
 def forward_side(config: BenchConfig, workload: Workload) -> Side:
@@ -212,7 +207,7 @@ def forward_side(config: BenchConfig, workload: Workload) -> Side:
         ):
             model(images)
 
-    return timed(config, step)
+    return timed_on(config.device, step)
 
 
 def against_plain(config: BenchConfig, effort: Effort) -> Iterator[Row]:

@@ -79,6 +79,11 @@ def gpu_timed(work: Callable[[], object]) -> Side:
     return side
 
 
+def timed_on(device: str, work: Callable[[], object]) -> Side:
+    """`work` on the clock of the device, "cpu" or "cuda"."""
+    return gpu_timed(work) if device == "cuda" else cpu_timed(work)
+
+
 def paired(a: Side, b: Side, *, effort: Effort) -> Pairs:
     """Time both sides in turn.
 

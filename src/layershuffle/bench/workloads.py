@@ -18,7 +18,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from layershuffle.bench.machine import DTYPES
-from layershuffle.bench.timing import Effort, Pairs, cpu_timed, gpu_timed, paired
+from layershuffle.bench.timing import Effort, Pairs, paired, timed_on
 from layershuffle.data.transforms import PixelFinish
 from layershuffle.errors import UsageError
 from layershuffle.merging.group import MergeGroup
@@ -176,8 +176,8 @@ def compare_with_trie(
 
     assert all(map(torch.equal, one_by_one(), in_one_walk())), "outputs are bit-equal"
     # Shared beginnings change no bit, so a wrong walk cannot hide in a tolerance.
-    timed = gpu_timed if images.is_cuda else cpu_timed
-    pairs = paired(timed(one_by_one), timed(in_one_walk), effort=effort)
+    sides = (timed_on(images.device.type, work) for work in (one_by_one, in_one_walk))
+    pairs = paired(*sides, effort=effort)
     runs = [sum(map(len, orders)), block_executions(build_trie(orders))]
     return pairs, {"block runs": runs, "outputs": "bit-equal"}
 
