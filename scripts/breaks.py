@@ -135,11 +135,6 @@ class Run(Training):
     """Handwritten digits per class, all of them if `None`."""
     pairs: int = PAIRS
 
-    @property
-    def key(self) -> tuple[str, ...]:
-        """What names the run in the results."""
-        return key_of(self, KEY)
-
 
 BASE_STEPS, BASE_RATE = 3000, 1e-3
 ARMS = ("baseline", "layershuffle")
@@ -386,13 +381,15 @@ def missing(
     stages: Sequence[Sequence[Run]], directory: Path, *, finished: set[tuple[str, ...]]
 ) -> list[list[Run]]:
     """What to train in each stage: what is not finished, and bases that such runs still need."""
-    needed = {(run.start, run.seed) for run in chain(*stages) if run.key not in finished}
+    needed = {(run.start, run.seed) for run in chain(*stages) if key_of(run, KEY) not in finished}
 
     def lost(run: Run) -> bool:
         is_needed = run.arm == "base" and (run.case, run.seed) in needed
         return is_needed and not weights_of(run, directory).exists()
 
-    return [[run for run in stage if run.key not in finished or lost(run)] for stage in stages]
+    return [
+        [run for run in stage if key_of(run, KEY) not in finished or lost(run)] for stage in stages
+    ]
 
 
 if __name__ == "__main__":

@@ -174,11 +174,6 @@ class Run(Training):
 
     method: str = "baseline"
 
-    @property
-    def key(self) -> tuple[str, ...]:
-        """What names the run in the results."""
-        return key_of(self, KEY)
-
 
 BASE = Run(arm="base", seed=0, start="bundled", steps=1_500)
 METHODS_TRAINED = ("baseline", "layershuffle", "layershuffle-mixed")
@@ -352,7 +347,7 @@ def missing(
     stages: Sequence[Sequence[Run]], directory: Path, *, finished: set[tuple[str, ...]]
 ) -> list[list[Run]]:
     """What to train in each stage: what is not finished, and the base if such a run needs it."""
-    left = [run for run in chain(*stages) if run.key not in finished]
+    left = [run for run in chain(*stages) if key_of(run, KEY) not in finished]
     lost = any(run.start == "base" for run in left) and not weights_of(BASE, directory).exists()
     return [[run for run in stage if run in left or (lost and run == BASE)] for stage in stages]
 

@@ -11,6 +11,7 @@ import breaks
 import breaks_page
 import pytest
 import torch
+from trainings import key_of
 
 import layershuffle as ls
 from layershuffle.data.digits import digit_images, draw_pairs
@@ -32,12 +33,12 @@ def images() -> torch.Tensor:
 
 
 def test_runs_are_named_apart_and_refine_what_came_before() -> None:
-    assert len({run.key for run in RUNS}) == len(RUNS)
+    assert len({key_of(run, breaks.KEY) for run in RUNS}) == len(RUNS)
     for number, stage in enumerate(breaks.STAGES):
         before = {(run.case, run.seed) for run in chain(*breaks.STAGES[:number])}
         for run in stage:
             ready = run.start in {"bundled", "scratch"} or (run.start, run.seed) in before
-            assert ready, run.key
+            assert ready, key_of(run, breaks.KEY)
 
 
 @pytest.mark.parametrize("kind", breaks.KINDS)
@@ -158,13 +159,13 @@ def test_a_base_is_trained_again_only_where_it_is_needed(tmp_path: Path) -> None
     refined = replace(base, arm="layershuffle", start=base.case)
 
     def left(*finished: breaks.Run) -> list[list[breaks.Run]]:
-        keys = {run.key for run in finished}
+        keys = {key_of(run, breaks.KEY) for run in finished}
         return breaks.missing([[base], [refined]], tmp_path, finished=keys)
 
     assert left() == [[base], [refined]]
     assert left(base) == [[base], [refined]]  # its weights are not here
     other = replace(refined, arm="baseline")
-    keys = {base.key, other.key}
+    keys = {key_of(base, breaks.KEY), key_of(other, breaks.KEY)}
     stages = breaks.missing([[base], [refined, other]], tmp_path, finished=keys)
     assert stages == [[base], [refined]]
     breaks.measure(base, tmp_path)

@@ -12,6 +12,7 @@ import pytest
 import scenes
 import torch
 from torch import Tensor, nn
+from trainings import key_of
 
 import layershuffle as ls
 from layershuffle.data.digits import digit_images, digit_instances
@@ -230,7 +231,7 @@ def test_arms_differ_in_the_orders_of_a_step(arm: str, groups: int, in_order: in
 
 def test_runs_are_named_apart() -> None:
     runs = list(chain(*scenes.STAGES))
-    assert len({run.key for run in runs}) == len(runs)
+    assert len({key_of(run, scenes.KEY) for run in runs}) == len(runs)
 
 
 def test_the_base_is_trained_again_only_where_it_is_needed(tmp_path: Path) -> None:
@@ -238,7 +239,7 @@ def test_the_base_is_trained_again_only_where_it_is_needed(tmp_path: Path) -> No
     base = scenes.BASE
 
     def left(*finished: scenes.Run) -> list[list[scenes.Run]]:
-        keys = {run.key for run in finished}
+        keys = {key_of(run, scenes.KEY) for run in finished}
         return scenes.missing([[base], [refined, frozen]], tmp_path, finished=keys)
 
     assert left() == left(base) == [[base], [refined, frozen]]

@@ -10,6 +10,7 @@ import pytest
 import recipes_page
 import scenes
 import scenes_page
+from trainings import key_of
 
 
 def test_tables_are_made_of_the_results() -> None:
@@ -21,7 +22,7 @@ def test_results_are_those_of_the_planned_runs() -> None:
     rows = open_questions.rows_of("scenes.csv")
     keys = [(row["arm"], row["seed"]) for row in rows]
     assert len(set(keys)) == len(keys)
-    assert set(keys) <= {run.key for run in chain(*scenes.STAGES)}
+    assert set(keys) <= {key_of(run, scenes.KEY) for run in chain(*scenes.STAGES)}
     assert {arm for arm, _ in keys} - set(scenes_page.LABELS) <= {"base"}
     assert all(len(row["any_map"].split()) == scenes.ORDERS for row in rows)
     assert scenes.CSV.stat().st_size < 10_000
