@@ -17,7 +17,7 @@ ARMS = {
     "LayerShuffle": "layershuffle",
     "LayerDrop (p = 0.2)": "layerdrop",
     "LayerShuffle-depth (ours)": "layershuffle-depth",
-    "LayerShuffle-mixed (ours)": "layershuffle-mixed",
+    "LayerShuffle-mixed with an exit loss (ours)": "layershuffle-mixed-exit",
 }
 COLUMNS = [
     ("sequential", 12),

@@ -269,10 +269,10 @@ FLAGS = {
     "fit": "accumulate activation-checkpointing augment batch-size checkpoint-every choose "
     "clip compile data device distinct drop ema encoding.dropout encoding.features "
     "encoding.projection-init encoding.table encoding.table-init epochs "
-    "eval-batch-size eval-every eval-orders holdout kept log-every lr max-parallel method "
-    "min-blocks model orders-per-batch out paper-protocol parallel precision prediction.init "
-    "prediction.loss prediction.pooling prediction.weight rank-orders recipe resize "
-    "schedule seed select-by sequential-every skip-corrupt steps streaming threads warmup "
+    "eval-batch-size eval-every eval-orders exit-weight holdout kept log-every lr max-parallel "
+    "method min-blocks model orders-per-batch out paper-protocol parallel precision "
+    "prediction.init prediction.loss prediction.pooling prediction.weight rank-orders recipe "
+    "resize schedule seed select-by sequential-every skip-corrupt steps streaming threads warmup "
     "weight-decay workers",
     "eval": "MODEL batch-size compile data device draw json max-images modes num-orders order "
     "precision resize seed skip-corrupt streaming threads",
@@ -290,8 +290,8 @@ FLAGS = {
     "pretrain": "RECIPE accumulate activation-checkpointing augment batch-size checkpoint-every "
     "choose clip compile data device distinct drop ema encoding.dropout encoding.features "
     "encoding.projection-init encoding.table encoding.table-init epochs "
-    "eval-batch-size eval-every eval-orders holdout kept log-every lr max-parallel method "
-    "min-blocks model orders-per-batch out paper-protocol parallel precision "
+    "eval-batch-size eval-every eval-orders exit-weight holdout kept log-every lr max-parallel "
+    "method min-blocks model orders-per-batch out paper-protocol parallel precision "
     "prediction.init prediction.loss prediction.pooling prediction.weight rank-orders resize "
     "schedule seed select-by sequential-every skip-corrupt steps streaming threads warmup "
     "weight-decay workers",
