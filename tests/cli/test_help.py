@@ -128,6 +128,15 @@ def test_help_says_which_arguments_are_required(command, needed):
         assert said[name].endswith(f"(required{when})")
 
 
+@pytest.mark.parametrize(
+    ("command", "given"),
+    [*(("bench", kind) for kind in KINDS), ("merge", "a b"), ("swarm drain", "pi")],
+)
+def test_help_names_the_arguments_that_were_given(command, given):
+    """`bench train --help` once showed neither KIND nor what else can be measured."""
+    assert help_of(f"{command} {given}") == help_of(command)
+
+
 def test_the_help_of_ensemble_says_nothing_of_merges():
     """The two share settings, whose texts are written for merges."""
     words = set(re.findall(r"[a-z]+", help_of("ensemble").lower()))

@@ -63,6 +63,11 @@ def _one_line(text: str | Callable[[], str | None] | None) -> Callable[[], str |
     return joined
 
 
+def asked(words: Sequence[str]) -> list[str]:
+    """`words`, or --help alone where it is among them: tyro's help leaves out what was given."""
+    return ["--help"] if {"-h", "--help"} & set(words) else list(words)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Command:
     """The arguments of a command; its docstring is the description in `--help`."""
@@ -84,7 +89,7 @@ class Command:
         and missing arguments, and exits with 2.
         """
         try:
-            return tyro.cli(cls, args=list(words), prog=prog, registry=TYRO_RULES)
+            return tyro.cli(cls, args=asked(words), prog=prog, registry=TYRO_RULES)
         except SettingsError as error:
             # Not chained: the first error says the same without the next command to type.
             raise SettingsError(error.cause, hint=f"{prog} --help") from None

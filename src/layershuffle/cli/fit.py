@@ -12,7 +12,7 @@ import tyro
 from pydantic_core import PydanticUndefined
 
 from layershuffle.bundled import recipe_file
-from layershuffle.cli.command import TYRO_RULES, Command, Inline
+from layershuffle.cli.command import TYRO_RULES, Command, Inline, asked
 from layershuffle.errors import SettingsError, UsageError
 from layershuffle.recipes import read_recipe
 from layershuffle.settings import FitSettings, check_known, field_value
@@ -46,7 +46,7 @@ class _Training(Command):
             default = cls(
                 out=tyro.MISSING, recipe=recipe or cls.no_recipe, settings=_defaults(recipe)
             )
-            return tyro.cli(cls, args=list(words), prog=prog, default=default, registry=TYRO_RULES)
+            return tyro.cli(cls, args=asked(words), prog=prog, default=default, registry=TYRO_RULES)
         except SettingsError as error:
             raise SettingsError(error.cause, place=recipe, hint=f"{prog} --help") from None
 
