@@ -298,7 +298,7 @@ FLAGS = {
     "analyze": "MODEL NAME batch-size block data device images json list neighbours orders out "
     "resize seed skip-corrupt streaming threads",
     "merge": "MODEL base batch-size compile data device draw ends ensemble-combine ensemble-orders "
-    "json max-images merges mixed mode num-orders out overwrite precision random replacement "
+    "json max-images mixed mode num-orders out overwrite precision random replacement "
     "resize seed slots skip-corrupt soups threads",
     "ensemble": "MODEL batch-size combine compile data device draw json max-images mode "
     "num-orders orders precision resize seed skip-corrupt threads",

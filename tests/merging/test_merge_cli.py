@@ -264,6 +264,7 @@ def test_random_merges_table_csv_and_json_agree(capsys, work):
     words += ["--num-orders", "2", "--max-images", "30"]
     code, table, err = run(capsys, *words, "--out", "scores.csv")
     assert code == 0, err
+    words[words.index("--random")] = "--merges"  # the same flag
     report = json.loads(run(capsys, *words, "--json")[1])
     groups = {group["what"]: group for group in report["groups"]}
     assert list(groups) == [
@@ -356,7 +357,8 @@ RANDOM = ["merge", "runs/a", "runs/b", "--random", "2", "--data", DATA]
             2,
             "2 donors of 3 blocks make 6",
         ),
-        ([*RANDOM, "--merges", "7"], 2, "--random 2 and --merges 7 contradict each other"),
+        # The same flag: the last one counts.
+        ([*RANDOM, "--merges", "0"], 2, "merges: Input should be greater than or equal to 1"),
         (["merge", "runs/a", "bundled:digits", *RANDOM[3:]], 2, "number of blocks is 3 there and"),
         (["ensemble", "--data", DATA], 2, "ensemble needs models"),
         (["ensemble", "runs/a", "runs/b", "--data", "folder:/nowhere"], 1, "/nowhere"),

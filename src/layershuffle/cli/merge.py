@@ -15,7 +15,7 @@ from layershuffle.cli.command import ComputingCommand, Inline, required
 from layershuffle.cli.eval import estimates
 from layershuffle.errors import UsageError
 from layershuffle.merging.rows import MergingRow, group_rows, rows_csv, score_of
-from layershuffle.merging.settings import EnsembleSettings, MergingSettings
+from layershuffle.merging.settings import EnsembleSettings, MergingOptions, MergingSettings
 from layershuffle.text import counted, counted_as, interval_text, table
 
 _TABLE_WIDTH = 120  # ten columns
@@ -37,9 +37,8 @@ class MergeCommand(ComputingCommand):
     """Directory of the model that a recipe makes; with --random a CSV file for every score."""
     overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Replace what is at --out: an older model, or with --random a file. A donor never is."""
-    random: int | None = None
-    """Draw this many merges and score them; the same as --merges, which alone does not select this
-    form."""
+    merges: Annotated[int | None, tyro.conf.arg(aliases=["--random"])] = None
+    """Draw this many merges, no two alike, and score them (the paper: 100)."""
     data: Annotated[str | None, required("with --random")] = None
     """--random: images to score, of which the test split is read (greedy soups also read held-out
     images)."""
@@ -49,12 +48,12 @@ class MergeCommand(ComputingCommand):
     """--random: the base checkpoint, for donors that do not name it."""
     json: bool = False
     """--random: print JSON with settings, summaries and scores."""
-    settings: Inline[MergingSettings]
+    options: Inline[MergingOptions]
 
     def run(self) -> int:
         """Merge as a recipe says, or at random."""
-        if self.random is not None:
-            return self._run_random(self.random)
+        if self.merges is not None:
+            return self._run_random(self.merges)
         if self.out is None or len(self.models) != 1:
             raise UsageError(
                 "merge needs RECIPE.yaml and --out DIR, or MODEL... with --random N and --data "
@@ -66,14 +65,8 @@ class MergeCommand(ComputingCommand):
     def _run_random(self, merges: int) -> int:
         if self.data is None or not self.models:
             raise UsageError("merge --random needs models and --data SPEC")
-        # A flag that repeats the default cannot be told from one that was left out.
-        if self.settings.merges not in (merges, MergingSettings().merges):
-            raise UsageError(
-                f"--random {merges} and --merges {self.settings.merges} contradict each other",
-                hint="leave --merges out",
-            )
-        # Built anew, not copied: a count of 0 must be refused as --merges 0 is.
-        settings = MergingSettings(**{**dict(self.settings), "merges": merges})
+        # Built anew, not copied: a count of 0 must be refused.
+        settings = MergingSettings(**dict(self.options), merges=merges)
 
         from layershuffle.files import write_text
         from layershuffle.merging.scoring import score_merging

@@ -5,7 +5,7 @@ Where the paper is silent each choice has a name and a default.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -40,13 +40,11 @@ class _Scored(Settings):
     """Leave unreadable images out, counted and named, instead of stopping."""
 
 
-class MergingSettings(_Scored):
-    """Random merges of several models, with their soups and ensembles."""
+class MergingOptions(_Scored):
+    """How random merges of several models are drawn and scored, however many they are."""
 
     mixed: bool = False
     """Allow donors of several methods or refined on several data, which the paper never mixes."""
-    merges: Positive = 100
-    """Merges to draw, no two alike (the paper: 100)."""
     ends: Annotated[tuple[End, ...], Field(min_length=1)] = ("average",)
     """Where stem and head come from (the paper is silent): the average of all donors, the donor of
     the first or last block, one donor drawn per merge, or the base checkpoint. Several are
@@ -74,11 +72,18 @@ class MergingSettings(_Scored):
 
     # The rows of two equal ends could not be distinguished.
     @model_validator(mode="after")
-    def _check(self) -> MergingSettings:
+    def _check(self) -> Self:
         for name, values in (("ends", self.ends), ("slots", self.slots)):
             if len(set(values)) < len(values):
                 raise ValueError(f"{name} lists a value twice: {', '.join(values)}")
         return self
+
+
+class MergingSettings(MergingOptions):
+    """Random merges of several models, with their soups and ensembles."""
+
+    merges: Positive = 100
+    """Merges to draw, no two alike (the paper: 100)."""
 
 
 class EnsembleSettings(_Scored):
