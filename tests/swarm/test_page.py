@@ -13,6 +13,7 @@ import layershuffle as ls
 from layershuffle.bundled import asset
 from layershuffle.data.digits import DIGIT_VIEW, DigitPairs
 from layershuffle.data.transforms import PixelFinish
+from layershuffle.errors import LayerShuffleError
 from layershuffle.models import logits_of, truncate
 from layershuffle.swarm.rounds import Cell
 from layershuffle.swarm.server.demo import demo_app
@@ -119,6 +120,20 @@ def test_scores_are_those_of_the_model_image_by_image(workbench, order):
     assert answer["of"] == 100
     assert answer["right"]["ours"] == right_by_hand(OURS, order)
     assert answer["right"]["ordinary"] == right_by_hand("bundled:digits", order)
+
+
+def test_a_failure_of_the_page_gives_an_id_and_keeps_its_cause(workbench, monkeypatch, caplog):
+    async def broken(request):
+        raise LayerShuffleError("no room in /secret")
+
+    monkeypatch.setattr(workbench, "score", broken)
+    answer = post(workbench, "/page/score", SHUFFLED)
+    problem = answer.json()["error"]
+    assert answer.status_code == 500
+    assert problem["id"] in caplog.text
+    assert "/secret" in caplog.text
+    assert "/secret" not in answer.text
+    assert HEADERS.items() <= {key: answer.headers[key] for key in HEADERS}.items()
 
 
 def test_the_first_look_shows_what_the_page_is_for(workbench):

@@ -13,16 +13,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import logging
-import math
-import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from typing import Any
 
 from fastapi import Depends, FastAPI
-from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi.responses import HTMLResponse
 from fastapi.security import APIKeyHeader, HTTPBearer
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -39,8 +36,8 @@ from layershuffle.swarm.server import schemas
 from layershuffle.swarm.server.docs_page import HEADERS, docs_page
 from layershuffle.swarm.server.errors import (
     HTTPError,
+    answer_to,
     busy,
-    error_body,
     status_of,
     unprocessable,
 )
@@ -51,10 +48,8 @@ from layershuffle.swarm.server.requests import BODY_SCHEMA
 from layershuffle.swarm.server.scheduler import ForeignBlocks, RequestScheduler
 from layershuffle.swarm.server.schemas import Classification, ErrorAnswer, Health, SwarmAnswer
 
-LOG = logging.getLogger("layershuffle")
 _CLASSIFY = "/v1/classify"
 _SHORTEST_KEY = 16
-_CLIENT_GONE = 499  # as nginx has it; nobody reads it
 _REFUSALS = {
     400: "The form is broken, or has too many images.",
     401: "The API key is missing or wrong.",
@@ -251,31 +246,16 @@ class _Gateway:
         )
 
     async def answer_error(self, request: Request, error: Exception) -> Response:
-        """The answer to a request that is refused, cannot be answered, or broke on our fault."""
-        if isinstance(error, ClientDisconnect):
-            return Response(status_code=_CLIENT_GONE)
-        if isinstance(error, HTTPException):  # a wrong path or method
-            body = error_body(str(error.detail), "see /docs for what there is")
-            return JSONResponse(body, error.status_code, error.headers)
-        status, headers = status_of(error), {}
+        """`errors.answer_to`, and the refusal is counted."""
+        if isinstance(error, HTTPException | ClientDisconnect):
+            return answer_to(error)
+        status, wait = status_of(error), None
         # Not request.url: it is made with the Host header, which may be anything.
         if request.scope["path"] == _CLASSIFY and request.method == "POST":
             self.metrics.count_refusal(status)
-        if status == HTTPStatus.INTERNAL_SERVER_ERROR or not isinstance(error, LayerShuffleError):
-            # Causes of our own failures may name files and hosts: the client gets an id alone.
-            reference = uuid.uuid4().hex
-            LOG.error("Request %s failed", reference, exc_info=error)
-            hint = "give the operator this id: it is in the log"
-            return JSONResponse(error_body("The gateway failed", hint, reference=reference), status)
-        wait = error.retry_after if isinstance(error, HTTPError) else None
         if status == HTTPStatus.SERVICE_UNAVAILABLE:
             wait = schemas.retry_after(self.router.swarm, now=self.router.clock())
-        if wait is not None:
-            headers["Retry-After"] = str(max(1, math.ceil(wait)))  # whole seconds
-        if status == HTTPStatus.UNAUTHORIZED:
-            headers["WWW-Authenticate"] = "Bearer"
-        place = f" ({error.place})" if error.place else ""
-        return JSONResponse(error_body(error.cause + place, error.hint or ""), status, headers)
+        return answer_to(error, wait=wait)
 
 
 class Keys:

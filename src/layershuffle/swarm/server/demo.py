@@ -6,14 +6,12 @@ The page is there at once; what needs the models waits until they are loaded.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
-from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from layershuffle.errors import LayerShuffleError
 from layershuffle.swarm.server.page import HEADERS, Answering, PageFacts, page_routes
@@ -62,13 +60,9 @@ def facts_of(workbench: Workbench) -> PageFacts:
 
 async def _answer_error(request: Request, error: Exception) -> Response:
     # Imported here: it needs torch, which is loaded by the time that anything can fail.
-    from layershuffle.swarm.server.errors import HTTPError, error_body, status_of
+    from layershuffle.swarm.server.errors import answer_to
 
     del request
-    assert isinstance(error, LayerShuffleError)
-    status = status_of(error)
-    if status == HTTPStatus.INTERNAL_SERVER_ERROR:
-        raise error
-    wait = error.retry_after if isinstance(error, HTTPError) else None
-    headers = {} if wait is None else {"Retry-After": str(max(1, math.ceil(wait)))}
-    return JSONResponse(error_body(error.cause, error.hint or ""), status, {**HEADERS, **headers})
+    answer = answer_to(error)
+    answer.headers.update(HEADERS)
+    return answer

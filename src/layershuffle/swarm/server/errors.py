@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+import math
+import uuid
 from http import HTTPStatus
 from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, Response
 
 from layershuffle.errors import DataError, LayerShuffleError, UsageError
 from layershuffle.swarm.remote_model import NotAnswered
 from layershuffle.swarm.server.schemas import ErrorAnswer, Problem
 
+LOG = logging.getLogger("layershuffle")
+_CLIENT_GONE = 499  # as nginx has it; nobody reads it
 _SOON = 1.0  # seconds after which a busy gateway is worth another try
 _LONGEST = 500  # characters of a cause: some of them repeat what the client sent
 
@@ -53,3 +62,30 @@ def error_body(cause: str, hint: str, *, reference: str | None = None) -> dict[s
     """The JSON body for an error."""
     problem = Problem(cause=cause[:_LONGEST], hint=hint, id=reference)
     return ErrorAnswer(error=problem).model_dump(mode="json")
+
+
+def answer_to(error: Exception, *, wait: float | None = None) -> Response:
+    """The answer to a request that is refused, cannot be answered, or broke on our fault.
+
+    `wait`: seconds after which another try may help, where `error` does not say it.
+    """
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=_CLIENT_GONE)
+    if isinstance(error, HTTPException):  # a wrong path or method
+        body = error_body(str(error.detail), "see /docs for what there is")
+        return JSONResponse(body, error.status_code, error.headers)
+    status, headers = status_of(error), {}
+    if status == HTTPStatus.INTERNAL_SERVER_ERROR or not isinstance(error, LayerShuffleError):
+        # Causes of our own failures may name files and hosts: the client gets an id alone.
+        reference = uuid.uuid4().hex
+        LOG.error("Request %s failed", reference, exc_info=error)
+        hint = "give the operator this id: it is in the log"
+        return JSONResponse(error_body("The gateway failed", hint, reference=reference), status)
+    if isinstance(error, HTTPError):
+        wait = error.retry_after
+    if wait is not None:
+        headers["Retry-After"] = str(max(1, math.ceil(wait)))  # whole seconds
+    if status == HTTPStatus.UNAUTHORIZED:
+        headers["WWW-Authenticate"] = "Bearer"
+    place = f" ({error.place})" if error.place else ""
+    return JSONResponse(error_body(error.cause + place, error.hint or ""), status, headers)
