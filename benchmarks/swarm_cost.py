@@ -114,7 +114,7 @@ async def cost(swarms: Swarms, hosts: int, *, effort: Effort) -> Row:
     totals, parts, alone = [], [], []
     async with swarms(even_plan(DEPTH, hosts)) as service, gateway_of(service) as port:
         await asked(port, body, count=count)  # warms it up
-        calls = [service.faults.backend.call(name, "info") for name in service.plan.hosts]
+        calls = [service.coordinator.backend.call(name, "info") for name in service.plan.hosts]
         pids = {info.pid for info in await asyncio.gather(*calls)} - {os.getpid()}
         for _ in range(turns):
             alone.append(model_ms(model, count=count))

@@ -72,12 +72,16 @@ def pico() -> nn.Module:
 class Rig:
     """Hosts of one engine, a coordinator that does not watch, and what its checks measured."""
 
-    backend: ChaosBackend
+    faults: FaultInjector
     coordinator: Coordinator
     model: nn.Module
     bundle: Bundle
     ray: Any | None
     measured: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def backend(self) -> ChaosBackend:
+        return self.faults.backend
 
     @property
     def router(self) -> Router:
@@ -88,7 +92,7 @@ class Rig:
         return self.bundle.sample
 
     async def inject(self, kind: str, host: str = "a") -> None:
-        await FaultInjector(self.coordinator, backend=self.backend).inject(Fault(0, host, kind))
+        await self.faults.inject(Fault(0, host, kind))
 
     async def heal(self) -> None:
         """All hosts up with their blocks, and nothing wrong with them."""
@@ -99,7 +103,7 @@ class Rig:
         host, view = self.coordinator.record_of(name), self.router.swarm[name]
         if host.phase != "up" or not view.usable or view.waiting:
             await self.begin_anew(name)
-        self.backend.heal(name)
+        self.faults.heal(name)
         await self.visit(name, BLOCKS[name][0])  # what it still had to do is done
         # No habit of an earlier check decides whom this one asks.
         fresh = {"compute": None, "link": None, "lag": None, "batch": 1.0}
@@ -164,9 +168,9 @@ class Rig:
 async def rig_of(hosts: HostBackend, *, ray: Any | None = None) -> Rig:
     """A rig over an engine, its hosts up."""
     model = pico()
-    bundle, backend = make_bundle(model), ChaosBackend(hosts, ray=ray)
-    router = Router(backend.transport, depth=DEPTH, limits=LIMITS)
-    coordinator = Coordinator(PLAN, router=router, backend=backend, bundles={"pico": bundle})
+    bundle = make_bundle(model)
+    router = Router(hosts.transport, depth=DEPTH, limits=LIMITS)
+    coordinator = Coordinator(PLAN, router=router, backend=hosts, bundles={"pico": bundle})
     watch = asyncio.create_task(coordinator.run())
     try:
         # Time for a start that is given up after `start_ms`, and another one.
@@ -174,7 +178,7 @@ async def rig_of(hosts: HostBackend, *, ray: Any | None = None) -> Rig:
     finally:
         watch.cancel()
         await asyncio.gather(watch, return_exceptions=True)
-    return Rig(backend, coordinator, model, bundle, ray)
+    return Rig(FaultInjector(coordinator, ray=ray), coordinator, model, bundle, ray)
 
 
 def run_blocks(model: nn.Module, start: np.ndarray, order: tuple[int, ...]) -> np.ndarray:
@@ -313,7 +317,7 @@ async def a_frozen_host_costs_one_hop_limit(rig: Rig) -> None:
     assert (after == run_blocks(rig.model, rig.start, route.order)).all()
     _, quick = await rig.walk()
     assert all(hop.host != "a" for hop in quick.hops), "a suspect is left alone"
-    rig.backend.heal("a")
+    rig.faults.heal("a")
     await rig.whole()
 
 

@@ -146,7 +146,7 @@ class FakeHosts:
             process.draining = True
         weights = process.weights.items()
         return SimpleNamespace(
-            pid=0,
+            pid=1,
             blocks={block: digest_of(str(weight).encode()) for block, weight in weights},
             draining=process.draining,
         )

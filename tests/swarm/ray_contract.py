@@ -21,8 +21,9 @@ from typing import Any
 
 from engines import BLOCKS, CHECKS, DEPTH, LIMITS, PLAN, Rig, rig_of
 
-from layershuffle.swarm.chaos import ChaosBackend
+from layershuffle.swarm.chaos import FaultInjector
 from layershuffle.swarm.coordinator import Coordinator
+from layershuffle.swarm.placement import HostBackend
 from layershuffle.swarm.ray_hosts import RayHosts
 from layershuffle.swarm.ray_local import processes_of
 from layershuffle.swarm.ray_session import local_ray
@@ -132,7 +133,7 @@ async def a_client_without_the_token_gets_nothing(rig: Rig) -> None:
 async def hosts_outlive_their_coordinator(rig: Rig) -> None:
     """A gateway that starts again finds the processes and their blocks; it watches by itself."""
     before = await pids(rig.backend)
-    backend = ChaosBackend(RayHosts(rig.ray, limits=LIMITS), ray=rig.ray)
+    backend = RayHosts(rig.ray, limits=LIMITS)
     router = Router(backend.transport, depth=DEPTH, limits=LIMITS)
     second = Coordinator(PLAN, router=router, backend=backend, bundles={"pico": rig.bundle})
     watch = asyncio.create_task(second.run())
@@ -142,7 +143,7 @@ async def hosts_outlive_their_coordinator(rig: Rig) -> None:
         rig.measured["adopted_s"] = time.monotonic() - begun
         assert await pids(backend) == before
         # Nobody visits: the watch finds a dead process, and starts another.
-        await backend.kill("b")
+        await FaultInjector(second, ray=rig.ray).kill("b")
         rig.measured["noticed_s"] = await until(lambda: router.swarm["b"].condition == "gone")
         rig.measured["replaced_s"] = await until(lambda: router.swarm["b"].usable)
         assert (await pids(backend))["b"] != before["b"]
@@ -167,7 +168,7 @@ async def visits_go_over_channels(rig: Rig) -> None:
     assert kinds == dict.fromkeys(BLOCKS, "channel")
 
 
-async def pids(backend: ChaosBackend) -> dict[str, int]:
+async def pids(backend: HostBackend) -> dict[str, int]:
     """Process numbers of the hosts."""
     return {name: (await backend.call(name, "info")).pid for name in BLOCKS}
 

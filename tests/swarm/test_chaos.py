@@ -10,7 +10,6 @@ from clock import loop_time, run_virtual
 from layershuffle.errors import UsageError
 from layershuffle.swarm.chaos import (
     KINDS,
-    ChaosBackend,
     ChaosTransport,
     Fault,
     FaultInjector,
@@ -156,12 +155,13 @@ def injected(check):
 
     async def go():
         hosts = FakeHosts(A, B)
-        backend = ChaosBackend(hosts)
-        coordinator = coordinator_of(backend)
-        inject = FaultInjector(coordinator, backend=backend).inject
+        coordinator = coordinator_of(hosts)
         async with running(coordinator):
             assert await coordinator.ready(within=3.0) == ()
-            await check(inject, coordinator, hosts)
+            # Before the first fault nothing stands between.
+            assert coordinator.backend is hosts
+            assert coordinator.router.transport is hosts.transport
+            await check(FaultInjector(coordinator).inject, coordinator, hosts)
         await coordinator.close()
 
     run_virtual(go())

@@ -9,7 +9,7 @@ import pytest
 
 from common import FAMILIES
 from layershuffle.swarm.bundle import make_bundle
-from layershuffle.swarm.chaos import ChaosBackend, Fault, FaultInjector
+from layershuffle.swarm.chaos import Fault, FaultInjector
 from layershuffle.swarm.coordinator import Coordinator
 from layershuffle.swarm.drill import Reply, run_drill
 from layershuffle.swarm.limits import Limits
@@ -43,11 +43,11 @@ def real_ends(routing):
     """How requests end on a real swarm in this process, by the drill that real swarms have."""
 
     async def main():
-        backend = ChaosBackend(LocalHosts(list(PICO.hosts), limits=PICO.limits))
+        backend = LocalHosts(list(PICO.hosts), limits=PICO.limits)
         bundle = make_bundle(FAMILIES["timm-vit"].wrapped())
         router = Router(backend.transport, depth=4, limits=PICO.limits, routing=routing)
         coordinator = Coordinator(PICO, router=router, backend=backend, bundles={"pico": bundle})
-        engine = FaultInjector(coordinator, backend=backend)
+        engine = FaultInjector(coordinator)
         watch = asyncio.create_task(coordinator.run())
 
         async def ask(_):

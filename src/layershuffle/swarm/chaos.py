@@ -5,7 +5,7 @@ the same list hits a real swarm, one in this process and a simulated one at the 
 
 `ChaosBackend` and `ChaosTransport` stand between a coordinator or router and the real ones (the
 idea is torchft's failure injector), so that hosts and engines hold no code for drills: a host
-cannot be told to answer wrongly.
+cannot be told to answer wrongly. `FaultInjector` puts them there; before it, nothing passes here.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from layershuffle.text import counted
 if TYPE_CHECKING:
     from layershuffle.swarm.coordinator import Coordinator
     from layershuffle.swarm.host import HostInfo
-    from layershuffle.swarm.placement import Carrier, HostBackend, HostCall, Node
+    from layershuffle.swarm.placement import Carrier, HostBackend, HostCall, HostRecord, Node
 
 FaultKind = Literal[
     "crash", "freeze", "slow", "wrong", "cut", "leave", "rejoin",
@@ -237,14 +237,11 @@ class ChaosTransport:
 class ChaosBackend:
     """A backend whose hosts can be broken (`placement.HostBackend`); whole, it adds nothing.
 
-    `transport` wraps that of `backend`: give it to the router. `ray`: the connected module if the
-    hosts are processes that Ray runs, which then really die and stop; without it they only seem to.
+    `transport` wraps that of `backend`, and takes its place in the router.
     """
 
-    def __init__(self, backend: HostBackend, *, ray: Any | None = None) -> None:
-        self.inner, self._ray = backend, ray
-        self.transport = ChaosTransport(backend.transport)
-        self._processes: dict[str, tuple[str, int]] = {}
+    def __init__(self, backend: HostBackend) -> None:
+        self.inner, self.transport = backend, ChaosTransport(backend.transport)
 
     async def nodes(self) -> Sequence[Node]:
         """The living machines."""
@@ -253,14 +250,11 @@ class ChaosBackend:
     async def start(self, name: str, *, node: str) -> HostInfo:
         """A process for `name` on that machine."""
         await self.transport.way_to(name)
-        info = await self.inner.start(name, node=node)
-        self._processes[name] = (node, info.pid)
-        return info
+        return await self.inner.start(name, node=node)
 
     async def end(self, name: str) -> None:
         """End the host; whatever was wrong with it ends too."""
         await self.inner.end(name)
-        self._processes.pop(name, None)
         self.transport.heal(name)
 
     async def call(self, name: str, method: HostCall, *args: Any) -> Any:
@@ -275,42 +269,8 @@ class ChaosBackend:
         return self.inner.carriers()
 
     def forget(self) -> None:
-        """Drop everything about the processes; whatever was wrong with them ends too."""
+        """Drop everything about the processes; what is wrong with a host lasts until its `end`."""
         self.inner.forget()
-        for name in self._processes:
-            self.transport.heal(name)
-        self._processes.clear()
-
-    async def kill(self, name: str) -> None:
-        """The host's process dies at once. Raises `HostUnavailable` if there is none."""
-        if self._ray is not None:
-            self._signal(name, signal.SIGKILL)
-        elif name not in self._processes:
-            raise HostUnavailable(f"Host {name} has no process now: it is starting, or dead")
-        else:
-            self.transport.heal(name)  # whoever waits for it is to hear that it died
-            self.transport.dead.add(name)
-            await self.inner.end(name)
-        self._processes.pop(name, None)  # its number may become another process's
-
-    def freeze(self, name: str) -> None:
-        """The host's process stops without a word; in this process it falls silent."""
-        if self._ray is not None:
-            self._signal(name, signal.SIGSTOP)
-        else:
-            self.transport.break_host(name, "freeze")
-
-    def heal(self, name: str) -> None:
-        """Nothing is wrong with the host any more, unless it is dead."""
-        if self._ray is not None:
-            self._signal(name, signal.SIGCONT)
-        self.transport.heal(name)
-
-    def _signal(self, name: str, number: signal.Signals) -> None:
-        if name not in self._processes:
-            raise HostUnavailable(f"Host {name} has no process now: it is starting, or dead")
-        node, pid = self._processes[name]
-        signal_process(self._ray, pid, number=number, node=node)
 
 
 def signal_process(ray: Any, pid: int, *, number: signal.Signals, node: str) -> None:
@@ -335,11 +295,15 @@ def _send_signal(pid: int, number: int) -> None:
 class FaultInjector:
     """Makes faults happen to the hosts of a running swarm (`drill.Engine`).
 
-    `backend`: that of `coordinator`, whose transport the router uses.
+    From here on the wrappers stand before the hosts of `coordinator`. `ray`: the connected module
+    if they are processes that Ray runs, which then really die and stop; without it they only seem
+    to.
     """
 
-    def __init__(self, coordinator: Coordinator, *, backend: ChaosBackend) -> None:
-        self.coordinator, self.backend = coordinator, backend
+    def __init__(self, coordinator: Coordinator, *, ray: Any | None = None) -> None:
+        self.coordinator, self._ray = coordinator, ray
+        self.backend = ChaosBackend(coordinator.backend)
+        coordinator.backend, coordinator.router.transport = self.backend, self.backend.transport
 
     async def inject(self, fault: Fault) -> None:
         """Make the fault happen. A crashed host stays dead until its rejoin.
@@ -349,21 +313,52 @@ class FaultInjector:
         name, coordinator = fault.host, self.coordinator
         coordinator.record_of(name)
         if fault.kind == "crash":
-            await self.backend.kill(name)
+            await self.kill(name)
             # Or the coordinator would start it again at once.
             coordinator.hold(name, "it crashed")
         elif fault.kind == "kill":
-            await self.backend.kill(name)
+            await self.kill(name)
         elif fault.kind == "leave":
             await coordinator.leave(name)
         elif fault.kind == "freeze":
-            self.backend.freeze(name)
+            self.freeze(name)
         elif fault.kind != "rejoin":
             self.backend.transport.break_host(name, fault.kind)
         elif coordinator.is_up(name) and coordinator.router.swarm[name].condition not in (
             "shut-out",
             "gone",
         ):
-            self.backend.heal(name)
+            self.heal(name)
         else:
             await coordinator.readmit(name)
+
+    async def kill(self, name: str) -> None:
+        """The host's process dies at once. Raises `HostUnavailable` if there is none."""
+        host = self._running(name)
+        if self._ray is not None:
+            signal_process(self._ray, host.pid, number=signal.SIGKILL, node=host.node)
+        else:
+            self.backend.transport.heal(name)  # whoever waits for it is to hear that it died
+            self.backend.transport.dead.add(name)
+            await self.backend.inner.end(name)
+        self.coordinator.has_process(name, 0)  # its number may become another process's
+
+    def freeze(self, name: str) -> None:
+        """The host's process stops without a word; in this process it falls silent."""
+        if self._ray is None:
+            return self.backend.transport.break_host(name, "freeze")
+        host = self._running(name)
+        signal_process(self._ray, host.pid, number=signal.SIGSTOP, node=host.node)
+
+    def heal(self, name: str) -> None:
+        """Nothing is wrong with the host any more, unless it is dead."""
+        if self._ray is not None:
+            host = self._running(name)
+            signal_process(self._ray, host.pid, number=signal.SIGCONT, node=host.node)
+        self.backend.transport.heal(name)
+
+    def _running(self, name: str) -> HostRecord:
+        host = self.coordinator.record_of(name)
+        if not host.pid:
+            raise HostUnavailable(f"Host {name} has no process now: it is starting, or dead")
+        return host

@@ -315,6 +315,7 @@ class Coordinator:
         """Start the host's process and load its blocks; what its canaries find wrong, or ""."""
         name = start.name
         info = await self.backend.start(name, node=start.node)
+        self.has_process(name, info.pid)
         sources = {block: self._donors.get((name, block), self.base) for block in start.blocks}
         self.health.drop(name)
         for bundle in {id(source): source for source in sources.values()}.values():
@@ -373,6 +374,7 @@ class Coordinator:
     async def _end_process(self, name: str) -> None:
         try:
             await self._call(name, self.backend.end(name))
+            self.has_process(name, 0)
         except LayerShuffleError as error:
             _log.warning("The process of host %s may still run: %s", name, error.cause)
 
@@ -392,6 +394,11 @@ class Coordinator:
         # A defect of ours: the log gets the traceback, and the watch goes on.
         _log.error("Work with host %s broke", name, exc_info=result)
         raise LayerShuffleError(f"Host {name} failed ({type(result).__name__}: {result})")
+
+    def has_process(self, name: str, pid: int) -> None:
+        """Note the process of `name`, if it is still known; 0 for none."""
+        if name in self.hosts:
+            self.hosts[name] = replace(self.hosts[name], pid=pid)
 
     def hold(self, name: str, why: str) -> None:
         """Keep `name` from being started again until `readmit`."""

@@ -90,8 +90,8 @@ class HostRecord:
     dead      its process has ended; it is started again from `retry_at` on
     held      an operator ended it or is ending it; it stays away until `Coordinator.readmit`
 
-    `tries` counts the processes that ended in a row, `since` is when the present one came up, and
-    `why` says what went wrong last.
+    `pid` is the number of its process there, 0 without one; `tries` counts the processes that ended
+    in a row, `since` is when the present one came up, and `why` says what went wrong last.
     """
 
     name: str
@@ -102,13 +102,14 @@ class HostRecord:
     tries: int = 0
     since: float = 0.0
     why: str = ""
+    pid: int = 0
 
 
 def ended(host: HostRecord, *, now: float, limits: Limits, why: str = "") -> HostRecord:
     """`host` when its process has ended, or has not started: dead, until it is tried again."""
     ran = now - host.since if host.phase == "up" else 0.0
     tries, pause = restart_pause(host.tries, ran=ran, limits=limits)
-    return replace(host, phase="dead", retry_at=now + pause, tries=tries, why=why)
+    return replace(host, phase="dead", retry_at=now + pause, tries=tries, why=why, pid=0)
 
 
 @dataclass(frozen=True, slots=True)

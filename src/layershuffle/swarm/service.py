@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +25,7 @@ from layershuffle.models.spec import parse_spec
 from layershuffle.stack import blocks_of, depth_of
 from layershuffle.swarm.bundle import Bundle, check_sibling, make_bundle
 from layershuffle.swarm.calibration import Calibration, calibration_path, read_calibration
-from layershuffle.swarm.chaos import ChaosBackend, FaultInjector
+from layershuffle.swarm.chaos import FaultInjector
 from layershuffle.swarm.coordinator import Coordinator
 from layershuffle.swarm.expectations import rounds_of
 from layershuffle.swarm.lineage import check_blocks, lineage_of, read_block, read_lineage
@@ -163,18 +164,23 @@ def _block_ms(bundle: Bundle) -> float:
 class Service:
     """A running swarm. `missing`: hosts of the plan that had not started in time.
 
-    `coordinator.watching` says whether its hosts are watched; `faults` breaks them, for drills;
-    `session` is the connection to Ray, if its hosts run there.
+    `coordinator.watching` says whether its hosts are watched; `session` is the connection to Ray,
+    if its hosts run there.
     """
 
     plan: SwarmPlan
     router: Router
     coordinator: Coordinator
-    faults: FaultInjector
     remote_model: RemoteModel
     calibration: Calibration | None
     missing: tuple[str, ...]
     session: RaySession | None
+
+    @cached_property
+    def faults(self) -> FaultInjector:
+        """Breaks the hosts, for drills. Before it is asked for, nothing stands before them."""
+        ray = None if self.session is None else self.session.ray
+        return FaultInjector(self.coordinator, ray=ray)
 
     @property
     def trouble(self) -> str:
@@ -201,10 +207,8 @@ async def running_service(
     base = cargo.bundles[plan.model]
     # Their weights are there once, so that they cost a host nothing.
     plan = plan.with_tied_places(base.digests)
-    # Always there: without a fault it adds one look into a dictionary per visit (decision 014).
-    chaos = ChaosBackend(backend, ray=None if session is None else session.ray)
     router = Router(
-        chaos.transport,
+        backend.transport,
         depth=base.depth,
         limits=plan.limits,
         routing=plan.routing,
@@ -212,8 +216,7 @@ async def running_service(
         most_blocks=plan.most_blocks,
         rounds=rounds_of(cargo.calibration, parallel=plan.parallel),
     )
-    coordinator = Coordinator(plan, router=router, backend=chaos, bundles=cargo.bundles)
-    faults = FaultInjector(coordinator, backend=chaos)
+    coordinator = Coordinator(plan, router=router, backend=backend, bundles=cargo.bundles)
     # The model may be refused, so before anything runs.
     remote_model = RemoteModel(cargo.model, router)
     # A calibration measures no more than the model allows; a plan may name any number.
@@ -229,9 +232,7 @@ async def running_service(
         tasks.append(asyncio.create_task(_keep_session(session, coordinator)))
     try:
         missing = await coordinator.ready(within=within, say=say)
-        yield Service(
-            plan, router, coordinator, faults, remote_model, cargo.calibration, missing, session
-        )
+        yield Service(plan, router, coordinator, remote_model, cargo.calibration, missing, session)
     finally:
         # First of all, because the watch would start the hosts again that `close` ends.
         for task in tasks:

@@ -121,7 +121,7 @@ async def serve_service(
         foreign_blocks=lambda: coordinator.foreign_blocks,
         watching=lambda: coordinator.watching,
         audits=lambda: (health.audited, health.disagreed),
-        carriers=service.faults.backend.carriers,
+        carriers=coordinator.backend.carriers,
         trouble=lambda: service.trouble,
         page=page,
     )
