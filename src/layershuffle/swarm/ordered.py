@@ -17,17 +17,8 @@ from dataclasses import dataclass, replace
 from layershuffle.orders import ExecutionOrder
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Visit
-from layershuffle.swarm.policy import (
-    Finish,
-    RequestProgress,
-    UnderWay,
-    Wait,
-    compared,
-    nowhere,
-    rank,
-    visit_to,
-)
-from layershuffle.swarm.state import HostView, Swarm, is_slow, slow_above
+from layershuffle.swarm.policy import Finish, Moment, RequestProgress, UnderWay, Wait, nowhere
+from layershuffle.swarm.state import HostView, Swarm
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,19 +103,20 @@ def decide_step(
     it has it, and every step is over once, so a request ends.
     """
     order, over = steps.order, steps.over
-    left = progress.deadline - limits.reserve_ms / 1000 - now
+    visits = tuple(visit for _, visit in steps.under_way)
+    moment = Moment(replace(progress, under_way=visits), swarm, now=now, limits=limits)
     if over == len(order):
         return Finish("complete" if steps.ran[over] == over else "unreachable")
-    if left <= 0:
+    if moment.left <= 0:
         return Finish("deadline")
     if steps.is_repeated(over):
         return PassOver()
-    return _go_on(_OrderedRequest(progress, steps, swarm, left=left, limits=limits), now=now)
+    return _go_on(moment, steps, now=now)
 
 
-def _go_on(request: _OrderedRequest, *, now: float) -> Ask | PassOver | Wait | Finish:
+def _go_on(moment: Moment, steps: Steps, *, now: float) -> Ask | PassOver | Wait | Finish:
     """What a request does next that has steps and time left."""
-    progress, steps, left = request.progress, request.steps, request.left
+    progress, left = moment.progress, moment.left
     order, over = steps.order, steps.over
     waited = {position for position, visit in steps.under_way if visit.waited}
     ready = [p for p in steps.ready() if p not in waited and not steps.is_repeated(p)]
@@ -135,7 +127,7 @@ def _go_on(request: _OrderedRequest, *, now: float) -> Ask | PassOver | Wait | F
     for slow in (False,) if waited or enough else (False, True):
         too_long = False
         for position in ready:
-            ask = request.ask(position, slow=slow)
+            ask = _ask(moment, steps, position=position, slow=slow)
             if ask is not None and ask.visit.expected <= left:
                 return ask
             too_long = too_long or ask is not None
@@ -144,54 +136,34 @@ def _go_on(request: _OrderedRequest, *, now: float) -> Ask | PassOver | Wait | F
             return Wait(now + left)
         if too_long:
             return Finish("deadline")
-        if any(request.holders(position, slow=slow) for position in rest):
+        if any(_holders(moment, steps, position=position, slow=slow) for position in rest):
             return PassOver()
     if enough:
         return Finish("unreachable")
     # Only what is not over is still to run.
     missing = tuple(order.blocks[position] for position in sorted([*ready, *rest]))
     left_over = replace(progress, order=missing, done=())
-    return nowhere(left_over, request.swarm, now=now, left=left, routing="order-free")
+    return nowhere(left_over, moment.swarm, now=now, left=left, routing="order-free")
 
 
-class _OrderedRequest:
-    """A request at one moment: which hosts it could ask for a step."""
+def _holders(moment: Moment, steps: Steps, *, position: int, slow: bool) -> list[HostView]:
+    """Usable hosts of the step's block that were not asked for it; quick ones, or all."""
+    asked = {visit.host for at, visit in steps.under_way if at == position}
+    return [
+        host
+        for host in moment.compared((steps.order.blocks[position],))
+        if host.name not in asked and (slow or not moment.is_slow(host))
+    ]
 
-    def __init__(
-        self, progress: RequestProgress, steps: Steps, swarm: Swarm, *, left: float, limits: Limits
-    ) -> None:
-        visits = tuple(visit for _, visit in steps.under_way)
-        self.progress = replace(progress, under_way=visits)
-        self.steps, self.swarm = steps, swarm
-        self.left, self.limits, self.pace = left, limits, swarm.pace(limits)
-        self._bound = slow_above(self.pace, limits)
-        self._asked = {(position, visit.host) for position, visit in steps.under_way}
 
-    def holders(self, position: int, *, slow: bool) -> list[HostView]:
-        """Usable hosts of the step's block that were not asked for it; quick ones, or all."""
-        block = self.steps.order.blocks[position]
-        return [
-            host
-            for host in compared(self.progress, self.swarm, blocks=(block,), limits=self.limits)
-            if (position, host.name) not in self._asked
-            and (slow or not is_slow(host, bound=self._bound))
-        ]
-
-    def ask(self, position: int, *, slow: bool) -> Ask | None:
-        """The visit for the step to the host that is expected to answer first, if there is one."""
-        progress, pace = self.progress, self.pace
-        host = min(
-            self.holders(position, slow=slow),
-            key=lambda host: rank(host, 1, pace=pace, images=progress.images),
-            default=None,
-        )
-        if host is None:
-            return None
-        blocks = stretch(self.steps.order, position, held=host.blocks)
-        visit = visit_to(
-            host, blocks, progress=progress, pace=pace, left=self.left, limits=self.limits
-        )
-        return Ask(position, visit)
+def _ask(moment: Moment, steps: Steps, *, position: int, slow: bool) -> Ask | None:
+    """The visit for the step to the host that is expected to answer first, if there is one."""
+    block = steps.order.blocks[position]
+    hosts = _holders(moment, steps, position=position, slow=slow)
+    if (offer := moment.first((host, (block,)) for host in hosts)) is None:
+        return None
+    host, _ = offer
+    return Ask(position, moment.visit(host, stretch(steps.order, position, held=host.blocks)))
 
 
 def stretch(order: ExecutionOrder, position: int, *, held: frozenset[int]) -> tuple[int, ...]:

@@ -16,23 +16,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from math import ceil, inf
+from math import ceil
 
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Visit
 from layershuffle.swarm.policy import (
     Action,
     Finish,
+    Moment,
+    Offer,
     RequestProgress,
     UnderWay,
     Wait,
-    compared,
     nowhere,
-    rank,
-    visit_to,
 )
 from layershuffle.swarm.rounds import Rounds
-from layershuffle.swarm.state import HostView, Swarm, expected, is_slow, slow_above
+from layershuffle.swarm.state import HostView, Swarm
 
 _PAYS = 0.8
 """Part of the time that side by side may take: it makes more visits, each of which costs the router
@@ -68,14 +67,15 @@ def decide_overlap(
     No visit's limit reaches beyond the deadline less the reserve, no block runs twice on one
     version, and none more often than `rounds` allows.
     """
-    left = progress.deadline - limits.reserve_ms / 1000 - now
+    moment = Moment(progress, swarm, now=now, limits=limits)
+    left = moment.left
     ran, most = set(progress.done), max(progress.most or progress.depth, progress.min_blocks)
     if len(ran) >= most or left <= 0:
         whole = len(ran) == progress.depth
         return Finish("complete" if whole else "enough" if len(ran) >= most else "deadline")
     waited = [visit for visit in progress.under_way if visit.waited]
     busy = {block for visit in waited for block in visit.blocks}
-    request = _OverlapRequest(progress, swarm, left=left, limits=limits, alone=not waited)
+    request = _OverlapRequest(moment, alone=not waited)
     blocks = range(progress.depth)
     reached = [b for b in blocks if b in ran or b in busy or request.may_run(b)]
     way = rounds.way(len(reached), enough=most)
@@ -115,33 +115,21 @@ def _again(
 
 
 class _OverlapRequest:
-    """A request at one moment: which host it could ask next.
+    """Which host a request could ask next. `alone`: nothing that it waits for is under way."""
 
-    `alone`: nothing that it waits for is under way.
-    """
-
-    def __init__(
-        self,
-        progress: RequestProgress,
-        swarm: Swarm,
-        *,
-        left: float,
-        limits: Limits,
-        alone: bool,
-    ) -> None:
-        self.progress, self.swarm, self.left, self.limits = progress, swarm, left, limits
-        self.alone, self.pace = alone, swarm.pace(limits)
-        self.slow_above = slow_above(self.pace, limits)
+    def __init__(self, moment: Moment, *, alone: bool) -> None:
+        self.moment, self.alone, progress = moment, alone, moment.progress
         self.enough = len(set(progress.done)) >= progress.min_blocks
         # Also a late visit is not repeated at its own host.
         self._asked = {(v.host, block) for v in progress.under_way for block in v.blocks}
 
     def may_run(self, block: int) -> bool:
         """Whether a host may be asked for `block`: a slow one only while blocks are too few."""
-        bound = inf if not self.enough else self.slow_above
+        swarm = self.moment.swarm
         return any(
-            self._open(self.swarm[name], block) and not is_slow(self.swarm[name], bound=bound)
-            for name in self.swarm.usable(block)
+            self._open(swarm[name], block)
+            and not (self.enough and self.moment.is_slow(swarm[name]))
+            for name in swarm.usable(block)
         )
 
     def visit(self, blocks: Sequence[int], *, room: int, width: int) -> Visit | None:
@@ -151,14 +139,13 @@ class _OverlapRequest:
         """
         if not blocks or room < 1:
             return None
-        offers = {
-            host: offered
-            for host in compared(self.progress, self.swarm, blocks=blocks, limits=self.limits)
-            if (offered := [b for b in blocks if b in host.blocks and self._open(host, b)])
-        }
-        quick = {
-            host: work for host, work in offers.items() if not is_slow(host, bound=self.slow_above)
-        }
+        moment = self.moment
+        offers = [
+            (host, offered)
+            for host in moment.compared(blocks)
+            if (offered := tuple([b for b in blocks if b in host.blocks and self._open(host, b)]))
+        ]
+        quick = [offer for offer in offers if not moment.is_slow(offer[0])]
         if not quick:
             # Slow hosts are the last resort of a request that has too few blocks.
             return self._first(offers, room=room) if self.alone and not self.enough else None
@@ -166,66 +153,55 @@ class _OverlapRequest:
             return slow
         if self.alone and not self._pays(quick, room=room, width=width):
             return self._first(quick, room=room)
-        if not self.alone:
-            # To queue there would gain nothing, and cost another request its turn.
-            quick = {host: work for host, work in quick.items() if not host.waiting}
         # What few others hold goes first, so that many hosts can be asked until the end.
-        rarest = {
-            host: [min(work, key=lambda block: (len(self.swarm.usable(block)), block))]
-            for host, work in quick.items()
-        }
+        rarest = [
+            (host, (min(work, key=lambda block: (len(moment.swarm.usable(block)), block)),))
+            for host, work in quick
+            # To queue beside others would gain nothing, and cost another request its turn.
+            if self.alone or not host.waiting
+        ]
         return self._first(rarest, room=1)
 
     def _open(self, host: HostView, block: int) -> bool:
         return (host.name, block) not in self._asked
 
-    def _first(self, offers: dict[HostView, list[int]], *, room: int) -> Visit | None:
-        """What the host offers that is expected to answer first, cut to what fits."""
-        pace, images = self.pace, self.progress.images
-        cut = {host: tuple(blocks[:room]) for host, blocks in offers.items()}
-        host = min(cut, key=lambda h: rank(h, len(cut[h]), pace=pace, images=images), default=None)
-        return None if host is None else self._to(host, cut[host])
+    def _first(self, offers: Sequence[Offer], *, room: int) -> Visit | None:
+        offer = self.moment.first((host, work[:room]) for host, work in offers)
+        return None if offer is None else self.moment.visit(*offer)
 
-    def _pays(self, offers: dict[HostView, list[int]], *, room: int, width: int) -> bool:
+    def _pays(self, offers: Sequence[Offer], *, room: int, width: int) -> bool:
         """Whether single blocks side by side take clearly less time than all blocks of a host."""
-        images, pace = self.progress.images, self.pace
-        single = sorted(expected(host, 1, pace=pace, images=images) for host in offers)[:width]
-        several = min(
-            expected(host, count, pace=pace, images=images) / count
-            for host, work in offers.items()
-            if (count := min(len(work), room))
-        )
+        expected = self.moment.expected
+        single = sorted(expected(host, 1) for host, _ in offers)[:width]
+        counts = [(host, min(len(work), room)) for host, work in offers]
+        several = min(expected(host, count) / count for host, count in counts)
         # No visit waits for another one, so that what each host does in a second adds up. A host
         # may have said that it takes no time at all.
         side_by_side = 1 / sum(1 / max(seconds, _LEAST) for seconds in single)
         return len(single) > 1 and side_by_side <= _PAYS * several
 
-    def _to(self, host: HostView, blocks: tuple[int, ...]) -> Visit:
-        return visit_to(
-            host, blocks, progress=self.progress, pace=self.pace, left=self.left, limits=self.limits
-        )
-
     def _beside(
-        self, offers: dict[HostView, list[int]], quick: dict[HostView, list[int]], *, width: int
+        self, offers: Sequence[Offer], quick: Sequence[Offer], *, width: int
     ) -> Visit | None:
         """A visit to an idle slow host that may be back before the quick ones are done.
 
         For a block that no quick host holds. The request does not wait for it.
         """
+        moment, progress = self.moment, self.moment.progress
         # On a busy swarm its visits would cost the other requests more than they bring to this one.
         if width == 1:
             return None
         # Another one would push out the oldest of them, and its host would have worked in vain.
-        if sum(not visit.waited for visit in self.progress.under_way) >= MOST_BESIDE:
+        if sum(not visit.waited for visit in progress.under_way) >= MOST_BESIDE:
             return None
-        held = {block for work in quick.values() for block in work}
-        each = self.pace.link + self.pace.compute
-        rest = ceil(len(held) / width) * each * self.progress.images
-        under_way = {block for visit in self.progress.under_way for block in visit.blocks}
-        for host, offered in offers.items():
+        held = {block for _, work in quick for block in work}
+        each = moment.pace.link + moment.pace.compute
+        rest = ceil(len(held) / width) * each * progress.images
+        under_way = {block for visit in progress.under_way for block in visit.blocks}
+        for host, offered in offers:
             blocks = [b for b in offered if b not in held and b not in under_way]
             if blocks and not host.waiting:
-                visit = self._to(host, (blocks[0],))
-                if visit.expected <= min(rest, self.left):
+                visit = moment.visit(host, (blocks[0],))
+                if visit.expected <= min(rest, moment.left):
                     return replace(visit, waited=False)
         return None

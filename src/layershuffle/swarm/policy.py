@@ -20,7 +20,7 @@ The real router and the simulation drive this same code.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -29,7 +29,6 @@ from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Ending, Outcome, Visit
 from layershuffle.swarm.state import (
     HostView,
-    Pace,
     Swarm,
     expected,
     is_slow,
@@ -133,6 +132,8 @@ class Wait:
 
 
 Action = Visit | Finish | Wait
+Offer = tuple[HostView, tuple[int, ...]]
+"""A host, and the blocks that it could run in one visit."""
 
 
 def decide(
@@ -156,51 +157,68 @@ def decide(
     free = routing in FREE
     if free and progress.room <= 0:
         return Finish("enough")
-    # Head and answer still have to fit in behind the last visit.
-    left = progress.deadline - limits.reserve_ms / 1000 - now
+    moment = Moment(progress, swarm, now=now, limits=limits)
+    left = moment.left
     if left <= 0:
         # A pipeline has no half answers (decision 010).
         return Finish("deadline" if free else "lost")
-    pace = swarm.pace(limits)
-    if free:
-        visit = _free_visit(progress, swarm, left=left, limits=limits)
-    else:
-        visit = _pipeline_visit(progress, swarm, limits=limits, routing=routing)
-    if visit is None:
+    offer = _free_offer(moment) if free else _pipeline_offer(moment, routing=routing)
+    if offer is None:
         return nowhere(progress, swarm, now=now, left=left, routing=routing)
-    chosen = visit_to(*visit, progress=progress, pace=pace, left=left, limits=limits)
+    visit = moment.visit(*offer)
     # A visit that cannot be back in time would only keep its host busy.
-    return Finish("deadline") if free and chosen.expected > left else chosen
+    return Finish("deadline") if free and visit.expected > left else visit
 
 
-def visit_to(
-    host: HostView,
-    blocks: tuple[int, ...],
-    *,
-    progress: RequestProgress,
-    pace: Pace,
-    left: float,
-    limits: Limits,
-) -> Visit:
-    """The visit to `host` of a request that has `left` seconds, with its limit.
+class Moment:
+    """A request at one moment, `left` seconds before its last visit must have answered."""
 
-    It carries as many of `blocks` as fit into `left`, and at least one.
-    """
-    blocks = _cut_to_fit(host, blocks, pace=pace, images=progress.images, left=left)
-    wanted_time = expected(host, len(blocks), pace=pace, images=progress.images)
-    limit = hop_limit(wanted_time, lag=lag_of(host, pace), left=left, limits=limits)
-    # A limit that the deadline cut short says nothing about the host (decision 010).
-    fair = limit < left or limit >= _FAIR * wanted_time
-    return Visit(host.name, blocks, limit, budget=left, fair=fair, expected=wanted_time)
+    def __init__(
+        self, progress: RequestProgress, swarm: Swarm, *, now: float, limits: Limits
+    ) -> None:
+        self.progress, self.swarm, self.limits = progress, swarm, limits
+        # Head and answer still have to fit in behind the last visit.
+        self.left = progress.deadline - limits.reserve_ms / 1000 - now
+        self.pace = swarm.pace(limits)
+        self._bound = slow_above(self.pace, limits)
 
+    def compared(self, blocks: Sequence[int]) -> list[HostView]:
+        """Usable hosts to choose from, by name (`compared`)."""
+        return compared(self.progress, self.swarm, blocks=blocks, limits=self.limits)
 
-def _cut_to_fit(
-    host: HostView, blocks: tuple[int, ...], *, pace: Pace, images: int, left: float
-) -> tuple[int, ...]:
-    # One block stays: who asks ends the request if even that takes too long.
-    while len(blocks) > 1 and expected(host, len(blocks), pace=pace, images=images) > left:
-        blocks = blocks[:-1]
-    return blocks
+    def is_slow(self, host: HostView) -> bool:
+        """Whether `host` is a last resort (`state.is_slow`)."""
+        return is_slow(host, bound=self._bound)
+
+    def expected(self, host: HostView, count: int) -> float:
+        """Seconds until `host` would answer a visit of `count` blocks."""
+        return expected(host, count, pace=self.pace, images=self.progress.images)
+
+    def first(self, offers: Iterable[Offer]) -> Offer | None:
+        """The offer that goes next: by turn, then by when it is expected to be answered."""
+        return min(offers, key=self._rank, default=None)
+
+    def _rank(self, offer: Offer) -> tuple[float, float, str]:
+        host, count = offer[0], len(offer[1])
+        # The name comes last, so that equal hosts rank alike in every run.
+        turn = _turn(host, count * self.progress.images)
+        return turn, self.expected(host, count), host.name
+
+    def cut_to_fit(self, host: HostView, blocks: tuple[int, ...]) -> tuple[int, ...]:
+        """As many of `blocks` as `host` runs in the time that is left, and at least one."""
+        # One block stays: who asks ends the request if even that takes too long.
+        while len(blocks) > 1 and self.expected(host, len(blocks)) > self.left:
+            blocks = blocks[:-1]
+        return blocks
+
+    def visit(self, host: HostView, blocks: tuple[int, ...]) -> Visit:
+        """The visit to `host` with as many of `blocks` as fit, and its limit."""
+        blocks, left = self.cut_to_fit(host, blocks), self.left
+        seconds = self.expected(host, len(blocks))
+        limit = hop_limit(seconds, lag=lag_of(host, self.pace), left=left, limits=self.limits)
+        # A limit that the deadline cut short says nothing about the host (decision 010).
+        fair = limit < left or limit >= _FAIR * seconds
+        return Visit(host.name, blocks, limit, budget=left, fair=fair, expected=seconds)
 
 
 def hop_limit(wanted: float, *, lag: float, left: float, limits: Limits) -> float:
@@ -237,39 +255,21 @@ def compared(
     return [swarm[name] for name in sorted(set().union(*holders))]
 
 
-def _free_visit(
-    progress: RequestProgress, swarm: Swarm, *, left: float, limits: Limits
-) -> tuple[HostView, tuple[int, ...]] | None:
+def _free_offer(moment: Moment) -> Offer | None:
     """The host that is expected to answer first, with what it is to run; fits `left` if any does.
 
     Where the plan shares the work out, the host that is furthest behind its share goes before. Slow
     hosts are asked only while the request has fewer blocks than it needs.
     """
-    pace, wanted = swarm.pace(limits), progress.wanted
-    bound = slow_above(pace, limits)
-    offers = [
-        (host, _offer(host, progress, wanted, pace=pace, left=left))
-        for host in compared(progress, swarm, blocks=wanted, limits=limits)
-    ]
-    quick = [offer for offer in offers if not is_slow(offer[0], bound=bound)]
+    progress, wanted = moment.progress, moment.progress.wanted
+    offers = [(host, _offered(host, wanted, moment=moment)) for host in moment.compared(wanted)]
+    quick = [offer for offer in offers if not moment.is_slow(offer[0])]
     # Fewer blocks are better here than to wait for a slow host.
     if not quick and len(progress.done) >= progress.min_blocks:
         return None
     if progress.order is not None:
         quick = _earliest(quick or offers, wanted)
-    images = progress.images
-    return min(
-        quick or offers,
-        key=lambda offer: rank(offer[0], len(offer[1]), pace=pace, images=images),
-        default=None,
-    )
-
-
-def rank(host: HostView, count: int, *, pace: Pace, images: int) -> tuple[float, float, str]:
-    """What the host that is asked for `count` blocks has the least of: turn, seconds and name."""
-    # The name comes last, so that equal hosts rank alike in every run.
-    time = expected(host, count, pace=pace, images=images)
-    return _turn(host, count * images), time, host.name
+    return moment.first(quick or offers)
 
 
 def _turn(host: HostView, work: int) -> float:
@@ -284,15 +284,13 @@ def _turn(host: HostView, work: int) -> float:
     return done / host.share if host.share > 0 else math.inf
 
 
-def _offer(
-    host: HostView, progress: RequestProgress, wanted: tuple[int, ...], *, pace: Pace, left: float
-) -> tuple[int, ...]:
+def _offered(host: HostView, wanted: tuple[int, ...], *, moment: Moment) -> tuple[int, ...]:
     """What `host` could run next: what it holds of `wanted`, cut to what fits and is needed."""
-    if progress.order is not None:
+    if moment.progress.order is not None:
         blocks = _run_of(wanted, host)
     else:
-        blocks = tuple([block for block in wanted if block in host.blocks])[: progress.room]
-    return _cut_to_fit(host, blocks, pace=pace, images=progress.images, left=left)
+        blocks = tuple([block for block in wanted if block in host.blocks])[: moment.progress.room]
+    return moment.cut_to_fit(host, blocks)
 
 
 def _run_of(wanted: tuple[int, ...], host: HostView) -> tuple[int, ...]:
@@ -302,25 +300,21 @@ def _run_of(wanted: tuple[int, ...], host: HostView) -> tuple[int, ...]:
     return wanted[start:end]
 
 
-def _earliest(
-    offers: Sequence[tuple[HostView, tuple[int, ...]]], wanted: tuple[int, ...]
-) -> list[tuple[HostView, tuple[int, ...]]]:
+def _earliest(offers: Sequence[Offer], wanted: tuple[int, ...]) -> list[Offer]:
     """The offers that begin with the first block of the order that anyone reachable holds."""
     place = {block: i for i, block in enumerate(wanted)}
     first = min((place[blocks[0]] for _, blocks in offers), default=0)
     return [offer for offer in offers if place[offer[1][0]] == first]
 
 
-def _pipeline_visit(
-    progress: RequestProgress, swarm: Swarm, *, limits: Limits, routing: Routing
-) -> tuple[HostView, tuple[int, ...]] | None:
+def _pipeline_offer(moment: Moment, *, routing: Routing) -> Offer | None:
     """The next stretch of the pipeline, on the block's first holder or on any replica."""
-    wanted = progress.wanted
+    wanted, swarm = moment.progress.wanted, moment.swarm
     if routing == "sequential":
         # The first holder by name is the one host of its stage, whether it can be used or not.
         usable = [host for name in swarm.held(wanted[0])[:1] if (host := swarm[name]).usable]
     else:
-        usable = compared(progress, swarm, blocks=wanted[:1], limits=limits)
+        usable = moment.compared(wanted[:1])
     if not usable:
         return None
     host = min(usable, key=lambda host: (host.waiting, host.compute or 0.0, host.name))
