@@ -307,13 +307,13 @@ def test_a_step_compares_a_bounded_number_of_hosts():
     seen = Counter()
     for seed in range(200):
         progress = RequestProgress(12, 1.0, seed=seed)
-        chosen = compared(progress, swarm, blocks=progress.wanted, limits=limits)
+        chosen = compared(progress, swarm, blocks=progress.to_run, limits=limits)
         assert len(chosen) <= 48
         assert {block for host in chosen for block in host.blocks} == set(range(12))
         seen.update(host.name for host in chosen)
-        assert chosen == compared(progress, swarm, blocks=progress.wanted, limits=limits)
+        assert chosen == compared(progress, swarm, blocks=progress.to_run, limits=limits)
     assert max(seen.values()) < 20
     assert len(seen) > 2200
     few = Swarm(HostView(f"h{i:02}", frozenset({i % 12})) for i in range(48))
     asked = RequestProgress(12, 1.0)
-    assert compared(asked, few, blocks=asked.wanted, limits=limits) == list(few.values())
+    assert compared(asked, few, blocks=asked.to_run, limits=limits) == list(few.values())

@@ -120,9 +120,9 @@ def check_sibling(bundle: Bundle, other: Bundle | str | Path) -> None:
     if isinstance(other, Bundle) and other.program != bundle.program:
         differences.append(("the computation of a block", "the served one", "another one"))
     # Only the first difference is told: it is the most important.
-    for what, ours, its in differences:
+    for feature, ours, its in differences:
         raise UsageError(
-            f"These blocks cannot stand in for the swarm's: {what} is {its} in the donor and "
+            f"These blocks cannot stand in for the swarm's: {feature} is {its} in the donor and "
             f"{ours} in the swarm",
             place=path,
             hint="take blocks of a model refined from the same base (the same recipe with another "
@@ -244,15 +244,15 @@ def _describe(value: object) -> str:
 
 def _check_same(module: Alone, program: Block, *, block: int, states: Tensor) -> None:
     for images in _CHECKED:
-        got = program(states[:images])
-        wanted = _computed(module, states[:images], gradient=False)
-        if torch.equal(wanted, got):
+        answer = program(states[:images])
+        own = _computed(module, states[:images], gradient=False)
+        if torch.equal(own, answer):
             continue
         # torchvision's attention is fused without gradients and exported the plain way: either is
         # right.
-        if not torch.equal(_computed(module, states[:images], gradient=True), got):
-            like = wanted.shape == got.shape
-            error = f"largest difference {(wanted - got).abs().max()}" if like else "another shape"
+        if not torch.equal(_computed(module, states[:images], gradient=True), answer):
+            like = own.shape == answer.shape
+            error = f"largest difference {(own - answer).abs().max()}" if like else "another shape"
             raise StackError(
                 f"Block {block} gives other numbers as an exported program ({error} on {images} "
                 "image(s))"

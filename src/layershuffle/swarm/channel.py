@@ -354,7 +354,7 @@ class ChannelLink:
         while True:
             connection = _Connection(self.host, token=self._credentials.token)
             try:
-                why = await self._kept(connection)
+                why = await self._until_lost(connection)
             finally:
                 self._connection = None
                 connection.stream.abort("the gateway has closed it")
@@ -363,7 +363,7 @@ class ChannelLink:
             pause = first if connection.answered else min(2 * pause, longest)
             await asyncio.sleep(pause / _MILLI)
 
-    async def _kept(self, connection: _Connection) -> str:
+    async def _until_lost(self, connection: _Connection) -> str:
         """Open the connection, and wait until it ends; the reason why it could not, or did."""
         limit = self._limits.channel_ms
         try:

@@ -114,13 +114,13 @@ class Coordinator:
 
         It only waits: `run` must be running beside it. `say` gets a sentence for each that is up.
         """
-        clock, seen = self.router.clock, set[str]()
+        clock, reported = self.router.clock, set[str]()
         end, count = clock() + within, len(self.plan.hosts)
         while True:
             up = {name for name in self.plan.hosts if self.is_up(name)}
-            for name in sorted(up - seen):
-                seen.add(name)
-                say(f"{name} is up ({len(seen)} of {count})")
+            for name in sorted(up - reported):
+                reported.add(name)
+                say(f"{name} is up ({len(reported)} of {count})")
             if len(up) == count or clock() >= end:
                 return tuple(name for name in self.plan.hosts if name not in up)
             await asyncio.sleep(_POLL)

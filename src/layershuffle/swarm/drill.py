@@ -163,7 +163,7 @@ def foreseen(
     hosts still answer it.
     """
     depth = 1 + max(block for host in plan.hosts.values() for block in host.blocks)
-    wanted = min(depth, plan.most_blocks or depth)
+    enough = min(depth, plan.most_blocks or depth)
     degraded = failed = 0
     out: set[str] = set()
     pending = list(faults)
@@ -175,7 +175,7 @@ def foreseen(
         reachable = _reachable(plan, out, routing)
         if routing in FREE:
             failed += not reachable
-            degraded += 0 < len(reachable) < wanted
+            degraded += 0 < len(reachable) < enough
         else:
             failed += len(reachable) < depth
     return Foreseen(100 * degraded / requests, 100 * failed / requests)
@@ -216,16 +216,16 @@ def why_not_judged(plan: SwarmPlan, calibration: Calibration | None, *, data: st
 
 
 def drill_report(
-    drill: Drill, seen: Foreseen, *, judgement: DrillJudgement | str, routing: Routing
+    drill: Drill, expected: Foreseen, *, judgement: DrillJudgement | str, routing: Routing
 ) -> str:
     """The ends of the requests beside the expected ones, and the accuracy beside its interval.
 
     `judgement`: a text says why the accuracy is not judged.
     """
     rows = [
-        ("answered in full", drill.share("answered"), 100 - seen.degraded - seen.failed),
-        ("degraded", drill.share("degraded"), seen.degraded),
-        ("failed", drill.share("failed"), seen.failed),
+        ("answered in full", drill.share("answered"), 100 - expected.degraded - expected.failed),
+        ("degraded", drill.share("degraded"), expected.degraded),
+        ("failed", drill.share("failed"), expected.failed),
         ("late", drill.share("late"), 0.0),
     ]
     lines = [
@@ -265,7 +265,7 @@ def ends_json(drill: Drill, judgement: DrillJudgement | None) -> dict[str, objec
 
 
 def drill_json(
-    drill: Drill, seen: Foreseen, *, judgement: DrillJudgement | str, routing: Routing
+    drill: Drill, expected: Foreseen, *, judgement: DrillJudgement | str, routing: Routing
 ) -> dict[str, object]:
     """What `drill_report` says, for `json.dumps`."""
     why = judgement if isinstance(judgement, str) else ""
@@ -273,6 +273,6 @@ def drill_json(
         "routing": routing,
         **ends_json(drill, None if isinstance(judgement, str) else judgement),
         "accuracy_why": why,
-        "foreseen_percent": asdict(seen),
+        "foreseen_percent": asdict(expected),
         "faults": [{**asdict(fault), "seconds": seconds} for fault, seconds in drill.fired],
     }

@@ -132,14 +132,14 @@ def _way(top1: Mapping[Cell, float], kept: int, *, parallel: int | None) -> Way:
     """How `kept` blocks run, by the accuracy of every cell."""
     measured = sorted((cell.passes, cell.parallel) for cell in top1 if cell.kept == kept)
     widest = measured[-1][1]
-    given = None if parallel is None else min(parallel, widest)
+    width = 1 if parallel is None else min(parallel, widest)
 
     def of(passes: int, under_way: int) -> float:
         return top1[Cell(kept, passes, under_way)]
 
-    number = [passes for passes, under_way in measured if under_way == (given or 1)]
-    best = max(of(passes, given or 1) for passes in number)
-    passes = next(passes for passes in number if of(passes, given or 1) >= best - _POINTS)
+    number = [passes for passes, under_way in measured if under_way == width]
+    best = max(of(passes, width) for passes in number)
+    passes = next(passes for passes in number if of(passes, width) >= best - _POINTS)
     if parallel is not None:
         return Way(parallel, passes)
     return Way(_widest(top1, kept, passes=passes), passes)

@@ -139,14 +139,14 @@ def patience(host: HostView, swarm: Swarm, *, limits: Limits) -> float:
     if not host.usable:
         return probe
     pace = swarm.pace(limits)
-    wanted, lag = state.expected(host, 1, pace=pace), state.lag_of(host, pace)
-    return max(probe, policy.hop_limit(wanted, lag=lag, left=np.inf, limits=limits))
+    seconds, lag = state.expected(host, 1, pace=pace), state.lag_of(host, pace)
+    return max(probe, policy.hop_limit(seconds, lag=lag, left=np.inf, limits=limits))
 
 
-def agrees(answer: State, wanted: State, *, tolerance: float) -> bool:
-    """Whether no value of `answer` is off by more than `tolerance` x the largest of `wanted`."""
+def agrees(answer: State, expected: State, *, tolerance: float) -> bool:
+    """Whether no value of `answer` is off by more than `tolerance` x the largest of `expected`."""
     # NaN compares as false, so that it never agrees.
-    return bool(np.abs(answer - wanted).max() <= tolerance * np.abs(wanted).max())
+    return bool(np.abs(answer - expected).max() <= tolerance * np.abs(expected).max())
 
 
 @dataclass(frozen=True, eq=False)
@@ -290,12 +290,12 @@ class HealthMonitor:
             return ""
         question = self._question(check.block, reference)
         # Shielded, because the canaries of other hosts wait for it as well.
-        wanted = await asyncio.shield(question.output)
+        expected = await asyncio.shield(question.output)
         hop, answer = await self._ask(check, question.start)
         if self._expected.get(check.host, {}).get(check.block) is not reference:
             return ""  # its weights were swapped meanwhile, so the answer says nothing
         tolerance = self.router.limits.tolerance
-        if answer is not None and not agrees(answer, wanted, tolerance=tolerance):
+        if answer is not None and not agrees(answer, expected, tolerance=tolerance):
             hop = _wrong(hop, f"it failed its canary on block {check.block}")
         if hop.outcome != "answered":
             self.router.report(hop)
@@ -377,16 +377,16 @@ class HealthMonitor:
         """Compute the state after the hop again, here, and compare."""
         wire = self.router.wire
         # What the hop's host saw, rounded by the wire.
-        seen = wanted = unpack(pack(before, wire))
+        received = expected = unpack(pack(before, wire))
         for block in blocks:
-            wanted = await block.compute(wanted)
+            expected = await block.compute(expected)
         if wire != "fp32":
-            wanted = before + (wanted - seen)  # the router adds to the state that it has
+            expected = before + (expected - received)  # the router adds to the state that it has
         self.audited += 1
         tolerance = self.router.limits.tolerance + _ROUNDING[wire]
         # A process that began anew meanwhile, or got other weights, did not give this answer.
         same = self._references_of(hop) == blocks
-        agreed = agrees(after, wanted, tolerance=tolerance)
+        agreed = agrees(after, expected, tolerance=tolerance)
         self.disagreed += not agreed
         if not same:
             return

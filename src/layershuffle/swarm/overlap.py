@@ -194,12 +194,12 @@ class _OverlapRequest:
         # Another one would push out the oldest of them, and its host would have worked in vain.
         if sum(not visit.waited for visit in progress.under_way) >= MOST_BESIDE:
             return None
-        held = {block for _, work in quick for block in work}
+        quick_blocks = {block for _, work in quick for block in work}
         each = moment.pace.link + moment.pace.compute
-        rest = ceil(len(held) / width) * each * progress.images
+        rest = ceil(len(quick_blocks) / width) * each * progress.images
         under_way = {block for visit in progress.under_way for block in visit.blocks}
         for host, offered in offers:
-            blocks = [b for b in offered if b not in held and b not in under_way]
+            blocks = [b for b in offered if b not in quick_blocks and b not in under_way]
             if blocks and not host.waiting:
                 visit = moment.visit(host, (blocks[0],))
                 if visit.expected <= min(rest, moment.left):

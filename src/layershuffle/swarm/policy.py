@@ -96,7 +96,7 @@ class RequestProgress:
         return max(self.most, self.min_blocks) - len(self.done)
 
     @property
-    def wanted(self) -> tuple[int, ...]:
+    def to_run(self) -> tuple[int, ...]:
         """Blocks still to run: in the order asked for, else ascending.
 
         In an order asked for, the blocks before the last one that ran are past.
@@ -149,7 +149,7 @@ def decide(
     A visit's limit never reaches beyond the deadline less the reserve, and no visit holds a block
     that ran before, so a request ends after at most `depth` answered visits.
     """
-    if not progress.wanted:
+    if not progress.to_run:
         # Blocks of an order that nobody held were passed over: nothing is left to run, and yet
         # blocks are missing.
         whole = progress.order is None or len(progress.done) == len(progress.order)
@@ -221,14 +221,14 @@ class Moment:
         return Visit(host.name, blocks, limit, budget=left, fair=fair, expected=seconds)
 
 
-def hop_limit(wanted: float, *, lag: float, left: float, limits: Limits) -> float:
-    """Seconds after which a visit expected to take `wanted` is given up; never beyond `left`.
+def hop_limit(seconds: float, *, lag: float, left: float, limits: Limits) -> float:
+    """Seconds after which a visit expected to take `seconds` is given up; never beyond `left`.
 
     `lag`: what visits may well take beyond that, by those of late (`state.lag_of`). The cap is for
     hosts that fell silent; what is known to take longer (many images) is given time.
     """
-    patience = max(limits.hop_factor * (wanted + lag), limits.hop_floor_ms / 1000)
-    return min(patience, max(limits.hop_cap_ms / 1000, _FAIR * wanted), left)
+    patience = max(limits.hop_factor * (seconds + lag), limits.hop_floor_ms / 1000)
+    return min(patience, max(limits.hop_cap_ms / 1000, _FAIR * seconds), left)
 
 
 def compared(
@@ -261,14 +261,14 @@ def _free_offer(moment: Moment) -> Offer | None:
     Where the plan shares the work out, the host that is furthest behind its share goes before. Slow
     hosts are asked only while the request has fewer blocks than it needs.
     """
-    progress, wanted = moment.progress, moment.progress.wanted
-    offers = [(host, _offered(host, wanted, moment=moment)) for host in moment.compared(wanted)]
+    progress, to_run = moment.progress, moment.progress.to_run
+    offers = [(host, _offered(host, to_run, moment=moment)) for host in moment.compared(to_run)]
     quick = [offer for offer in offers if not moment.is_slow(offer[0])]
     # Fewer blocks are better here than to wait for a slow host.
     if not quick and len(progress.done) >= progress.min_blocks:
         return None
     if progress.order is not None:
-        quick = _earliest(quick or offers, wanted)
+        quick = _earliest(quick or offers, to_run)
     return moment.first(quick or offers)
 
 
@@ -284,41 +284,41 @@ def _turn(host: HostView, work: int) -> float:
     return done / host.share if host.share > 0 else math.inf
 
 
-def _offered(host: HostView, wanted: tuple[int, ...], *, moment: Moment) -> tuple[int, ...]:
-    """What `host` could run next: what it holds of `wanted`, cut to what fits and is needed."""
+def _offered(host: HostView, to_run: tuple[int, ...], *, moment: Moment) -> tuple[int, ...]:
+    """What `host` could run next: what it holds of `to_run`, cut to what fits and is needed."""
     if moment.progress.order is not None:
-        blocks = _run_of(wanted, host)
+        blocks = _run_of(to_run, host)
     else:
-        blocks = tuple([block for block in wanted if block in host.blocks])[: moment.progress.room]
+        blocks = tuple([block for block in to_run if block in host.blocks])[: moment.progress.room]
     return moment.cut_to_fit(host, blocks)
 
 
-def _run_of(wanted: tuple[int, ...], host: HostView) -> tuple[int, ...]:
-    """The first stretch of `wanted` that `host` holds without a gap."""
-    start = next((i for i, block in enumerate(wanted) if block in host.blocks), len(wanted))
-    end = next((i for i in range(start, len(wanted)) if wanted[i] not in host.blocks), len(wanted))
-    return wanted[start:end]
+def _run_of(to_run: tuple[int, ...], host: HostView) -> tuple[int, ...]:
+    """The first stretch of `to_run` that `host` holds without a gap."""
+    start = next((i for i, block in enumerate(to_run) if block in host.blocks), len(to_run))
+    end = next((i for i in range(start, len(to_run)) if to_run[i] not in host.blocks), len(to_run))
+    return to_run[start:end]
 
 
-def _earliest(offers: Sequence[Offer], wanted: tuple[int, ...]) -> list[Offer]:
+def _earliest(offers: Sequence[Offer], to_run: tuple[int, ...]) -> list[Offer]:
     """The offers that begin with the first block of the order that anyone reachable holds."""
-    place = {block: i for i, block in enumerate(wanted)}
+    place = {block: i for i, block in enumerate(to_run)}
     first = min((place[blocks[0]] for _, blocks in offers), default=0)
     return [offer for offer in offers if place[offer[1][0]] == first]
 
 
 def _pipeline_offer(moment: Moment, *, routing: Routing) -> Offer | None:
     """The next stretch of the pipeline, on the block's first holder or on any replica."""
-    wanted, swarm = moment.progress.wanted, moment.swarm
+    to_run, swarm = moment.progress.to_run, moment.swarm
     if routing == "sequential":
         # The first holder by name is the one host of its stage, whether it can be used or not.
-        usable = [host for name in swarm.held(wanted[0])[:1] if (host := swarm[name]).usable]
+        usable = [host for name in swarm.held(to_run[0])[:1] if (host := swarm[name]).usable]
     else:
-        usable = moment.compared(wanted[:1])
+        usable = moment.compared(to_run[:1])
     if not usable:
         return None
     host = min(usable, key=lambda host: (host.waiting, host.compute or 0.0, host.name))
-    return host, _run_of(wanted, host)
+    return host, _run_of(to_run, host)
 
 
 def nowhere(
@@ -332,7 +332,7 @@ def nowhere(
     free = routing in FREE
     if free and len(set(progress.done)) >= progress.min_blocks:
         return Finish("unreachable")
-    holders = (swarm[name] for block in progress.wanted for name in swarm.held(block))
+    holders = (swarm[name] for block in progress.to_run for name in swarm.held(block))
     if (
         progress.pending
         or progress.under_way

@@ -183,12 +183,11 @@ class JoinedCluster:
         # Remembered: the next raylet may take the same port, and does not know this process.
         self._stale |= self._raylet is not None and not _answers(self._raylet)
         if not _answers((host, int(port))):
-            what = (
+            return Loss(
                 f"The head at {self._address} does not answer. Requests still go to the hosts that "
                 "can be reached, but a host that fails now does not come back until the head "
                 "runs again"
             )
-            return Loss(what)
         if self._stale:
             return Loss("Ray on this machine ended and has begun anew", renewable=True)
         return None

@@ -100,11 +100,11 @@ def cell_of(steps: Sequence[VersionedStep]) -> Cell:
     the sum over all steps. A pass counts once all of its blocks ran.
     """
     kept = len({block for block, _ in steps})
-    passes, seen = 0, set[int]()
+    passes, ran = 0, set[int]()
     for block, _ in steps:
-        seen.add(block)
-        if len(seen) == kept:
-            passes, seen = passes + 1, set()
+        ran.add(block)
+        if len(ran) == kept:
+            passes, ran = passes + 1, set()
     age = sum(position - version for position, (_, version) in enumerate(steps))
     for parallel in range(1, kept + 1):
         if age <= _age(len(steps), kept=kept, parallel=parallel):

@@ -73,13 +73,13 @@ def load_cargo(plan: SwarmPlan) -> Cargo:
     host = served_host(model)
     plan.check(depth_of(host))
     bundles = {plan.model: make_bundle(host)}
-    given: dict[str, set[int]] = {}
+    donated: dict[str, set[int]] = {}
     for place in plan.hosts.values():
         for block, donor in place.donors.items():
-            given.setdefault(donor, set()).add(block)
+            donated.setdefault(donor, set()).add(block)
     # A plan may name its own model as a donor, of which everything is there already.
-    given.pop(plan.model, None)
-    for donor, blocks in sorted(given.items()):
+    donated.pop(plan.model, None)
+    for donor, blocks in sorted(donated.items()):
         bundles[donor] = donor_bundle(donor, bundles[plan.model], blocks=sorted(blocks))
     return Cargo(model, bundles, calibration_of(plan.model, host))
 

@@ -278,13 +278,13 @@ def settled(host: HostView, work: int) -> HostView:
 
 def answered(host: HostView, hop: Visited, *, limits: Limits) -> HostView:
     """A request's visit was answered: it counts as served, and its times join the averages."""
-    seen = _timed(host, hop, limits=limits)
+    timed = _timed(host, hop, limits=limits)
     return replace(
-        seen,
+        timed,
         # The late answer of a suspect forgives nothing: only a probe brings it back.
         strikes=0 if host.usable else host.strikes,
         lag=_lag_after(host, hop, fade=limits.lag_fade),
-        served=seen.served + len(hop.blocks) * hop.images,
+        served=timed.served + len(hop.blocks) * hop.images,
     )
 
 

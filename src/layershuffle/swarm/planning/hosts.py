@@ -204,11 +204,11 @@ def hosts_of(file: HostsFile, facts: ModelFacts) -> tuple[PlannedHost, ...]:
         for group, spec in file.hosts.items()
         for name in _names(group, spec.count)
     )
-    seen: set[str] = set()
+    names: set[str] = set()
     for host in hosts:
-        if host.name in seen:
+        if host.name in names:
             raise UsageError(f"Two hosts are named {host.name!r}", hint="rename one of them")
-        seen.add(host.name)
+        names.add(host.name)
     return hosts
 
 

@@ -202,14 +202,14 @@ def operator_of(state: str | None) -> Iterator[Operator]:
         operator.close()
 
 
-def state_directory(given: str | None = None) -> Path:
+def state_directory(path: str | None = None) -> Path:
     """The directory where a swarm of this user keeps its socket and token; it is created if needed.
 
     Default: $XDG_STATE_HOME/layershuffle/swarm, or ~/.local/state/... . Raises `UsageError` if
     other users may enter it, or its path is too long for a socket.
     """
     base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    directory = Path(given or f"{base}/layershuffle/swarm").expanduser().absolute()
+    directory = Path(path or f"{base}/layershuffle/swarm").expanduser().absolute()
     with explained(directory, flag="--state"):
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     # The directory may have been there before, so that its mode and owner are looked at.

@@ -68,15 +68,15 @@ class Following:
         if way is None or len(way.visits) >= MOST_VISITS:
             return
         begun = (self._clock() - way.started) * _MILLI
-        seen = _FollowedVisit(call.visit.host, call.visit.blocks, begun)
-        way.visits.append(seen)
-        way.calls[id(call)] = seen
+        visit = _FollowedVisit(call.visit.host, call.visit.blocks, begun)
+        way.visits.append(visit)
+        way.calls[id(call)] = visit
 
         def ended(task: Task[Answer]) -> None:
-            if seen.ended is None:
-                seen.ended = (self._clock() - way.started) * _MILLI
-            if task.cancelled() and not seen.outcome:
-                seen.outcome = "dropped"
+            if visit.ended is None:
+                visit.ended = (self._clock() - way.started) * _MILLI
+            if task.cancelled() and not visit.outcome:
+                visit.outcome = "dropped"
             self.version += 1
 
         call.task.add_done_callback(ended)
@@ -85,12 +85,12 @@ class Following:
     def noted(self, call: PendingVisit, hop: Visited) -> None:
         """A visit has an outcome. A late one is still under way, and may bring an answer."""
         for way in self._ways():
-            seen = way.calls.get(id(call))
-            if seen is not None:
-                seen.outcome, seen.why = hop.outcome, hop.why
-                seen.late |= hop.outcome == "late"
-                if seen.ended is None and call.task.done():
-                    seen.ended = (self._clock() - way.started) * _MILLI
+            visit = way.calls.get(id(call))
+            if visit is not None:
+                visit.outcome, visit.why = hop.outcome, hop.why
+                visit.late |= hop.outcome == "late"
+                if visit.ended is None and call.task.done():
+                    visit.ended = (self._clock() - way.started) * _MILLI
                 self.version += 1
 
     def over(self, walk: Walk, route: Route | None) -> None:
@@ -127,7 +127,7 @@ class Following:
             "answered": route is not None,
             "blocks": len(set(done)) if route is None else route.kept,
             "skipped": [{"block": block, "why": why} for block, why in sorted(skipped.items())],
-            "visits": [dict(vars(seen)) for seen in way.visits],
+            "visits": [dict(vars(visit)) for visit in way.visits],
         }
 
     def _advance(self, now: float) -> None:

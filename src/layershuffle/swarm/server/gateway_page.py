@@ -128,9 +128,9 @@ class GatewayPage:
 
     async def _break(self, request: Request) -> Response:
         await self.admit(request)
-        given = request.headers.get("x-page-token", "").encode()
+        token = request.headers.get("x-page-token", "").encode()
         # In constant time, as keys are compared.
-        allowed = bool(self.token) and hmac.compare_digest(given, self.token.encode())
+        allowed = bool(self.token) and hmac.compare_digest(token, self.token.encode())
         allowed = allowed and _is_local(request) and _is_own(request)
         if self.options.break_host is None or not allowed:
             raise HTTPError(

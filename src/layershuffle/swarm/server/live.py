@@ -70,14 +70,14 @@ class Live:
     async def _events(self, client: str) -> AsyncIterator[bytes]:
         self._viewers[client] += 1
         self._router.watcher = self._following
-        seen = (b"", b"")
+        sent = (b"", b"")
         try:
             while not self.ending.is_set():
                 events = self.events(self._router.clock())
                 # Whoever was slow gets what there is now, and never what there was meanwhile.
-                fresh = [new for new, old in zip(events, seen, strict=True) if new is not old]
+                fresh = [new for new, old in zip(events, sent, strict=True) if new is not old]
                 if fresh:
-                    seen = events
+                    sent = events
                     yield b"".join(fresh)
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self.ending.wait(), STEP)

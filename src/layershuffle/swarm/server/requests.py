@@ -169,8 +169,8 @@ async def read_query(
 def read_order(text: str, *, depth: int) -> ExecutionOrder:
     """The order that a request names, as text or JSON. Raises `UsageError` for what is none, for
     too many steps, and for a state of `depth` steps ago or more: that many are kept in memory."""
-    given = ExecutionOrder.from_json(text) if text.lstrip().startswith("{") else text
-    order = order_of(given, depth)
+    is_json = text.lstrip().startswith("{")
+    order = order_of(ExecutionOrder.from_json(text) if is_json else text, depth)
     if len(order) > MAX_PASSES * depth:
         raise UsageError(
             f"The order has {len(order)} steps", hint=f"take {MAX_PASSES * depth} at most"
@@ -442,9 +442,9 @@ def _data_errors(place: str, limits: GatewayLimits) -> Iterator[None]:
         raise DataError("The image cannot be read", place=place, hint=_FORMATS_HINT) from error
 
 
-def _too_large(what: str, place: str, most: int) -> DataError:
+def _too_large(size: str, place: str, most: int) -> DataError:
     return DataError(
-        f"The image is too large ({what}; at most {most})",
+        f"The image is too large ({size}; at most {most})",
         place=place,
         hint="shrink it; models look at a few hundred pixels per side",
     )
