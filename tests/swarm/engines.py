@@ -24,7 +24,7 @@ import layershuffle as ls
 from common import FAMILIES, images, redraw
 from layershuffle.orders import order_of
 from layershuffle.swarm.bundle import Bundle, make_bundle
-from layershuffle.swarm.chaos import ChaosBackend, Fault, FaultInjector
+from layershuffle.swarm.chaos import Fault, FaultInjector
 from layershuffle.swarm.coordinator import Coordinator
 from layershuffle.swarm.health import agrees
 from layershuffle.swarm.limits import Limits
@@ -80,10 +80,6 @@ class Rig:
     measured: dict[str, float] = field(default_factory=dict)
 
     @property
-    def backend(self) -> ChaosBackend:
-        return self.faults.backend
-
-    @property
     def router(self) -> Router:
         return self.coordinator.router
 
@@ -127,7 +123,7 @@ class Rig:
 
     def visit(self, host: str, *blocks: int, limit: float = HANGS) -> Awaitable[Answer]:
         """A visit that no router knows of."""
-        return self.backend.transport.visit(Visit(host, blocks, limit), pack(self.start, "fp32"))
+        return self.router.transport.visit(Visit(host, blocks, limit), pack(self.start, "fp32"))
 
     @asynccontextmanager
     async def busy(self, host: str):
@@ -138,7 +134,7 @@ class Rig:
         """
         images = np.repeat(self.start, LIMITS.max_batch + 1, axis=0)
         long = Visit(host, (BLOCKS[host][0],) * MANY, HANGS)
-        visit = asyncio.ensure_future(self.backend.transport.visit(long, pack(images, "fp32")))
+        visit = asyncio.ensure_future(self.router.transport.visit(long, pack(images, "fp32")))
         await asyncio.sleep(0.2)  # it is on its way before whatever comes next
         assert not visit.done()
         try:
@@ -151,7 +147,7 @@ class Rig:
         """Wait until so many visits wait at the host. It says so itself, whatever is cut."""
         times = 0
         while times < 3:  # between two turns the visit that keeps it busy is counted too
-            info = await self.backend.inner.call(host, "info")
+            info = await self.faults.backend.inner.call(host, "info")
             times = times + 1 if info.waiting == count else 0
 
     @asynccontextmanager
@@ -226,7 +222,7 @@ async def answers_are_the_callers_own(rig: Rig) -> None:
     """Arrays that may be written to, and that nothing else looks at."""
     for wire in ("fp32", "fp16", "int8"):
         visit = Visit("a", (0, 2), HANGS)
-        answer = await rig.backend.transport.visit(visit, pack(rig.start, wire))
+        answer = await rig.router.transport.visit(visit, pack(rig.start, wire))
         for array in (answer.packet.values, answer.packet.scales):
             assert array is None or array.flags.writeable
         wanted = run_blocks(rig.model, unpack(pack(rig.start, wire)), (0, 2))
@@ -260,7 +256,7 @@ async def visits_fail_each_in_its_own_way(rig: Rig) -> None:
         await rig.visit("a", 1)
     strange = Packet("fp32", np.zeros((1, 3, 3), np.float32))
     with pytest.raises(HostFailed, match="shape") as failed:
-        await rig.backend.transport.visit(Visit("a", (0,), HANGS), strange)
+        await rig.router.transport.visit(Visit("a", (0,), HANGS), strange)
     assert "Traceback" not in failed.value.cause
     async with rig.busy("a"):
         with pytest.raises(WorkExpired):
@@ -332,7 +328,7 @@ async def a_cut_host_goes_on(rig: Rig) -> None:
     after, route = await rig.walk()
     assert set(route.skipped) == {0, 2}
     assert (after == run_blocks(rig.model, rig.start, route.order)).all()
-    asked = asyncio.ensure_future(rig.backend.call("a", "info"))
+    asked = asyncio.ensure_future(rig.faults.backend.call("a", "info"))
     await asyncio.sleep(0.2)
     assert not asked.done()
     assert not visit.done()
@@ -344,7 +340,7 @@ async def a_cut_host_goes_on(rig: Rig) -> None:
 async def a_slow_host_is_a_last_resort(rig: Rig) -> None:
     """It answers, late but in time for its visits; requests that need nobody else leave it out."""
     compute_ms = (await rig.visit("a", 0)).compute_ms
-    rig.backend.transport.break_host("a", "slow", factor=max(2.0, 60 / compute_ms))
+    rig.faults.backend.transport.break_host("a", "slow", factor=max(2.0, 60 / compute_ms))
     for _ in range(3):
         await rig.walk(min_blocks=DEPTH)
     seen = rig.router.swarm["a"].compute

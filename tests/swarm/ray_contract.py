@@ -132,7 +132,7 @@ async def a_client_without_the_token_gets_nothing(rig: Rig) -> None:
 
 async def hosts_outlive_their_coordinator(rig: Rig) -> None:
     """A gateway that starts again finds the processes and their blocks; it watches by itself."""
-    before = await pids(rig.backend)
+    before = await pids(rig.faults.backend)
     backend = RayHosts(rig.ray, limits=LIMITS)
     router = Router(backend.transport, depth=DEPTH, limits=LIMITS)
     second = Coordinator(PLAN, router=router, backend=backend, bundles={"pico": rig.bundle})
@@ -155,16 +155,16 @@ async def hosts_outlive_their_coordinator(rig: Rig) -> None:
 
 async def a_frozen_process_is_ended_for_good(rig: Rig) -> None:
     """A stopped process cannot hear that it is to end."""
-    pid = (await pids(rig.backend))["a"]
+    pid = (await pids(rig.faults.backend))["a"]
     await rig.inject("freeze")
     rig.measured["readmitted_s"] = await rig.begin_anew("a")
-    assert (await pids(rig.backend))["a"] != pid
+    assert (await pids(rig.faults.backend))["a"] != pid
     await until(lambda: not Path(f"/proc/{pid}").exists())
 
 
 async def visits_go_over_channels(rig: Rig) -> None:
     """Also to hosts that died, came back, were frozen and cut off."""
-    kinds = {name: carrier.kind for name, carrier in rig.backend.carriers().items()}
+    kinds = {name: carrier.kind for name, carrier in rig.faults.backend.carriers().items()}
     assert kinds == dict.fromkeys(BLOCKS, "channel")
 
 

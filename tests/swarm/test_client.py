@@ -19,7 +19,7 @@ from common import DEPTH, FAMILIES
 from layershuffle.cli import main
 from layershuffle.cli.swarm.asking import ServerOptions, client_options
 from layershuffle.cli.swarm.options import HttpsOptions, context_of, read_keys
-from layershuffle.cli.swarm.serving import describe_service, serve_service
+from layershuffle.cli.swarm.serving import describe_service
 from layershuffle.errors import UsageError
 from layershuffle.orders import ExecutionOrder
 from layershuffle.swarm.bundle import make_bundle
@@ -29,6 +29,7 @@ from layershuffle.swarm.messages import HostGone
 from layershuffle.swarm.plan import HostPlan, SwarmPlan
 from layershuffle.swarm.server.admin import state_directory
 from layershuffle.swarm.server.limits import GatewayLimits
+from layershuffle.swarm.server.start import Serving, serve_service
 from layershuffle.swarm.server.tls import client_context, server_context
 from layershuffle.swarm.service import Cargo, running_service
 from layershuffle.swarm.state import Swarm
@@ -294,22 +295,21 @@ def test_https_from_the_flags_to_the_answer(papers, tmp_path, capsys, monkeypatc
         cargo = Cargo(model, {"pico": make_bundle(model)}, None)
         hosts = LocalHosts(list(plan.hosts), limits=plan.limits)
         async with running_service(plan, cargo, backend=hosts, within=60) as service:
+            papers_of_server = HttpsOptions(
+                https_certificate=papers / "cert.pem", https_key=papers / "key.pem"
+            )
             await serve_service(
                 service,
-                state=state_directory(str(tmp_path / "s")),
-                host="127.0.0.1",
-                port=0,
-                keys=read_keys(keys),
-                public=False,
-                tls=context_of(
-                    HttpsOptions(
-                        https_certificate=papers / "cert.pem", https_key=papers / "key.pem"
-                    )
+                Serving(
+                    state=state_directory(str(tmp_path / "s")),
+                    port=0,
+                    keys=read_keys(keys),
+                    tls=context_of(papers_of_server),
+                    page=False,
                 ),
                 ready=lambda url: tell(
                     (url, describe_service(service, url, state=None, keyed=True))
                 ),
-                page=None,
             )
 
     image = tmp_path / "image.png"

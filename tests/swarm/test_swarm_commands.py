@@ -18,14 +18,19 @@ import layershuffle as ls
 from common import FAMILIES, images, logits_of, redraw
 from layershuffle.cli import main
 from layershuffle.cli.swarm.asking import describe_answer
-from layershuffle.cli.swarm.serving import operator_endpoint
 from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.swarm import service as services
 from layershuffle.swarm.bundle import make_bundle
 from layershuffle.swarm.expectations import Expected
 from layershuffle.swarm.local import LocalHosts
 from layershuffle.swarm.plan import HostPlan, SwarmPlan
-from layershuffle.swarm.server.admin import SOCKET, Operator, scratch_directory, state_directory
+from layershuffle.swarm.server.admin import (
+    SOCKET,
+    Operator,
+    operator_endpoint,
+    scratch_directory,
+    state_directory,
+)
 from layershuffle.swarm.server.schemas import Classification, Guess, ImageAnswer, Times
 from layershuffle.swarm.service import Cargo, running_service
 from waiting import HANGS

@@ -8,14 +8,8 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import (
-    AbstractContextManager,
-    asynccontextmanager,
-    contextmanager,
-    nullcontext,
-    suppress,
-)
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
@@ -34,16 +28,13 @@ from layershuffle.cli.swarm.options import (
 )
 from layershuffle.errors import Interrupted, UsageError
 from layershuffle.extras import require
-from layershuffle.machine import collector_paused
 from layershuffle.text import listing
 
 if TYPE_CHECKING:
-    import ssl
-
     from layershuffle.swarm.plan import SwarmPlan
     from layershuffle.swarm.ray_session import RaySession
-    from layershuffle.swarm.server.gateway_page import PageOptions
-    from layershuffle.swarm.service import Cargo, Service
+    from layershuffle.swarm.server.start import Serving
+    from layershuffle.swarm.service import Service
 
 
 @contextmanager
@@ -60,73 +51,6 @@ def ended_by_signals() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-@asynccontextmanager
-async def operator_endpoint(service: Service, state: Path) -> AsyncIterator[None]:
-    """The operator's socket in `state`, open inside. Raises `UsageError` if a swarm is using it."""
-    import asyncio
-    import socket
-
-    import uvicorn
-
-    from layershuffle.swarm.server.admin import free_socket, operator_app
-
-    class Quiet(uvicorn.Server):
-        def capture_signals(self) -> Any:  # the clients' server has them
-            return nullcontext()
-
-    path = free_socket(state)
-    listener = socket.socket(socket.AF_UNIX)
-    with listener:
-        path.unlink(missing_ok=True)
-        listener.bind(str(path))
-        # Before it listens, so that no other user can connect in between.
-        path.chmod(0o600)
-        listener.listen()
-        app = operator_app(service)
-        server = Quiet(uvicorn.Config(app, lifespan="off", log_config=None, access_log=False))
-        task = asyncio.create_task(server.serve(sockets=[listener]))
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)  # first: Ctrl-C cancels what is awaited here
-            server.should_exit = True
-            await asyncio.wait({task})  # which, unlike others, does not cancel it in turn
-
-
-async def serve_service(
-    service: Service,
-    *,
-    state: Path,
-    host: str,
-    port: int,
-    keys: tuple[str, ...],
-    public: bool,
-    tls: ssl.SSLContext | None,
-    ready: Callable[[str], None],
-    page: PageOptions | None,
-) -> None:
-    """Take the requests of clients and of the operator, until SIGINT or SIGTERM."""
-    from layershuffle.swarm.server.app import create_app
-    from layershuffle.swarm.server.run import serve
-
-    coordinator, health = service.coordinator, service.coordinator.health
-    app = create_app(
-        service.remote_model,
-        calibration=service.calibration,
-        keys=keys,
-        model=service.plan.model,
-        # Functions, because the server asks for these while they change.
-        foreign_blocks=lambda: coordinator.foreign_blocks,
-        watching=lambda: coordinator.watching,
-        audits=lambda: (health.audited, health.disagreed),
-        carriers=coordinator.backend.carriers,
-        trouble=lambda: service.trouble,
-        page=page,
-    )
-    async with operator_endpoint(service, state):
-        await serve(app, host=host, port=port, public=public, tls=tls, ready=ready)
 
 
 def describe_service(service: Service, url: str, *, state: str | None, keyed: bool = False) -> str:
@@ -186,84 +110,46 @@ class _ServingCommand(HttpsOptions):
     reports: Path | None = None
     """Directory of studies whose reports the page links."""
 
-    def page_options(self, service: Service) -> PageOptions | None:
-        """What the page offers, `None` for no page; its visitors may break nothing."""
-        from layershuffle.swarm.server.gateway_page import PageOptions
-
-        del service
-        return PageOptions(reports=self.reports) if self.page else None
-
     def announce(self, text: str, url: str) -> None:
         """Say that the server answers at `url`."""
         del url
         print(text, flush=True)
 
-    async def serve(
+    def serving(self) -> Serving:
+        """The settings that these flags are. Raises `UsageError` if a swarm has that state."""
+        from layershuffle.swarm.server.admin import free_socket, state_directory
+        from layershuffle.swarm.server.start import Serving
+
+        state = state_directory(self.state)
+        free_socket(state)
+        return Serving(
+            state=state,
+            port=self.port,
+            tls=context_of(self),
+            threads=self.threads,
+            page=self.page,
+            reports=self.reports,
+        )
+
+    def serve(
         self,
         plan: SwarmPlan,
         session: AbstractContextManager[RaySession],
         *,
+        serving: Serving,
         say: Callable[[str], None],
-        tls: ssl.SSLContext | None,
-        host: str = "127.0.0.1",
-        keys: tuple[str, ...] = (),
-        public: bool = False,
-        wait: float = 120.0,
     ) -> None:
-        """Serve the plan by the hosts of a Ray session, until SIGINT or SIGTERM.
-
-        `wait`: seconds until the server starts without the hosts that are not up by then; `say`
-        gets the steps until then.
-        """
+        """Serve the plan by the hosts of a Ray session, until Ctrl-C or SIGTERM."""
         import asyncio
-        from concurrent.futures import ThreadPoolExecutor
 
-        from layershuffle.swarm.placement import started_early
-        from layershuffle.swarm.ray_hosts import RayHosts
-        from layershuffle.swarm.server.admin import state_directory
+        from layershuffle.swarm.server.start import serve_plan
 
-        state = state_directory(self.state)
-        say(f"Loading {plan.model}, and connecting to Ray ...")
-        # Side by side: Ray mostly waits for its processes, and those of the hosts import torch
-        # while this one does. So nothing above may import torch.
-        with ThreadPoolExecutor(1) as loader:
-            loading = loader.submit(_loaded, plan)
-            with session as ray_session:
-                backend = RayHosts(ray_session.ray, limits=plan.limits, threads=self.threads)
-                say(f"Starting {len(plan.hosts)} block hosts ...")
-                async with started_early(backend, plan):
-                    cargo = await asyncio.wrap_future(loading)
-                    # It imports torch: now that is there, and the loop is not held up.
-                    from layershuffle.swarm.service import running_service
+        def ready(service: Service, url: str) -> None:
+            keyed = bool(serving.keys)
+            self.announce(describe_service(service, url, state=self.state, keyed=keyed), url)
 
-                    async with running_service(
-                        plan, cargo, backend=backend, session=ray_session, within=wait, say=say
-                    ) as service:
-
-                        def ready(url: str) -> None:
-                            keyed, shown = bool(keys), self.state
-                            text = describe_service(service, url, state=shown, keyed=keyed)
-                            self.announce(text, url)
-
-                        await serve_service(
-                            service,
-                            state=state,
-                            host=host,
-                            port=self.port,
-                            keys=keys,
-                            public=public,
-                            tls=tls,
-                            ready=ready,  # with port 0 the address is known once the server listens
-                            page=self.page_options(service),
-                        )
-
-
-def _loaded(plan: SwarmPlan) -> Cargo:
-    """`service.load_cargo`, for a thread that imports torch by it."""
-    with collector_paused():
-        from layershuffle.swarm.service import load_cargo
-
-        return load_cargo(plan)
+        with ended_by_signals(), suppress(KeyboardInterrupt):
+            asyncio.run(serve_plan(plan, session, serving=serving, say=say, ready=ready))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,37 +178,20 @@ class UpCommand(_ServingCommand):
     page_may_break: bool = False
     """Let visitors of the page kill, freeze and slow down these hosts, from this machine alone."""
 
-    def page_options(self, service: Service) -> PageOptions | None:
-        """What the page offers; with the flag, visitors may break the hosts of the plan."""
-        from layershuffle.swarm.chaos import Fault, FaultKind
-
-        options = super().page_options(service)
-        if options is None or not self.page_may_break:
-            return options
-
-        async def break_host(host: str, kind: FaultKind) -> None:
-            await service.faults.inject(Fault(0, host, kind))
-
-        return replace(options, break_host=break_host, breakable=frozenset(service.plan.hosts))
-
     def run(self) -> int:
         """Start it, print where it answers, and wait for Ctrl-C."""
         require("swarm")
 
-        import asyncio
-
         from layershuffle.swarm.ray_session import local_ray
-        from layershuffle.swarm.server.admin import free_socket, state_directory
 
-        say, tls = steps(), context_of(self)
+        say = steps()
         if self.page_may_break and not self.page:
             raise UsageError("--page-may-break needs the page", hint="leave --no-page out")
         check_reports(self.reports, keyed=False)
         # Before hosts are started, which takes seconds.
-        free_socket(state_directory(self.state))
+        serving = replace(self.serving(), may_break=self.page_may_break)
         plan = self._plan(say)
-        with ended_by_signals(), suppress(KeyboardInterrupt):
-            asyncio.run(self.serve(plan, local_ray(list(plan.hosts)), say=say, tls=tls))
+        self.serve(plan, local_ray(list(plan.hosts)), serving=serving, say=say)
         print("The swarm has ended, with all its hosts.")
         return 0
 
@@ -370,39 +239,23 @@ class DeployCommand(TlsOptions, _ServingCommand):
         """Serve until told to end."""
         require("swarm")
 
-        import asyncio
-
         from layershuffle.swarm.plan import read_plan
         from layershuffle.swarm.ray_config import default_token
         from layershuffle.swarm.ray_session import check_answers, joined_ray
-        from layershuffle.swarm.server.admin import free_socket, state_directory
         from layershuffle.swarm.server.tls import check_address, in_clear
 
         say = steps()
-        plan = read_plan(self.plan)
-        keys, tls = read_keys(self.keys), context_of(self)
+        plan, keys = read_plan(self.plan), read_keys(self.keys)
         check_reports(self.reports, keyed=bool(keys))
         # Before torch is imported, which takes seconds.
-        free_socket(state_directory(self.state))
+        serving = replace(
+            self.serving(), host=self.bind, keys=keys, public=self.public, wait=self.wait
+        )
         check_answers(self.address)
         check_address(self.bind, keyed=bool(keys), public=self.public)
-        if warning := in_clear(self.bind, keyed=bool(keys), encrypted=tls is not None):
+        if warning := in_clear(self.bind, keyed=bool(keys), encrypted=serving.tls is not None):
             print(f"warning: {warning}", file=sys.stderr, flush=True)
-        with ended_by_signals(), suppress(KeyboardInterrupt):
-            session = joined_ray(
-                self.address, token=self.token or default_token(), tls=tls_of(self)
-            )
-            asyncio.run(
-                self.serve(
-                    plan,
-                    session,
-                    say=say,
-                    tls=tls,
-                    host=self.bind,
-                    keys=keys,
-                    public=self.public,
-                    wait=self.wait,
-                )
-            )
+        session = joined_ray(self.address, token=self.token or default_token(), tls=tls_of(self))
+        self.serve(plan, session, serving=serving, say=say)
         print("The server has ended, with the block hosts; the machines stay members of the head.")
         return 0

@@ -11,8 +11,8 @@ import asyncio
 import os
 import socket
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -123,6 +123,34 @@ def operator_app(service: Service) -> FastAPI:
         return JSONResponse({"cause": cause, "hint": hint}, 400)
 
     return app
+
+
+@asynccontextmanager
+async def operator_endpoint(service: Service, state: Path) -> AsyncIterator[None]:
+    """The operator's socket in `state`, open inside. Raises `UsageError` if a swarm is using it."""
+    import uvicorn  # commands of the operator need no server
+
+    class Quiet(uvicorn.Server):
+        def capture_signals(self) -> Any:  # the clients' server has them
+            return nullcontext()
+
+    path = free_socket(state)
+    listener = socket.socket(socket.AF_UNIX)
+    with listener:
+        path.unlink(missing_ok=True)
+        listener.bind(str(path))
+        # Before it listens, so that no other user can connect in between.
+        path.chmod(0o600)
+        listener.listen()
+        app = operator_app(service)
+        server = Quiet(uvicorn.Config(app, lifespan="off", log_config=None, access_log=False))
+        task = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)  # first: Ctrl-C cancels what is awaited here
+            server.should_exit = True
+            await asyncio.wait({task})  # which, unlike others, does not cancel it in turn
 
 
 class Operator:

@@ -1,0 +1,142 @@
+"""A plan as a server that answers: its hosts, the gateway and the operator's socket, until the end.
+
+The server takes the requests of clients; the operator's socket those of the owner of this process
+alone. Nothing here imports torch before the hosts, whose processes do so meanwhile, are begun.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from layershuffle.machine import collector_paused
+
+if TYPE_CHECKING:
+    import ssl
+
+    from layershuffle.swarm.chaos import FaultKind
+    from layershuffle.swarm.plan import SwarmPlan
+    from layershuffle.swarm.ray_session import RaySession
+    from layershuffle.swarm.server.gateway_page import PageOptions
+    from layershuffle.swarm.service import Cargo, Service
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serving:
+    """How a plan is served. `state`: directory of the operator's socket.
+
+    `host`, `port`, `public` and `tls` are those of `run.serve`, `keys` the clients' API keys.
+    `threads`: of torch in each host (default: as its machine says); `wait`: seconds until the
+    server starts without the hosts that are not up by then. `page`: whether there is one, which
+    links the `reports` in a directory and whose visitors may break hosts if it `may_break`.
+    """
+
+    state: Path
+    host: str = "127.0.0.1"
+    port: int = 8000
+    public: bool = False
+    tls: ssl.SSLContext | None = None
+    keys: tuple[str, ...] = ()
+    threads: int | None = None
+    wait: float = 120.0
+    page: bool = True
+    reports: Path | None = None
+    may_break: bool = False
+
+
+async def serve_plan(
+    plan: SwarmPlan,
+    session: AbstractContextManager[RaySession],
+    *,
+    serving: Serving,
+    say: Callable[[str], None],
+    ready: Callable[[Service, str], None],
+) -> None:
+    """Serve the plan by the hosts of a Ray session, until SIGINT or SIGTERM.
+
+    `say` gets the steps of the start, `ready` is called with the address once it is open.
+    """
+    from layershuffle.swarm.placement import started_early
+    from layershuffle.swarm.ray_hosts import RayHosts
+
+    say(f"Loading {plan.model}, and connecting to Ray ...")
+    # Side by side: Ray mostly waits for its processes, and those of the hosts import torch
+    # while this one does. So nothing above may import torch.
+    with ThreadPoolExecutor(1) as loader:
+        loading = loader.submit(_loaded, plan)
+        with session as ray_session:
+            backend = RayHosts(ray_session.ray, limits=plan.limits, threads=serving.threads)
+            say(f"Starting {len(plan.hosts)} block hosts ...")
+            async with started_early(backend, plan):
+                cargo = await asyncio.wrap_future(loading)
+                # It imports torch: now that is there, and the loop is not held up.
+                from layershuffle.swarm.service import running_service
+
+                async with running_service(
+                    plan, cargo, backend=backend, session=ray_session, within=serving.wait, say=say
+                ) as service:
+                    # With port 0 the address is known once the server listens.
+                    await serve_service(service, serving, ready=lambda url: ready(service, url))
+
+
+async def serve_service(
+    service: Service, serving: Serving, *, ready: Callable[[str], None]
+) -> None:
+    """Take the requests of clients and of the operator, until SIGINT or SIGTERM."""
+    from layershuffle.swarm.server.admin import operator_endpoint
+    from layershuffle.swarm.server.app import create_app
+    from layershuffle.swarm.server.run import serve
+
+    coordinator, health = service.coordinator, service.coordinator.health
+    app = create_app(
+        service.remote_model,
+        calibration=service.calibration,
+        keys=serving.keys,
+        model=service.plan.model,
+        # Functions, because the server asks for these while they change.
+        foreign_blocks=lambda: coordinator.foreign_blocks,
+        watching=lambda: coordinator.watching,
+        audits=lambda: (health.audited, health.disagreed),
+        carriers=coordinator.backend.carriers,
+        trouble=lambda: service.trouble,
+        page=_page(service, serving),
+    )
+    async with operator_endpoint(service, serving.state):
+        await serve(
+            app,
+            host=serving.host,
+            port=serving.port,
+            public=serving.public,
+            tls=serving.tls,
+            ready=ready,
+        )
+
+
+def _page(service: Service, serving: Serving) -> PageOptions | None:
+    """What the page offers, `None` for no page."""
+    from layershuffle.swarm.chaos import Fault
+    from layershuffle.swarm.server.gateway_page import PageOptions
+
+    async def break_host(host: str, kind: FaultKind) -> None:
+        await service.faults.inject(Fault(0, host, kind))
+
+    if not serving.page:
+        return None
+    return PageOptions(
+        break_host=break_host if serving.may_break else None,
+        breakable=frozenset(service.plan.hosts),
+        reports=serving.reports,
+    )
+
+
+def _loaded(plan: SwarmPlan) -> Cargo:
+    """`service.load_cargo`, for a thread that imports torch by it."""
+    with collector_paused():
+        from layershuffle.swarm.service import load_cargo
+
+        return load_cargo(plan)
