@@ -21,12 +21,14 @@ from layershuffle.files import write_text
 from layershuffle.stats import Difference, compare, estimate, mean
 from layershuffle.study.store import read_study
 from layershuffle.study.summary import base_arm
+from layershuffle.text import markdown_table
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, KEPT = ROOT / "docs" / "recipes.md", ROOT / "docs" / "results"
 # Ordinary training and plain LayerShuffle have the same settings and seeds in digits-paper.
 STUDIES = ("digits-paper", "digits-recipes")
 BUDGETS, IMAGES = (500, 2000, 8000), 2000
+BUDGET_TEXTS = [f"{steps:,} steps" for steps in BUDGETS]
 
 Column = tuple[str, int, int]  # order, blocks alive, passes
 Cell = tuple[str, int, Column]  # arm, steps, column
@@ -156,8 +158,7 @@ def reached(difference: Difference, *, within: float) -> str:
 
 def accuracy_table(scores: Scores, steps: int) -> str:
     """Mean top-1 over models with its 95 % interval; arms that were trained for `steps`."""
-    lines = ["| recipe | models | " + " | ".join(COLUMNS) + " |"]
-    lines.append("|:--|--:|" + "--:|" * len(COLUMNS))
+    rows = []
     for arm in ARMS:
         cells = [scores.get((arm.name, steps, column)) for column in COLUMNS.values()]
         if cells[0] is None:
@@ -166,14 +167,13 @@ def accuracy_table(scores: Scores, steps: int) -> str:
         for cell in cells:
             shown = estimate(cell, images=IMAGES) if cell else None
             texts.append(f"{shown.mean:.1f} ({shown.low:.1f}-{shown.high:.1f})" if shown else "")
-        lines.append(f"| {arm.label} | {len(cells[0])} | " + " | ".join(texts) + " |")
-    return "\n".join(lines)
+        rows.append([arm.label, len(cells[0]), *texts])
+    return markdown_table(["recipe", "models", *COLUMNS], rows, align="lr" + "r" * len(COLUMNS))
 
 
 def verdict_table(scores: Scores, goal: Goal) -> str:
     """For every recipe and budget the points to what the goal measures by, and the verdict."""
-    head = " | ".join(f"{steps:,} steps" for steps in BUDGETS)
-    lines = [f"| recipe | {head} |", "|:--|" + ":--|" * len(BUDGETS)]
+    rows = []
     for arm in ARMS:
         texts = []
         for steps in BUDGETS:
@@ -184,30 +184,29 @@ def verdict_table(scores: Scores, goal: Goal) -> str:
                 text = f"{interval(difference)} **{reached(difference, within=goal.within)}**"
             texts.append(text)
         if any(texts) and arm.name != BASELINE:
-            lines.append(f"| {arm.label} | " + " | ".join(texts) + " |")
-    return "\n".join(lines)
+            rows.append([arm.label, *texts])
+    return markdown_table(["recipe", *BUDGET_TEXTS], rows, align="l" + "l" * len(BUDGETS))
 
 
 def tied_table(scores: Scores) -> str:
     """Three tied blocks less twelve different ones of the same recipe, in pairs over seeds."""
-    head = " | ".join(f"{steps:,} steps" for steps in BUDGETS)
-    lines = [f"| three tied blocks are | {head} |", "|:--|" + ":--|" * len(BUDGETS)]
+    rows = []
     for name in ("in order", "any order", "6 alive", "6 alive, twice", "3 alive, 4 times"):
         texts = []
         for steps in BUDGETS:
             cells = [(arm, steps, COLUMNS[name]) for arm in (TIED, MIXED)]
             difference = gap(scores, *cells)
             texts.append(f"{interval(difference)} **{verdict(difference)}**")
-        lines.append(f"| {name} | " + " | ".join(texts) + " |")
-    return "\n".join(lines)
+        rows.append([name, *texts])
+    head = ["three tied blocks are", *BUDGET_TEXTS]
+    return markdown_table(head, rows, align="l" + "l" * len(BUDGETS))
 
 
 def exits_table(scores: Scores) -> str:
     """What an exit loss changes in recipes that are alike otherwise, in pairs over seeds."""
     columns = ("in order", "any order", "9 alive", "6 alive", "3 alive")
     labels = {arm.name: arm.label for arm in ARMS}
-    lines = ["| an exit loss beside | steps | " + " | ".join(columns) + " |"]
-    lines.append("|:--|--:|" + ":--|" * len(columns))
+    rows = []
     for arm, reference in WITHOUT_EXIT.items():
         for steps in BUDGETS:
             texts = []
@@ -219,8 +218,9 @@ def exits_table(scores: Scores) -> str:
                     text = f"{interval(difference)} **{verdict(difference)}**"
                 texts.append(text)
             if any(texts):
-                lines.append(f"| {labels[reference]} | {steps:,} | " + " | ".join(texts) + " |")
-    return "\n".join(lines)
+                rows.append([labels[reference], f"{steps:,}", *texts])
+    head = ["an exit loss beside", "steps", *columns]
+    return markdown_table(head, rows, align="lr" + "l" * len(columns))
 
 
 def changes_table(budget: int) -> str:
@@ -233,35 +233,34 @@ def changes_table(budget: int) -> str:
         "3 alive, 4 times": "three_four_times",
     }
     scores: dict[str, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
-    rows = [row for row in rows_of("changed-training.csv") if int(row["budget"]) == budget]
-    for row in rows:
+    for row in rows_of("changed-training.csv"):
+        if int(row["budget"]) != budget:
+            continue
         for column in columns.values():
             values = [float(value) for value in row[column].split()]
             scores[row["arm"]][column][int(row["seed"])] = mean(values)
     judged = ("in order", "any order", "6 alive")
-    head = [*columns, "compared with", *judged]
-    lines = ["| training | models | " + " | ".join(head) + " |"]
-    lines.append("|:--|--:|" + "--:|" * len(columns) + ":--|" * (1 + len(judged)))
+    head = ["training", "models", *columns, "compared with", *judged]
+    rows = []
     for name in changed_training.BUDGETS[budget]:
         accuracy = scores[name]
-        cells = [f"{mean(list(accuracy[column].values())):.1f}" for column in columns.values()]
+        cells = [name, str(len(accuracy["in_order"]))]
+        cells += [f"{mean(list(accuracy[column].values())):.1f}" for column in columns.values()]
         reference = changed_training.REFERENCES.get(name, changed_training.PLAIN)
         if name != changed_training.PLAIN:
             cells.append(reference)
             for column in (columns[name] for name in judged):
                 gain = compare(accuracy[column], scores[reference][column])
                 cells.append(f"{interval(gain)} **{verdict(gain)}**")
-        cells += [""] * (len(head) - len(cells))
-        lines.append(f"| {name} | {len(accuracy['in_order'])} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        rows.append(cells + [""] * (len(head) - len(cells)))
+    return markdown_table(head, rows, align="lr" + "r" * len(columns) + "l" * (1 + len(judged)))
 
 
 def cost_table() -> str:
     """What several orders per batch cost: the time of a step, in pairs (benchmarks)."""
-    lines = ["| a step with | takes, of a step with one order |", "|:--|--:|"]
     medians = medians_of("orders-per-batch")
-    lines += [f"| {name} | {median:.2f} |" for name, median in medians.items()]
-    return "\n".join(lines)
+    rows = [[name, f"{median:.2f}"] for name, median in medians.items()]
+    return markdown_table(["a step with", "takes, of a step with one order"], rows, align="lr")
 
 
 def with_tables(page: str, scores: Scores) -> str:

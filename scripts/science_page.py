@@ -6,7 +6,6 @@ python scripts/science_page.py
 from __future__ import annotations
 
 import csv
-import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from layershuffle.errors import LayerShuffleError
 from layershuffle.files import write_bytes, write_text
 from layershuffle.plotting import INK, RULE, figure_bytes, legend_below, new_figure, style_axes
 from layershuffle.stats import Difference, compare, estimate, mean
@@ -212,10 +212,13 @@ def draw(scores: Scores) -> Figure:
 
 
 def with_marked(page: str, name: str, text: str) -> str:
-    """`page` with `text` between the marks that name it."""
+    """`page` with `text` between the marks of this name, or a `LayerShuffleError`."""
     begin, end = f"<!-- begin: {name} -->", f"<!-- end: {name} -->"
-    pattern = re.compile(f"{begin}.*{end}", re.DOTALL)
-    return pattern.sub(f"{begin}\n\n{text}\n\n{end}", page)
+    before, begins, rest = page.partition(begin)
+    _, ends, after = rest.partition(end)
+    if not begins or not ends:
+        raise LayerShuffleError(f"The page has no {begin} ... {end}")
+    return f"{before}{begin}\n\n{text}\n\n{end}{after}"
 
 
 def with_tables(page: str, scores: Scores) -> str:

@@ -333,6 +333,7 @@ def test_no_two_modules_define_one_name() -> None:
 # Modules that may catch everything once, or print, and why.
 CATCH_ALL = {
     "chain": "a host may raise anything at the states of a trial, and then takes the slow way",
+    "swarm.host": "a block may raise anything, which its visits hear of, and the host goes on",
     "cli.__init__": "the last line of defence: a paragraph for users, --debug for us",
 }
 PRINTS = {"study.worker": "a process of its own: what it prints is its log file"}

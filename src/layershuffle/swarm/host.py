@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Protocol, Self, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -269,9 +269,13 @@ class BlockHost:
         """Turn after turn, as long as visits are here."""
         # In one piece of work: to hand each turn to the thread anew took as long as a small block.
         while self._busy:
-            with _Caught() as caught:
+            failure: Exception | None = None
+            try:
                 self._turn()
-            self._after(caught.error)
+            # The thread goes on with the other visits, whatever a block raises.
+            except Exception as error:  # noqa: BLE001 -- `_after` tells the visits
+                failure = error
+            self._after(failure)
 
     def _turn(self) -> None:
         """Run one block on the visits that go next."""
@@ -305,7 +309,7 @@ class BlockHost:
             job.state, job.packet, job.done = part, packet, job.done + 1
             job.compute, job.each = job.compute + took, job.each + took / len(after)
 
-    def _after(self, error: BaseException | None) -> None:
+    def _after(self, error: Exception | None) -> None:
         """Answer the visits that are done, or failed with `error`; the others go on."""
         with self._lock:
             jobs, self._turn_of = self._turn_of, []
@@ -329,21 +333,6 @@ class BlockHost:
             job.future.set_exception(outcome)
 
 
-class _Caught:
-    """Keeps whatever is raised inside: a turn that breaks must not end the thread."""
-
-    error: BaseException | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
-    ) -> bool:
-        self.error = error
-        return True
-
-
 def _answer(job: QueuedVisit, *, now: float) -> Answer:
     spent = now - job.arrived
     return Answer(
@@ -354,7 +343,7 @@ def _answer(job: QueuedVisit, *, now: float) -> Answer:
     )
 
 
-def _failure(name: str, error: BaseException) -> HostFailed:
+def _failure(name: str, error: Exception) -> HostFailed:
     return HostFailed(f"Host {name} cannot compute it ({type(error).__name__}: {one_line(error)})")
 
 
