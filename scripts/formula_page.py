@@ -18,15 +18,29 @@ ARMS = (
     Arm(name="baseline", label="ordinary training", different=12),
     Arm(name="layershuffle", label="LayerShuffle", different=12),
     Arm(name="layershuffle-mixed", label="four orders, 1/4 in order", different=12),
+    Arm(
+        name="layershuffle-mixed-exit",
+        label="four orders, 1/4 in order, exit loss",
+        different=12,
+    ),
     Arm(name="layershuffle-depth", label="LayerShuffle-depth", different=12),
     Arm(
         name="layershuffle-tied-3-mixed",
         label="tied, three blocks, four orders, 1/4 in order",
         different=3,
     ),
+    Arm(
+        name="layershuffle-tied-3-mixed-exit",
+        label="tied, three blocks, four orders, 1/4 in order, exit loss",
+        different=3,
+    ),
     Arm(name="layershuffle-tied", label="tied, one block", different=1),
 )
-REFERENCES = {"layershuffle-tied-3-mixed": "layershuffle-mixed"}
+REFERENCES = {
+    "layershuffle-mixed-exit": "layershuffle-mixed",
+    "layershuffle-tied-3-mixed": "layershuffle-mixed",
+    "layershuffle-tied-3-mixed-exit": "layershuffle-mixed-exit",
+}
 """What an arm is compared with, where that is not LayerShuffle: one change at a time."""
 SHOWN = (
     "in order", "any order", "6 alive, once", "6 alive, twice", "3 alive, once", "3 alive, 4 times"

@@ -83,7 +83,10 @@ THREE_BLOCKS = (
     ("digits-tied", "layershuffle-tied-3", "digit pairs, 2,000 steps"),
     ("digits-recipes", "layershuffle-tied-3-mixed", "the same with four orders, 1/4 in order"),
     ("digits-recipes", "layershuffle-tied-3-mixed-8000", "the same, 8,000 steps"),
+    ("digits-recipes", "layershuffle-tied-3-mixed-exit", "four orders, exit loss, 2,000 steps"),
+    ("digits-recipes", "layershuffle-tied-3-mixed-exit-8000", "the same, 8,000 steps"),
     ("formula-cpu", "layershuffle-tied-3-mixed", "300 classes of formulas, four orders"),
+    ("formula-cpu", "layershuffle-tied-3-mixed-exit", "the same with an exit loss"),
 )
 """Study, arm and label of models whose places 0 to 3, 4 to 7 and 8 to 11 are tied."""
 SETS = {3: 64, 2: 144, 1: 12}
