@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 
 from layershuffle.errors import LayerShuffleError
 
-_STAGE_PREFIX = ".staged-"
+_STAGE_PREFIX, _LOCK = ".staged-", ".lock"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # fcntl.h and linux/fs.h
 _NEARLY_FULL_BYTES = 1 << 20
 _AGAIN, _ELSEWHERE = "free some space and run the same command again", "choose another {flag}"
@@ -93,6 +93,12 @@ def staged_directory(final: Path) -> Iterator[Path]:
         shutil.rmtree(stage, ignore_errors=True)
 
 
+def names_in(directory: Path) -> set[str]:
+    """Names in `directory`, without our lock and what a killed process left half-written there."""
+    names = {path.name for path in directory.iterdir()}
+    return {name for name in names - {_LOCK} if not name.startswith(_STAGE_PREFIX)}
+
+
 def remove_stale_stages(directory: Path) -> None:
     """Delete what a killed process left half-written in `directory`."""
     for stage in sorted(directory.glob(f"{_STAGE_PREFIX}*")):
@@ -109,7 +115,7 @@ def locked(directory: Path) -> Iterator[None]:
     Waits up to 90 seconds for a process that is about to end (it saves a checkpoint first), then
     raises `LayerShuffleError`.
     """
-    lock = FileLock(directory / ".lock", timeout=_LOCK_SECONDS, poll_interval=_LOCK_POLL_SECONDS)
+    lock = FileLock(directory / _LOCK, timeout=_LOCK_SECONDS, poll_interval=_LOCK_POLL_SECONDS)
     with explained(directory):
         directory.mkdir(parents=True, exist_ok=True)
         try:

@@ -178,6 +178,13 @@ def test_the_plan_holds_the_recipe_alone(study, tmp_path):
         read_plan(tmp_path)
 
 
+def test_a_study_that_was_killed_as_it_wrote_its_plan_begins(study, tmp_path):
+    (tmp_path / ".staged-77-plan.json").write_text('{"sch')
+    write_plan(study, tmp_path)
+    assert read_plan(tmp_path) == study
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+
+
 def test_another_spelling_of_the_same_modes_goes_on(study, tmp_path):
     write_plan(StudySettings(**{**RECIPE, "evaluate": {"modes": "kept:2,kept:1"}}), tmp_path)
     directory = tmp_path / "runs" / "baseline-seed0"

@@ -270,6 +270,12 @@ def test_a_directory_of_something_else(tmp_path):
     assert (tmp_path / "thesis.tex").read_text() == "ten years"
 
 
+def test_a_run_that_was_killed_as_it_wrote_its_settings_begins(tmp_path):
+    (tmp_path / ".staged-77-settings.yaml").write_text("method: lay")
+    assert fit(settings(steps=1), tmp_path).settings["model"] == MODEL
+    assert not list(tmp_path.glob(".staged-*"))
+
+
 def test_no_pickle_in_what_is_shared(undisturbed):
     for out, _ in undisturbed.values():
         kinds = {path.suffix for path in (out / "model").iterdir()}

@@ -35,7 +35,14 @@ from layershuffle.data.loading import loader_processes, open_data, parse_spec
 from layershuffle.data.transforms import ImageTable, TransformedImages
 from layershuffle.data.view import ImageView
 from layershuffle.errors import DataError, UsageError
-from layershuffle.files import explained, locked, remove_stale_stages, write_bytes, write_text
+from layershuffle.files import (
+    explained,
+    locked,
+    names_in,
+    remove_stale_stages,
+    write_bytes,
+    write_text,
+)
 from layershuffle.progress import Progress, unheard
 from layershuffle.settings import CacheSettings
 from layershuffle.text import shortened
@@ -157,7 +164,7 @@ def _build(
             remove_stale_stages(folder)
     header = read_header(work)
     # Files without a header are no cache of ours: they are refused, not written over.
-    if header is not None or any(path.name != ".lock" for path in work.iterdir()):
+    if header is not None or names_in(work):
         require_same(work, header, expected=begun)
     else:
         write_text(work / HEADER, json.dumps(begun, indent=2))

@@ -17,7 +17,7 @@ from typing import Literal, TypeVar
 from layershuffle._version import __version__
 from layershuffle.analysis.settings import AnalysisSettings
 from layershuffle.errors import UsageError
-from layershuffle.files import write_text
+from layershuffle.files import names_in, remove_stale_stages, write_text
 from layershuffle.merging.settings import MergingSettings
 from layershuffle.modes import parse_modes
 from layershuffle.settings import EvalSettings, FitSettings
@@ -205,8 +205,7 @@ def write_plan(study: StudySettings, out: Path) -> None:
     path = out / PLAN_FILE
     if path.is_file():
         _check_unchanged(read_plan(out), study, out)
-    # The lock is ours, taken before this is called.
-    elif out.is_dir() and {child.name for child in out.iterdir()} - {".lock"}:
+    elif out.is_dir() and names_in(out):
         raise UsageError(
             "The directory is not empty and holds no study", place=out, hint="give another --out"
         )
@@ -216,6 +215,7 @@ def write_plan(study: StudySettings, out: Path) -> None:
         "recipe": study.model_dump(mode="json"),
     }
     write_text(path, json.dumps(plan, indent=2))
+    remove_stale_stages(out)
 
 
 def _check_unchanged(old: StudySettings, new: StudySettings, out: Path) -> None:

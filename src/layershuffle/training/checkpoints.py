@@ -21,7 +21,7 @@ import yaml
 from safetensors.torch import load_model, save_model
 
 from layershuffle.errors import TrainingError, UsageError
-from layershuffle.files import remove_stale_stages, write_text
+from layershuffle.files import names_in, remove_stale_stages, write_text
 from layershuffle.precision import ChosenPrecision
 from layershuffle.recipes import read_recipe
 from layershuffle.settings import FitSettings
@@ -34,7 +34,7 @@ _PRECISION = "precision.json"
 _MODEL, _EMA, _STATE, _RNG = "model.safetensors", "ema.safetensors", "state.pt", "rng-{}.pt"
 # These change where and how fast a run computes, not what: a resumed run may change them.
 _MAY_CHANGE = frozenset({"log_every", "workers"})
-_OF_A_RUN_WITHOUT_RESULTS = frozenset({".lock", SETTINGS_FILE, "checkpoints", "tensorboard"})
+_OF_A_RUN_WITHOUT_RESULTS = frozenset({SETTINGS_FILE, "checkpoints", "tensorboard"})
 
 
 def prepare_directory(out: Path, settings: FitSettings) -> None:
@@ -46,11 +46,11 @@ def prepare_directory(out: Path, settings: FitSettings) -> None:
     """
     resolved = settings.model_dump(mode="json")
     path = out / SETTINGS_FILE
-    names = {child.name for child in out.iterdir()}
+    names = names_in(out)
     has_results = names - _OF_A_RUN_WITHOUT_RESULTS or latest_checkpoint(out / "checkpoints")
     if path.is_file() and has_results:
         _refuse_other_settings(path, resolved)
-    elif not path.is_file() and names - {".lock"}:
+    elif not path.is_file() and names:
         raise UsageError(
             "The output directory is not empty and holds no LayerShuffle run",
             place=out,
