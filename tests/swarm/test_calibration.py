@@ -16,6 +16,7 @@ from layershuffle.errors import DataError, ModelFileError, StackError, UsageErro
 from layershuffle.evaluation import Score
 from layershuffle.models import image_view, truncate
 from layershuffle.models.files import weights_digest
+from layershuffle.models.tying import tie
 from layershuffle.modes import Mode
 from layershuffle.orders import ExecutionOrder
 from layershuffle.position import add_position
@@ -32,7 +33,13 @@ from layershuffle.swarm.calibration import (
     rows_of,
     write_calibration,
 )
-from layershuffle.swarm.expectations import expected_at, expected_over, rounds_of, useful_blocks
+from layershuffle.swarm.expectations import (
+    expected_at,
+    expected_of_named,
+    expected_over,
+    rounds_of,
+    useful_blocks,
+)
 from layershuffle.swarm.rounds import Cell, Way, late_last, overlapped
 from layershuffle.trie import block_executions, build_trie
 
@@ -106,6 +113,34 @@ def test_equal_to_a_slow_count():
     counts = [round(clusters.effective(right(blocks[:2])), 1) for blocks in draws]
     assert calibration.queue[1].effective == pytest.approx(3 / sum(1 / count for count in counts))
     assert calibration == calibrate(model, DATA, orders=3, images=25, seed=5, batch_size=25)
+
+
+def test_places_with_the_same_weights_are_measured_apart(tmp_path):
+    """Four places, of which the first three share weights: as a slow count of their orders."""
+    model = tie(truncate(ls.load("bundled:digits"), "0,4,8,10"), (0, 0, 0, 3))
+    calibration = calibrate(model, DATA, orders=2, images=20)
+    assert calibration.tied == (0, 0, 0, 3) == rounds_of(calibration).tied
+    data = open_data(DATA, image_view(model), options=DataOptions(train=False, max_test=20))
+    items = [data.splits["test"].dataset[index] for index in range(20)]
+    images = data.finish(torch.stack([pixels for pixels, _ in items]))
+    labels = torch.tensor([label for _, label in items])
+    draws = [ls.Shuffled().draw(4, seed=0, step=index).blocks for index in range(2)]
+
+    def top1(order):
+        with torch.inference_mode(), running(model, order):
+            return 100 * float((model(images).argmax(1) == labels).double().mean())
+
+    for cell in (Cell(4, 1, 2), Cell(4, 1, 3), Cell(3, 2, 2)):
+        orders = [overlapped(blocks, cell, depth=4, tied=calibration.tied) for blocks in draws]
+        assert orders != [overlapped(blocks, cell, depth=4) for blocks in draws]
+        assert expected_at(calibration, cell).top1 == pytest.approx(np.mean([*map(top1, orders)]))
+    together = ExecutionOrder.parse("0+1+2+3", depth=4)
+    assert expected_of_named(calibration, together) is None
+    untied = calibration.model_copy(update={"tied": None})
+    assert expected_of_named(untied, together).parallel == 4
+    write_calibration(calibration, tmp_path / "calibration.json")
+    stored = read_calibration(tmp_path / "calibration.json", weights=calibration.weights)
+    assert stored == calibration
 
 
 def test_all_numbers_of_blocks_cost_little_more_than_one():

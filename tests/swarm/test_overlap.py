@@ -145,6 +145,31 @@ def test_the_width_is_that_of_the_blocks_that_run():
     assert next_of(A, B, slow, **asked, min_blocks=4).blocks == (1,), "it needs the slow one too"
 
 
+def test_places_with_the_same_weights_are_not_under_way_together():
+    """Places 0 and 1 share weights; with 2 and 3 under way as well, 1 waits for 0."""
+    tied = replace(THREE, tied=(0, 0, 2, 3))
+    first = under_way(("d", (0,), 0))
+    assert next_of(A, B, C, rounds=tied, under_way=first).blocks == (2,)
+    assert next_of(A, B, C, rounds=THREE, under_way=first, done=(2, 3)).blocks == (1,)
+    assert next_of(A, B, C, rounds=tied, under_way=first, done=(2, 3)) == Wait(0.99)
+    late = (UnderWay("d", (0,), 0, waited=False),)
+    assert next_of(A, B, C, rounds=tied, under_way=late, done=(2, 3)).blocks == (0, 1), "again"
+
+
+def test_no_pass_begins_before_a_place_that_waits_for_its_twin():
+    """Three survivors run twice. Place 0 runs again, and place 1, which came back, has not run."""
+    rounds = Rounds({3: Way(2, 2)}, otherwise=Way(2), max_age=4, tied=(0, 0, 2, 3))
+    progress = {"rounds": rounds, "done": (0, 2), "under_way": under_way(("d", (0,), 2))}
+    assert next_of(host("a", 1), host("b", 2), **progress) == Wait(0.99)
+    untied = replace(rounds, tied=None)
+    assert next_of(host("a", 1), host("b", 2), **progress | {"rounds": untied}).blocks == (1,)
+
+
+def test_where_all_weights_are_the_same_one_visit_carries_all():
+    tied = replace(THREE, tied=(0, 0, 0, 0))
+    assert next_of(replace(A, compute=0.001), B, rounds=tied).blocks == (0, 1)
+
+
 def test_slow_hosts_are_the_last_resort():
     slow = replace(C, compute=0.05)
     limits = replace_limits(slow_factor=2.0, slow_margin_ms=1.0)
@@ -229,9 +254,14 @@ def test_what_still_counts():
 
 # --- what holds for every swarm -------------------------------------------------------------------
 
+TIED = st.lists(st.integers(0, 2), min_size=DEPTH, max_size=DEPTH).map(
+    lambda weights: tuple(map(weights.index, weights))
+)
 ROUNDS = st.builds(
-    lambda parallel, passes, age: Rounds(otherwise=Way(parallel, passes), max_age=age),
-    st.integers(1, 4), st.integers(1, 3), st.integers(0, 8),
+    lambda parallel, passes, age, tied: Rounds(
+        otherwise=Way(parallel, passes), max_age=age, tied=tied
+    ),
+    st.integers(1, 4), st.integers(1, 3), st.integers(0, 8), st.none() | TIED,
 )  # fmt: skip
 OUTCOMES = st.lists(
     st.tuples(
@@ -268,6 +298,7 @@ def test_requests_end_in_time_and_run_no_block_too_often(
             assert set(action.blocks) <= swarm[action.host].blocks
             busy = {block for _, view, _, _ in calls if view.waited for block in view.blocks}
             assert not busy & set(action.blocks)
+            assert not action.waited or not rounds.with_twins(busy) & set(action.blocks)
             view = UnderWay(action.host, action.blocks, len(progress.done), action.waited)
             outcome, share = next(fates, ("answered", 0.5))
             ends = now + action.limit * (share if outcome == "answered" else min(share, 1))

@@ -10,6 +10,7 @@ from layershuffle.swarm.rounds import (
     Cell,
     Rounds,
     Way,
+    beside_twins,
     cell_of,
     cell_of_named,
     late_last,
@@ -31,6 +32,49 @@ def test_orders_without_a_barrier(cell, text):
     """Each pass begins with the newest state, so that no block runs twice on one version."""
     order = overlapped((4, 1, 0, 2, 3), cell, depth=5)
     assert order == ExecutionOrder.parse(text, depth=5)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "parallel", "text"),
+    [
+        ((0, 1, 2, 3), 2, "0,2@0,1@1,3@2"),
+        ((0, 1, 2, 3), 3, "0,2@0,1@1,3@2"),
+        ((2, 0, 3, 1), 2, "2,0@0,3@1,1@2"),
+        ((0, 1), 4, "0,1"),
+    ],
+)
+def test_places_with_the_same_weights_wait_for_each_other(blocks, parallel, text):
+    """Places 0 and 1 share weights, and so do 2 and 3: others go first, or nobody does."""
+    cell = Cell(len(blocks), parallel=parallel)
+    order = overlapped(blocks, cell, depth=4, tied=(0, 0, 2, 2))
+    assert order == ExecutionOrder.parse(text, depth=4)
+    assert not beside_twins(order, (0, 0, 2, 2))
+
+
+@given(
+    st.permutations(range(6)),
+    st.lists(st.integers(0, 5), min_size=6, max_size=6),
+    st.integers(1, 6), st.integers(1, 3), st.integers(1, 6),
+)  # fmt: skip
+@settings(max_examples=200, deadline=None)
+def test_places_with_weights_of_their_own_are_as_old_as_may_be(
+    blocks, weights, kept, passes, parallel
+):
+    cell, tied = Cell(kept, passes, parallel), [weights.index(weight) for weight in weights]
+    free = overlapped(blocks, cell, depth=6)
+    assert free.blocks == tuple(blocks[:kept]) * passes
+    assert free == overlapped(blocks, cell, depth=6, tied=range(6))
+    apart = overlapped(blocks, cell, depth=6, tied=tied)
+    assert not beside_twins(apart, tied)
+    assert all(own >= other for (_, own), (_, other) in zip(apart.steps, free.steps, strict=True))
+    for begin in range(0, passes * kept, kept):
+        assert sorted(apart.blocks[begin : begin + kept]) == sorted(blocks[:kept])
+
+
+def test_steps_beside_the_same_weights():
+    tied = (0, 0, 2, 2)
+    for text, beside in [("0,1", False), ("0+1", True), ("0+2,1+3", False), ("0,2@0,1@0", True)]:
+        assert beside_twins(ExecutionOrder.parse(text, depth=4), tied) == beside
 
 
 def test_the_last_block_may_be_late():

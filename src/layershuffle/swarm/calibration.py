@@ -91,7 +91,8 @@ class Calibration(_CalibrationModel):
     """The content of calibration.json. `weights`: digest of the model it was measured on.
 
     `late`: top-1 with all blocks one after the other, of which the last read a state that was 1, 2
-    ... versions old.
+    ... versions old. `tied`: for every place the first one with the same weights, where some share
+    them; such places were measured apart (`rounds.overlapped`).
     """
 
     schema_: Literal[3] = Field(3, alias="schema")
@@ -104,6 +105,7 @@ class Calibration(_CalibrationModel):
     classes: tuple[str, ...]
     rows: tuple[Row, ...]
     late: tuple[Percent, ...] = ()
+    tied: tuple[int, ...] | None = None
 
     @property
     def queue(self) -> tuple[Row, ...]:
@@ -137,7 +139,8 @@ def calibrate(
     from layershuffle.data import DataOptions, match_classes, open_data
     from layershuffle.models import class_names_of, file_view, num_classes_of
     from layershuffle.models.files import weights_digest
-    from layershuffle.stack import depth_of
+    from layershuffle.models.tying import places_tied
+    from layershuffle.stack import blocks_of, depth_of
     from layershuffle.swarm.remote_model import served_host
 
     # One order has no spread, and so no interval.
@@ -151,13 +154,13 @@ def calibrate(
         outputs=num_classes_of(host),
         place="the model",
     )
-    weights = weights_digest(host)
+    weights, tied = weights_digest(host), places_tied(blocks_of(host))
     permutations = [
         Shuffled().draw(depth_of(host), seed=seed, step=k).blocks for k in range(orders)
     ]
     measure = partial(
         _measure, host.to(device_of(device)), opened, permutations,
-        batch_size=batch_size, progress=progress,
+        tied=tied, batch_size=batch_size, progress=progress,
     )  # fmt: skip
     try:
         scores, late = measure(parallel=_PARALLEL)
@@ -176,6 +179,7 @@ def calibrate(
         classes=opened.classes,
         rows=rows_of(scores),
         late=late,
+        tied=tied,
     )
 
 
@@ -195,6 +199,7 @@ def _measure(
     permutations: Sequence[tuple[int, ...]],
     *,
     parallel: int,
+    tied: tuple[int, ...] | None,
     batch_size: int,
     progress: Progress,
 ) -> tuple[dict[Cell, list[Score]], tuple[float, ...]]:
@@ -217,7 +222,11 @@ def _measure(
     depth, groups = depth_of(host), split.groups
     cells = cells_of(depth, parallel=parallel)
     ages = range(1, depth if parallel > 1 else 1)
-    orders = [overlapped(blocks, cell, depth=depth) for cell in cells for blocks in permutations]
+    orders = [
+        overlapped(blocks, cell, depth=depth, tied=tied)
+        for cell in cells
+        for blocks in permutations
+    ]
     orders += [late_last(blocks, age, depth=depth) for age in ages for blocks in permutations]
     scores = evaluate(
         host, batches, orders=orders, groups=groups,

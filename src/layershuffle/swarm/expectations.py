@@ -10,7 +10,7 @@ from layershuffle.errors import UsageError
 from layershuffle.orders import ExecutionOrder
 from layershuffle.stats import mean
 from layershuffle.swarm.calibration import Calibration
-from layershuffle.swarm.rounds import Cell, Rounds, Way, cell_of_named
+from layershuffle.swarm.rounds import Cell, Rounds, Way, beside_twins, cell_of_named
 
 NEVER = "the model was never calibrated (layershuffle swarm calibrate MODEL --data SPEC)"
 UNMEASURED = "no calibration of such orders"
@@ -79,6 +79,8 @@ def expected_at(calibration: Calibration, cell: Cell) -> Expected | None:
 
 def expected_of_named(calibration: Calibration, order: ExecutionOrder) -> Expected | None:
     """The accuracy to expect of steps that somebody named; `None` if such were not measured."""
+    if calibration.tied is not None and beside_twins(order, calibration.tied):
+        return None
     cell = cell_of_named(order)
     expected = None if cell is None else expected_at(calibration, cell)
     # More passes than were measured may be named, where they do harm.
@@ -125,7 +127,7 @@ def rounds_of(calibration: Calibration | None, *, parallel: int | None = None) -
     worse = [age for age, late in enumerate(calibration.late) if late < without]
     measured = worse[0] if worse else len(calibration.late)
     widest = max(*once.values(), *(way.parallel for way in ways.values()))
-    return Rounds(ways, max_age=max(measured, widest - 1), once=once)
+    return Rounds(ways, max_age=max(measured, widest - 1), once=once, tied=calibration.tied)
 
 
 def _way(top1: Mapping[Cell, float], kept: int, *, parallel: int | None) -> Way:

@@ -65,7 +65,8 @@ def decide_overlap(
     """The next action of a request in free order, one of `walks` requests under way.
 
     No visit's limit reaches beyond the deadline less the reserve, no block runs twice on one
-    version, and none more often than `rounds` allows.
+    version, and none more often than `rounds` allows. Places that share weights are not under way
+    together, unless the request does not wait for one of them.
     """
     moment = Moment(progress, swarm, now=now, limits=limits)
     left = moment.left
@@ -80,15 +81,19 @@ def decide_overlap(
     reached = [b for b in blocks if b in ran or b in busy or request.may_run(b)]
     way = rounds.way(len(reached), enough=most)
     # Side by side takes more visits for as many blocks: on busy hosts it would cost throughput.
-    width = max(1, min(way.parallel, swarm.usable_hosts // walks))
+    width = max(1, min(way.parallel, swarm.usable_hosts // walks, rounds.different(reached)))
     # What a visit of several blocks adds fits its own state alone, so that none may join it.
     if waited and (len(waited) >= width or len(busy) > len(waited)):
         return Wait(now + left, for_hosts=False)
+    taken = rounds.with_twins(busy)
     first = [b for b in blocks if b not in ran and b not in busy and swarm.usable(b)]
-    visit = request.visit(first, room=most - len(ran | busy), width=width)
-    if visit is None and busy <= ran:
+    ready = [b for b in first if b not in taken]
+    visit = request.visit(ready, room=most - len(ran | busy), width=width)
+    # A place that waits for its twin runs in this pass, so that the next one cannot begin yet.
+    if visit is None and busy <= ran and len(ready) == len(first):
         passes = rounds.way(len(ran), enough=most).passes
         again = _again(progress, request, busy=busy, passes=passes)
+        again = [block for block in again if block not in taken]
         visit = request.visit(again, room=len(again), width=width)
     if visit is not None and visit.expected <= left:
         return visit

@@ -3,7 +3,8 @@
 A request in free order has up to `parallel` visits under way. Each carries the newest state there
 is when it begins, and what its block adds counts when it comes. So block after block reads a state
 that is up to `parallel - 1` steps old. Where blocks are missing, those that are there run again in
-another pass, which begins when the pass before has ended.
+another pass, which begins when the pass before has ended. Places that share their weights never run
+side by side: both would add the same twice, to the same state.
 
 What ran is an order with versions (`layershuffle.orders`). Its `Cell` says which of the measured
 accuracies belongs to it.
@@ -47,13 +48,15 @@ class Rounds:
 
     `ways`: by how many blocks can be reached; `once`: how many are under way by how many blocks
     run, each once; `otherwise`: where nothing stands there. `max_age`: how many versions old a
-    state may be whose answer still counts.
+    state may be whose answer still counts. `tied`: for every place the first one with the same
+    weights, if places share weights and the calibration measured them apart.
     """
 
     ways: Mapping[int, Way] = field(default_factory=dict)
     otherwise: Way = Way()
     max_age: int = 0
     once: Mapping[int, int] = field(default_factory=dict)
+    tied: tuple[int, ...] | None = None
 
     def way(self, reached: int, *, enough: int) -> Way:
         """How a request runs `reached` blocks, of which `enough` end it: no block runs again then.
@@ -64,6 +67,17 @@ class Rounds:
         if reached < enough:
             return way
         return Way(self.once.get(enough, way.parallel))
+
+    def with_twins(self, blocks: set[int]) -> set[int]:
+        """`blocks`, and all places that share weights with one of them."""
+        if self.tied is None:
+            return blocks
+        weights = {self.tied[block] for block in blocks}
+        return {place for place, first in enumerate(self.tied) if first in weights}
+
+    def different(self, blocks: Sequence[int]) -> int:
+        """How many of `blocks` have weights of their own: no more can be under way at once."""
+        return len(blocks if self.tied is None else {self.tied[block] for block in blocks})
 
     @property
     def as_a_queue(self) -> bool:
@@ -76,15 +90,35 @@ QUEUE = Rounds()
 """One block after the other, each once; late answers do not count."""
 
 
-def overlapped(blocks: Sequence[int], cell: Cell, *, depth: int) -> ExecutionOrder:
-    """The first `cell.kept` of `blocks` as `cell` says, each visit as long as the others."""
-    kept = tuple(blocks[: cell.kept])
-    versions = [
-        max(begin, begin + place + 1 - cell.parallel)
-        for begin in range(0, cell.passes * cell.kept, cell.kept)
-        for place in range(cell.kept)
-    ]
-    return ExecutionOrder(kept * cell.passes, depth, tuple(versions))
+def overlapped(
+    blocks: Sequence[int], cell: Cell, *, depth: int, tied: Sequence[int] | None = None
+) -> ExecutionOrder:
+    """The first `cell.kept` of `blocks` as `cell` says, each visit as long as the others.
+
+    `tied` as in `Rounds`: a place whose weights are under way lets others go first, and if there
+    are none it waits.
+    """
+    weights = range(depth) if tied is None else tied
+    ran: list[int] = []
+    versions: list[int] = []
+    for _ in range(cell.passes):
+        begin, left = len(ran), list(blocks[: cell.kept])
+        while left:
+            version = max(begin, len(ran) + 1 - cell.parallel)
+            under_way = [weights[block] for block in ran[version:]]
+            block = next((block for block in left if weights[block] not in under_way), left[0])
+            if weights[block] in under_way:
+                version = len(ran) - under_way[::-1].index(weights[block])
+            left.remove(block)
+            ran.append(block)
+            versions.append(version)
+    return ExecutionOrder(tuple(ran), depth, tuple(versions))
+
+
+def beside_twins(order: ExecutionOrder, tied: Sequence[int]) -> bool:
+    """Whether a step of `order` reads a state from before a step with the same weights."""
+    ran = [tied[block] for block in order]
+    return any(ran[at] in ran[version:at] for at, (_, version) in enumerate(order.steps))
 
 
 def late_last(blocks: Sequence[int], age: int, *, depth: int) -> ExecutionOrder:
