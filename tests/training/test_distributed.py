@@ -101,6 +101,8 @@ def work(rank, port, models, out, results):
     gc.freeze()  # see conftest.py
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    # Otherwise accelerate gives each process two threads, which wait for each other by spinning.
+    os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     module = sys.modules["layershuffle.training.job"]
     module.BlockCompiler = functools.partial(BlockCompiler, backend="eager")
@@ -160,7 +162,7 @@ def pair(models, tmp_path_factory):
     for process in both:
         process.start()
     for process in both:
-        process.join(300)
+        process.join(1500)
     assert [process.exitcode for process in both] == [0, 0]
     return out, [json.loads((results / f"{rank}.json").read_text()) for rank in (0, 1)]
 
