@@ -44,7 +44,9 @@ ARMS = (
     Arm(name="layershuffle", label="LayerShuffle", different=12),
     Arm(name="layershuffle-depth", label="LayerShuffle-depth", different=12),
     Arm(name="layershuffle-tied-6", label="tied, six blocks", different=6),
+    Arm(name="layershuffle-tied-4", label="tied, four blocks", different=4),
     Arm(name="layershuffle-tied-3", label="tied, three blocks", different=3),
+    Arm(name="layershuffle-tied-2", label="tied, two blocks", different=2),
     Arm(name="layershuffle-tied", label="tied, one block", different=1),
 )
 COLUMNS = {
@@ -59,7 +61,9 @@ COLUMNS = {
 ANY, ORDERED = COLUMNS["any order"], COLUMNS["in order"]
 QUESTIONS = (
     ("any order, all places", "layershuffle-tied", ANY, "layershuffle", ANY),
+    ("any order, all places", "layershuffle-tied-2", ANY, "layershuffle", ANY),
     ("any order, all places", "layershuffle-tied-3", ANY, "layershuffle", ANY),
+    ("any order, all places", "layershuffle-tied-4", ANY, "layershuffle", ANY),
     ("any order, all places", "layershuffle-tied-6", ANY, "layershuffle", ANY),
     ("in order", "layershuffle-tied-3", ORDERED, "layershuffle", ORDERED),
     (
