@@ -334,6 +334,7 @@ def test_no_two_modules_define_one_name() -> None:
 CATCH_ALL = {
     "chain": "a host may raise anything at the states of a trial, and then takes the slow way",
     "swarm.host": "a block may raise anything, which its visits hear of, and the host goes on",
+    "swarm.ray_local": "Ray raises a plain `Exception` where its processes do not start",
     "cli.__init__": "the last line of defence: a paragraph for users, --debug for us",
 }
 PRINTS = {"study.worker": "a process of its own: what it prints is its log file"}

@@ -6,10 +6,13 @@ import gc
 import logging
 import os
 import platform
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
 from layershuffle.errors import UsageError
@@ -49,6 +52,29 @@ def collector_paused() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+@contextmanager
+def stop_signals() -> Iterator[threading.Event]:
+    """An event that SIGTERM and SIGINT set, so that what runs can save its state and end.
+
+    Outside the main thread, where Python allows no handlers, signals keep their meaning.
+    """
+    stop_asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop_asked
+        return
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        del number, frame
+        stop_asked.set()
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield stop_asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def hardware(precision: str) -> dict[str, Any]:

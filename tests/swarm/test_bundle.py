@@ -78,10 +78,10 @@ def test_a_bundle_computes_its_blocks_as_the_model_does():
         for block, module in enumerate(blocks_of(model)):
             wanted = module(torch.tensor(sample)).numpy()
             assert bundle.compute(block, sample).tobytes() == wanted.tobytes()
-    again = make_bundle(model, blocks=[1])
+    again = make_bundle(model)
     assert again.sample.tobytes() == sample.tobytes()
     assert again.program == bundle.program
-    assert again.tensors == {1: bundle.tensors[1]}
+    assert again.tensors == bundle.tensors
 
 
 def test_a_block_is_bound_once():
@@ -119,8 +119,6 @@ def test_models_that_hosts_cannot_run_are_refused():
         make_bundle(family.wrapped().train())
     with pytest.raises(UsageError, match="float32"):
         make_bundle(family.wrapped().half())
-    with pytest.raises(UsageError, match="blocks 0 to 3"):
-        make_bundle(family.wrapped(), blocks=[1, 4])
     shifted = family.wrapped()
     blocks_of(shifted)[2].register_forward_pre_hook(lambda _, args: (args[0] + 1,))
     with pytest.raises(StackError, match="changes the state between the blocks 1 and 2"):
@@ -134,7 +132,7 @@ def test_models_that_hosts_cannot_run_are_refused():
 
 def test_prediction_parts_stay_at_home():
     model = add_position(FAMILIES["timm-vit"].wrapped(), prediction=PredictionForm()).eval()
-    assert make_bundle(model, blocks=[0]).tensors[0] == bundle_of("timm-vit").tensors[0]
+    assert make_bundle(model).tensors == bundle_of("timm-vit").tensors
 
 
 @pytest.mark.parametrize("family", ["timm-vit", "hf-vit", "hf-siglip", "torchvision-vit"])
@@ -179,11 +177,11 @@ def test_siblings_and_strangers(tmp_path):
     """Blocks come from models refined from one base, of one depth, shape and view."""
     model, record = FAMILIES["timm-vit"].wrapped(), {"provenance": {"base_sha256": "ab"}}
     ls.save(model, tmp_path / "one", record=record)
-    bundle = make_bundle(ls.load(str(tmp_path / "one")), blocks=[0])
+    bundle = make_bundle(ls.load(str(tmp_path / "one")))
     assert bundle.base == "ab"
     ls.save(redraw(model, seed=5), tmp_path / "two", record=record)
     check_sibling(bundle, tmp_path / "two")
-    sibling = make_bundle(ls.load(str(tmp_path / "two")), blocks=[0])
+    sibling = make_bundle(ls.load(str(tmp_path / "two")))
     check_sibling(bundle, sibling)
     assert sibling.tensors != bundle.tensors
 

@@ -138,13 +138,13 @@ def _text(cell: ScoreCell) -> str:
     return f"{cell.top1.mean:.1f} ({interval_text(cell.top1)})"
 
 
-def draw_rounds(summary: Summary, mode: str = "arbitrary") -> Figure:
+def draw_rounds(summary: Summary) -> Figure:
     """A line per arm over the number of rounds, which falls to the right: fewer hops."""
     figure = new_figure(_SIZE * 1.5, _SIZE)
     axes = figure.subplots()
     counts: set[int] = set()
     for arm in summary.arms:
-        cells = in_rounds(summary, arm, mode=mode)
+        cells = in_rounds(summary, arm, mode="arbitrary")
         counts |= {cell.rounds for cell in cells}
         _line(
             axes,
@@ -158,7 +158,7 @@ def draw_rounds(summary: Summary, mode: str = "arbitrary") -> Figure:
     axes.minorticks_off()
     axes.invert_xaxis()
     axes.set_xlabel(f"rounds of all {summary.depth} blocks", color=INK)
-    _finish(axes, f"{mode.capitalize()} order, blocks side by side")
+    _finish(axes, "Arbitrary order, blocks side by side")
     return figure
 
 

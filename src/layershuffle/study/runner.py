@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from layershuffle.errors import Interrupted
 from layershuffle.files import locked, write_text
+from layershuffle.machine import stop_signals
 from layershuffle.settings import DEFAULT_EPOCHS
 from layershuffle.study.plan import FAILURE_FILE, RunSpec, Task, is_finished, write_plan
 from layershuffle.study.pool import LOG_FILE, LocalPool, Pool, gpu_count
@@ -75,13 +73,13 @@ def run_study(
     """
     tasks = tasks_for(study, only)
     # Locked before the plan is written: two studies would start the same tasks.
-    with locked(out), _stopping() as stopping:
+    with locked(out), stop_signals() as stop:
         write_plan(study, out)
         pool, limit = make_pool(study, out)
         codes = dict[str, int]()
         started = time.monotonic()
         try:
-            while not stopping():
+            while not stop.is_set():
                 # What ended is never started again here: a task that fails would loop.
                 ready = startable(tasks, out, running=pool.running, ended=codes)
                 for task in ready[: max(0, (workers or limit) - len(pool.running))]:
@@ -98,7 +96,7 @@ def run_study(
         finally:
             # Also after an error, so that no worker is left behind.
             pool.stop()
-        if stopping():
+        if stop.is_set():
             raise Interrupted(
                 "The study was stopped; running runs go on from their last checkpoint",
                 place=out,
@@ -181,20 +179,3 @@ def _progress(path: Path) -> tuple[str, float]:
     detail = f"step {content['step']}/{content['steps']}"
     detail += f", loss {loss:.3f}" if loss is not None else ""
     return detail, content["step"] / max(content["steps"], 1)
-
-
-@contextmanager
-def _stopping() -> Iterator[Callable[[], bool]]:
-    asked: list[int] = []
-
-    def ask(number: int, frame: FrameType | None) -> None:
-        del frame
-        asked.append(number)
-
-    # The signal is only noted; the loop then lets every run save its checkpoint.
-    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield lambda: bool(asked)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

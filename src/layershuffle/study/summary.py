@@ -194,13 +194,13 @@ class Summary:
         return sorted(nearest, reverse=True)
 
 
-def summarise(study: Study, part: str = "main") -> Summary:
-    """The summary of all finished runs of one part of the study; arms in the order of the plan.
+def summarise(study: Study) -> Summary:
+    """The summary of all finished runs of the main part; arms in the order of the plan.
 
     The reduced-depth models share one row: each stands in the column of its own depth, as in the
     paper's Figure 1b.
     """
-    runs = [run for run in study.runs if run.task.part == part]
+    runs = [run for run in study.runs if run.task.part == "main"]
     arms = tuple(dict.fromkeys(shown_arm(run.task) for run in runs))
     groups: dict[tuple[int, ...], list[ScoreRow]] = {}
     rows: list[ScoreRow] = []

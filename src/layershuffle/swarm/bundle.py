@@ -22,11 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from layershuffle.entries import state_of
 from layershuffle.errors import StackError, UsageError
 from layershuffle.models.store import host_of, image_view
 from layershuffle.position import PositionedModel
 from layershuffle.stack import blocks_of
-from layershuffle.swarm.export import Alone, RecordedCall, export, state_of
+from layershuffle.swarm.export import Alone, RecordedCall, export
 from layershuffle.swarm.lineage import Lineage, lineage_of, read_lineage
 from layershuffle.swarm.messages import State
 from layershuffle.swarm.program import Block, BlockProgram, digest_of, pack_tensors, read_program
@@ -83,26 +84,26 @@ def bound_block(program: bytes, tensors: bytes) -> Block:
     return _program(program).bind(tensors)
 
 
-def make_bundle(model: nn.Module, *, blocks: Sequence[int] | None = None) -> Bundle:
-    """The bundle of a model that `layershuffle.load` gave; of `blocks` (default: all).
+def make_bundle(model: nn.Module) -> Bundle:
+    """The bundle of a model that `layershuffle.load` gave.
 
     Raises `UsageError` for a model in training mode, with position encoding, not in float32 on the
-    CPU, or for blocks it lacks; `StackError` with the reason if its blocks need more than the
-    state or cannot be exported.
+    CPU; `StackError` with the reason if its blocks need more than the state or cannot be exported.
     """
-    chosen, modules = _chosen(model, blocks), blocks_of(host_of(model))
+    _check_servable(model)
+    modules = blocks_of(host_of(model))
     calls = _listen(model)
     _check_calls(calls, depth=len(modules))
     states = calls[0].state
     # One program for all blocks: those that can take each other's place compute the same steps.
-    program = export(Alone(modules[chosen[0]], calls[0]), states)
+    program = export(Alone(modules[0], calls[0]), states)
     bound = read_program(program)
     tensors = dict[int, bytes]()
-    for block in chosen:
-        tensors[block] = pack_tensors(modules[block].state_dict())
+    for block, module in enumerate(modules):
+        tensors[block] = pack_tensors(module.state_dict())
         program_block = bound.bind(tensors[block])
         # A program is believed only after every block computed the same through it (decision 009).
-        _check_same(Alone(modules[block], calls[block]), program_block, block=block, states=states)
+        _check_same(Alone(module, calls[block]), program_block, block=block, states=states)
     sample = states[:1].clone().numpy()
     return Bundle(program, tensors, len(modules), bound.shape, lineage_of(model), sample)
 
@@ -145,8 +146,8 @@ def _differences(ours: Lineage, theirs: Lineage) -> Iterator[tuple[str, str, str
         yield "the image view", str(ours.view), str(theirs.view)
 
 
-def _chosen(model: nn.Module, blocks: Sequence[int] | None) -> tuple[int, ...]:
-    """The ids of the blocks; refuses models that hosts cannot run before anything is computed."""
+def _check_servable(model: nn.Module) -> None:
+    """Refuses models that hosts cannot run before anything is computed."""
     if isinstance(model, PositionedModel) and model.encoding is not None:
         raise UsageError(
             "The blocks of this model need a position encoding, which hosts do not have",
@@ -159,11 +160,6 @@ def _chosen(model: nn.Module, blocks: Sequence[int] | None) -> tuple[int, ...]:
     kinds = {(weight.device.type, weight.dtype) for weight in floating}
     if kinds != {("cpu", torch.float32)}:
         raise UsageError("Blocks travel as float32 from the CPU", hint="call model.float().cpu()")
-    depth = len(blocks_of(host_of(model)))
-    chosen = tuple(range(depth)) if blocks is None else tuple(sorted(set(blocks)))
-    if not chosen or not 0 <= chosen[0] <= chosen[-1] < depth:
-        raise UsageError(f"The model has blocks 0 to {depth - 1}, {list(chosen)} are asked for")
-    return chosen
 
 
 # --- how the model calls its blocks ---------------------------------------------------------------

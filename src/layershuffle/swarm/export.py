@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputSpec
 
+from layershuffle.entries import state_of
 from layershuffle.errors import StackError
 from layershuffle.swarm.program import (
     ARITHMETIC,
@@ -53,12 +54,6 @@ class Alone(nn.Module):
     def forward(self, state: Tensor) -> Tensor:
         """The state after the block, `[images, tokens, width]`."""
         return state_of(self.block(state, *self._rest, **self._named))
-
-
-def state_of(answer: Any) -> Tensor:
-    """The state in what a block returned; those of some transformers releases return tuples."""
-    state: Tensor = answer[0] if isinstance(answer, tuple) else answer
-    return state
 
 
 def export(module: Alone, states: Tensor) -> bytes:

@@ -17,7 +17,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,9 +74,7 @@ class LocalCluster:
     def connect(self, ray: Any) -> None:
         """Start Ray's processes and connect to them. Raises `LayerShuffleError` if they do not
         start."""
-        # Ray raises a plain `Exception` where its processes need more than 30 seconds, and gives
-        # no other way to tell that from the rest. So do its sockets, with OSError.
-        with _Started(self.directory):
+        with _started(self.directory):
             self._node = _start_node(self.directory / "ray", self._names)
             ray.init(
                 address=self._node.gcs_address,
@@ -114,7 +112,7 @@ class LocalCluster:
         Calls to block hosts go on meanwhile, because they do not pass through it.
         """
         node: Any = self._node
-        with _Started(self.directory):
+        with _started(self.directory):
             # The same port, which the others know. `start_gcs_server` insists on a fresh node.
             node._ray_params.gcs_server_port = int(node.gcs_address.rpartition(":")[2])
             del node.all_processes[_GCS]
@@ -194,24 +192,21 @@ def _start_node(directory: Path, names: Sequence[str]) -> Any:
     return _essential_node()(parameters, head=True, shutdown_at_exit=False, spawn_reaper=True)
 
 
-class _Started:
-    """Says in one paragraph why Ray does not start."""
+@contextmanager
+def _started(directory: Path) -> Iterator[None]:
+    """Says in one paragraph why Ray does not start.
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
-    ) -> None:
-        if isinstance(error, Exception):
-            raise LayerShuffleError(
-                f"Ray does not start ({one_line(error)})",
-                place=self._directory,
-                hint="if this machine is busy, wait until it is less so, then try again",
-            ) from error
+    Ray raises a plain `Exception` where its processes need more than 30 seconds, and gives no other
+    way to tell that from the rest. So do its sockets, with OSError.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise LayerShuffleError(
+            f"Ray does not start ({one_line(error)})",
+            place=directory,
+            hint="if this machine is busy, wait until it is less so, then try again",
+        ) from error
 
 
 def sweep() -> None:

@@ -122,10 +122,6 @@ class Swarm(Mapping[str, HostView]):
         """This swarm without the host `name`."""
         return Swarm(host for host in self.values() if host.name != name)
 
-    def holders(self, block: int) -> tuple[HostView, ...]:
-        """Usable hosts that hold `block`, by name."""
-        return tuple(self[name] for name in self.usable(block))
-
     def held(self, block: int) -> tuple[str, ...]:
         """Names of all hosts that hold `block`, sorted."""
         return self._held.get(block, ())

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
-import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -21,7 +18,7 @@ from torch import nn
 from layershuffle.errors import Interrupted, ModelFileError
 from layershuffle.extras import missing
 from layershuffle.files import locked, write_text
-from layershuffle.machine import device_of, hardware, versions
+from layershuffle.machine import device_of, hardware, stop_signals, versions
 from layershuffle.models import save
 from layershuffle.policies import OrderMode, policy_to_json
 from layershuffle.settings import FitSettings, digest
@@ -130,7 +127,7 @@ def _run(job: Job, listeners: Sequence[Listener], on_phase: OnPhase) -> FitResul
     # A run that was killed between its last checkpoint and its result has no step left.
     if state.step < job.steps:
         out_of_memory = False
-        with _stop_signals() as stop, job.compiler.limits():
+        with stop_signals() as stop, job.compiler.limits():
             try:
                 train(state, tell=tell, keep_best=keep_best, stop_asked=stop, on_phase=on_phase)
             except torch.OutOfMemoryError as error:
@@ -147,29 +144,6 @@ def _run(job: Job, listeners: Sequence[Listener], on_phase: OnPhase) -> FitResul
             hint="the same command goes on from there",
         )
     return job.ranks.from_first(lambda: _finish(state))
-
-
-@contextmanager
-def _stop_signals() -> Iterator[threading.Event]:
-    """An event that SIGTERM and SIGINT set: the run saves a checkpoint after its step and ends.
-
-    Outside the main thread, where Python allows no handlers, signals keep their meaning.
-    """
-    stop_asked = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop_asked
-        return
-
-    def ask(number: int, frame: FrameType | None) -> None:
-        del number, frame
-        stop_asked.set()
-
-    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield stop_asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _tensorboard(directory: Path) -> Listener:
