@@ -25,7 +25,7 @@ from layershuffle.errors import LayerShuffleError
 from layershuffle.swarm import state
 from layershuffle.swarm.messages import Answer, Packet
 from layershuffle.swarm.placement import Node
-from layershuffle.swarm.service import keep_watching
+from layershuffle.swarm.service import keep_running
 from waiting import until
 
 
@@ -355,8 +355,8 @@ def test_a_watch_that_breaks_begins_anew(caplog):
         hosts = FakeHosts(A, B)
         coordinator = coordinator_of(hosts)
         hosts.raises["nodes"] = RuntimeError("nobody foresaw this")
-        watch = asyncio.create_task(keep_watching(coordinator))
-        await until(lambda: coordinator.restarts >= 2)
+        watch = asyncio.create_task(keep_running("The monitor", coordinator.run, pause=0.01))
+        await until(lambda: caplog.text.count("The monitor failed and is started again") >= 2)
         await until(lambda: not coordinator.watching)
         del hosts.raises["nodes"]
         assert await coordinator.ready(within=3.0) == ()
@@ -367,7 +367,7 @@ def test_a_watch_that_breaks_begins_anew(caplog):
         await coordinator.close()
 
     run_virtual(go())
-    errors = [str(r.exc_info[1]) for r in caplog.records if "was restarted" in r.message]
+    errors = [str(r.exc_info[1]) for r in caplog.records if "is started again" in r.message]
     assert "nobody foresaw this" in errors[0]
 
 

@@ -28,13 +28,14 @@ from layershuffle.data.contract import (
     Split,
     derived_seed,
 )
-from layershuffle.data.decode import NO_JPEG, decodes_jpeg, read_image, read_pixels
+from layershuffle.data.decode import read_image, read_pixels
 from layershuffle.data.transforms import (
     PixelFinish,
     PixelTransform,
     PlainTransform,
     Transform,
     augment_transform,
+    plain_training_transform,
     seeded_globals,
 )
 from layershuffle.errors import DataError, UsageError
@@ -224,19 +225,10 @@ def assemble_streams(request: SourceRequest, streams: Streams) -> ImageData:
 def _train_part(request: SourceRequest, streams: Streams, notes: list[str]) -> StreamedImages:
     options, view = request.options, request.view
     notes.append(f"training images are shuffled through a buffer of {SHUFFLE_BUFFER}")
-    transform: Transform | PixelTransform
-    if options.augment:
-        transform = augment_transform(view)
-    # torch's nearest pixel is another one than Pillow's, which scores are compared with.
-    elif view.interpolation == "nearest":
-        transform = PlainTransform(view)
-    else:
-        transform = PixelTransform(view)
-        notes += [NO_JPEG] * (not decodes_jpeg())
     return StreamedImages(
         streams.train.shuffle(seed=options.seed, buffer_size=SHUFFLE_BUFFER),
         streams.readers["train"],
-        transform,
+        augment_transform(view) if options.augment else plain_training_transform(view, notes),
         cut=None if streams.validation is not None else _identity_cut(request, held_out=False),
         augment_seed=options.seed if options.augment else None,
     )

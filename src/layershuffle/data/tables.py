@@ -23,15 +23,14 @@ from layershuffle.data.contract import (
     limited_test,
     stratified_holdout,
 )
-from layershuffle.data.decode import NO_JPEG, decodes_jpeg
 from layershuffle.data.transforms import (
     AugmentedImages,
     ImageTable,
     PixelFinish,
-    PixelTransform,
     PlainTransform,
     TransformedImages,
     augment_transform,
+    plain_training_transform,
 )
 from layershuffle.errors import DataError
 from layershuffle.text import shortened
@@ -146,12 +145,7 @@ def _fitted(
     options, view = request.options, request.view
     if options.augment:
         return AugmentedImages(table, rows, augment_transform(view), seed=options.seed)
-    # torch's nearest pixel is another one than Pillow's, which scores are compared with.
-    if view.interpolation == "nearest":
-        return TransformedImages(table, rows, PlainTransform(view))
-    if not decodes_jpeg():
-        notes.append(NO_JPEG)
-    return TransformedImages(table, rows, PixelTransform(view))
+    return TransformedImages(table, rows, plain_training_transform(view, notes))
 
 
 def _cut(

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from layershuffle.data.contract import Item, SharedEpoch, derived_seed
-from layershuffle.data.decode import pixel_tensor
+from layershuffle.data.decode import NO_JPEG, decodes_jpeg, pixel_tensor
 from layershuffle.data.view import ImageView
 from layershuffle.errors import DataError, UsageError
 
@@ -116,6 +116,16 @@ def uncropped_size(view: ImageView) -> tuple[int, int]:
     # 43 / (43 / 50) is a little less than 50, and must not become 49.
     across, down = (math.floor(side / view.crop_pct + 1e-9) for side in (view.width, view.height))
     return across, down
+
+
+def plain_training_transform(view: ImageView, notes: list[str]) -> PlainTransform | PixelTransform:
+    """The faster of both transforms that this view allows; `notes` gets what slows it down."""
+    # torch's nearest pixel is another one than Pillow's, which scores are compared with.
+    if view.interpolation == "nearest":
+        return PlainTransform(view)
+    if not decodes_jpeg():
+        notes.append(NO_JPEG)
+    return PixelTransform(view)
 
 
 def augment_transform(view: ImageView) -> Transform:

@@ -139,13 +139,12 @@ def file_digests(spec: str) -> dict[str, str]:
     Empty for models that the host libraries fetch or make.
     """
     from layershuffle.models.files import weight_files
-    from layershuffle.models.output import directory_of
+    from layershuffle.models.output import own_directory
     from layershuffle.models.position_files import PARTS
-    from layershuffle.models.spec import parse_spec
 
     # Directories are renamed and trained again; the digests go on saying which weights were merged.
-    place = directory_of(spec)
-    if place is None or parse_spec(spec).scheme not in ("bundled", "dir"):
+    place = own_directory(spec)
+    if place is None:
         return {}
     parts = [place / PARTS] if (place / PARTS).is_file() else []
     return {file.name: _sha256(file) for file in (*weight_files(place), *parts)}

@@ -7,9 +7,9 @@ replaced only if that is asked for, and only if it is a saved model.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from importlib import resources
 from pathlib import Path
 
+from layershuffle.bundled import asset
 from layershuffle.errors import UsageError
 from layershuffle.models.files import CONFIG, PROCESSOR, WEIGHTS_INDEX
 from layershuffle.models.metadata import METADATA_FILE
@@ -67,6 +67,14 @@ def check_replaceable(directory: Path) -> None:
         )
 
 
+def own_directory(spec: str) -> Path | None:
+    """The directory of a bundled, saved or trained model; `None` for a model of a host library.
+
+    Raises `UsageError` for a spec that is none.
+    """
+    return directory_of(spec) if parse_spec(spec).scheme in ("bundled", "dir") else None
+
+
 def directory_of(spec: str) -> Path | None:
     """The directory with the files of the model `spec`, `None` where a library fetches or makes it.
 
@@ -74,7 +82,7 @@ def directory_of(spec: str) -> Path | None:
     """
     parsed = parse_spec(spec)
     if parsed.scheme == "bundled":
-        return Path(str(resources.files("layershuffle").joinpath("assets", parsed.place)))
+        return asset(parsed.place)
     if "checkpoint" in parsed.settings:
         return Path(str(parsed.settings["checkpoint"])).expanduser().parent
     path = Path(parsed.place.removeprefix("local-dir:")).expanduser()

@@ -58,18 +58,11 @@ class LocalPool:
         gpu = self._least_used_gpu()
         if gpu is not None:
             self.gpu_of[task.name] = gpu
-        with explained(directory):
-            # Appended: the log of a run that resumes begins before the interruption.
-            log = (directory / LOG_FILE).open("ab")
-        with log:
-            self.processes[task.name] = subprocess.Popen(
-                worker_command(self.out, task.name),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=_environment(self.threads, gpu),
-                start_new_session=True,  # Ctrl-C reaches us alone; we pass it on as SIGTERM
-            )
+        log = directory / LOG_FILE
+        # Ctrl-C reaches us alone, in a session of its own; we pass it on as SIGTERM.
+        self.processes[task.name] = start_worker(
+            self.out, task.name, log=log, threads=self.threads, gpu=gpu, own_session=True
+        )
 
     def _least_used_gpu(self) -> int | None:
         busy = [self.gpu_of[name] for name in self.processes if name in self.gpu_of]
@@ -109,10 +102,27 @@ def fresh_directory(task: Task, out: Path) -> Path:
     return directory
 
 
-def worker_command(out: Path, name: str) -> list[str]:
-    """What runs one task."""
-    # This Python, whatever `python` means in the shell.
-    return [sys.executable, "-m", "layershuffle.study.worker", str(out), name]
+def start_worker(
+    out: Path,
+    name: str,
+    *,
+    log: Path,
+    threads: int | None,
+    gpu: int | None = None,
+    own_session: bool = False,
+) -> subprocess.Popen[bytes]:
+    """The process that runs the task `name` of the study in `out`; it appends to `log`."""
+    # Appended: the log of a run that resumes begins before the interruption.
+    with explained(log.parent), log.open("ab") as file:
+        return subprocess.Popen(
+            # This Python, whatever `python` means in the shell.
+            [sys.executable, "-m", "layershuffle.study.worker", str(out), name],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=_environment(threads, gpu),
+            start_new_session=own_session,
+        )
 
 
 def gpu_count() -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from layershuffle.errors import UsageError
 from layershuffle.files import write_text
 from layershuffle.ray_cluster import connect_ray
 from layershuffle.study.plan import FAILURE_FILE, RESULT_FILE, Task
-from layershuffle.study.pool import LOG_FILE, STOP_SECONDS, fresh_directory, worker_command
+from layershuffle.study.pool import LOG_FILE, STOP_SECONDS, fresh_directory, start_worker
 from layershuffle.study.runner import MakePool
 from layershuffle.study.settings import StudySettings
 from layershuffle.text import one_line
@@ -175,17 +174,9 @@ class RayPool:
 
 def _work(out: str, name: str, log: str, threads: int | None) -> int:
     """On the cluster: one task in a process of its own, which ends with this one."""
-    environment = {**os.environ, **({"OMP_NUM_THREADS": str(threads)} if threads else {})}
-    with Path(log).open("ab") as file:
-        process = subprocess.Popen(
-            worker_command(Path(out), name),
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env=environment,
-        )
-        try:
-            return process.wait()
-        except KeyboardInterrupt:  # how Ray cancels a task
-            process.terminate()
-            return process.wait()
+    process = start_worker(Path(out), name, log=Path(log), threads=threads)
+    try:
+        return process.wait()
+    except KeyboardInterrupt:  # how Ray cancels a task
+        process.terminate()
+        return process.wait()

@@ -14,7 +14,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib import resources
 from pathlib import Path
 from statistics import harmonic_mean
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -281,22 +280,15 @@ def calibration_path(model: str) -> Path:
 
     Raises `UsageError` for models without a directory of their own.
     """
-    from layershuffle.models.metadata import METADATA_FILE
-    from layershuffle.models.spec import parse_spec
+    from layershuffle.models.output import own_directory
 
-    spec = parse_spec(model)
-    if spec.scheme == "bundled":
-        return Path(
-            str(resources.files("layershuffle").joinpath("assets", spec.place, CALIBRATION))
-        )
-    if spec.scheme != "dir":
+    directory = own_directory(model)
+    if directory is None:
         raise UsageError(
             f"{model} has no directory of its own to keep a calibration in",
             hint="save it first: layershuffle.save(model, DIR), or layershuffle fit",
         )
-    place = Path(spec.place).expanduser()
-    inside = place if (place / METADATA_FILE).is_file() else place / "model"
-    return inside / CALIBRATION
+    return directory / CALIBRATION
 
 
 def write_calibration(calibration: Calibration, path: Path) -> None:

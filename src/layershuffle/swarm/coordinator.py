@@ -45,8 +45,7 @@ class Coordinator:
 
     `bundles` holds the plan's model and its donors, by the names that `plan` gives them.
     `foreign_blocks` are the (host, block) pairs where weights of another model may answer.
-    `watching` says whether `run` is at work, `restarts` how often it had to begin again
-    (`service.running_service`).
+    `watching` says whether `run` is at work.
 
     A decision about a host is written to `hosts` at once and cancels what was begun before. Its
     process follows later, one operation at a time for each host.
@@ -64,7 +63,7 @@ class Coordinator:
         self.health = HealthMonitor(router)
         self.base = bundles[plan.model]
         self.hosts: dict[str, HostRecord] = {}
-        self.watching, self.restarts = False, 0
+        self.watching = False
         self._donors = {
             (name, block): checked_donor(bundles[model], self.base, block=block)
             for name, host in plan.hosts.items()
@@ -96,7 +95,7 @@ class Coordinator:
         health = asyncio.create_task(self.health.run())
         self.watching = True
         try:
-            # A health check that breaks ends this watch too, and `service.keep_watching` begins
+            # A health check that breaks ends this watch too, and `service.keep_running` begins
             # both anew.
             while not health.done():
                 await self._look()
@@ -383,17 +382,16 @@ class Coordinator:
         limit = self.router.limits.start_ms
         try:
             async with asyncio.timeout(limit / _MILLI):
-                outcome = await asyncio.gather(work, return_exceptions=True)
+                try:
+                    return await work
+                except LayerShuffleError:
+                    raise
+                except Exception as error:  # a defect of ours: the watch goes on
+                    _log.exception("Work with host %s broke", name)
+                    cause = f"Host {name} failed ({type(error).__name__}: {error})"
+                    raise LayerShuffleError(cause) from error
         except TimeoutError as error:
             raise LayerShuffleError(f"Host {name} did not answer within {limit:g} ms") from error
-        result: _Result | BaseException = outcome[0]
-        if not isinstance(result, BaseException):
-            return result
-        if isinstance(result, LayerShuffleError):
-            raise result
-        # A defect of ours: the log gets the traceback, and the watch goes on.
-        _log.error("Work with host %s broke", name, exc_info=result)
-        raise LayerShuffleError(f"Host {name} failed ({type(result).__name__}: {result})")
 
     def has_process(self, name: str, pid: int) -> None:
         """Note the process of `name`, if it is still known; 0 for none."""

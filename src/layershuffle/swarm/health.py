@@ -328,17 +328,20 @@ class HealthMonitor:
         asked = self.router.transport.visit(visit, pack(start, "fp32"))
         try:
             async with asyncio.timeout(check.limit):
-                # `gather` hands over errors of every kind: nothing that a host does ends the watch.
-                (answer,) = await asyncio.gather(asked, return_exceptions=True)
+                answer = await asked
         except TimeoutError:
-            answer = WorkExpired("it did not answer a canary in time")
+            late = WorkExpired("it did not answer a canary in time")
+            hop = replace(hop, outcome=late.outcome, why=late.cause)
+        except VisitError as error:
+            hop = replace(hop, outcome=error.outcome, why=error.cause)
+        # A defect of ours: nothing that a host does ends the watch.
+        except Exception as error:  # noqa: BLE001 -- it is logged, and counts as a failure
+            _log.exception("A canary of host %s broke", check.host)
+            why = f"its canary broke ({type(error).__name__}: {error})"
+            hop = replace(hop, outcome="failed", why=why)
         hop = replace(hop, ms=(clock() - begun) * _MILLI)
-        if isinstance(answer, VisitError):
-            return replace(hop, outcome=answer.outcome, why=answer.cause), None
-        if isinstance(answer, BaseException):  # a defect of ours: the log gets the traceback
-            _log.error("A canary of host %s broke", check.host, exc_info=answer)
-            why = f"its canary broke ({type(answer).__name__}: {answer})"
-            return replace(hop, outcome="failed", why=why), None
+        if hop.outcome != "answered":
+            return hop, None
         after, fault = unpacked(answer, like=start, ms=hop.ms)
         if fault:
             outcome: Outcome = "failed" if fault == TOO_LONG else "wrong"

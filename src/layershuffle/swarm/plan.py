@@ -15,13 +15,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from importlib import resources
 from pathlib import Path
 from typing import Annotated
 
 import yaml
 from pydantic import Field, model_validator
 
+from layershuffle.bundled import asset
 from layershuffle.errors import SettingsError, UsageError
 from layershuffle.recipes import read_recipe
 from layershuffle.settings import BlockId, Name, Positive, Settings
@@ -144,7 +144,7 @@ def noted_depth(model: str) -> int | None:
     """
     scheme, _, place = model.partition(":")
     if scheme == "bundled":
-        directory = Path(str(resources.files("layershuffle").joinpath("assets", place)))
+        directory = asset(place)
     else:  # a directory, or a model that has no record, and no directory of that name either
         directory = Path(model.removeprefix("dir:")).expanduser()
     with suppress(OSError, ValueError):

@@ -8,12 +8,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
-from importlib import resources
-from pathlib import Path
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,7 +19,7 @@ import torch
 from layershuffle.errors import UsageError
 from layershuffle.models import load
 from layershuffle.models.files import weights_digest
-from layershuffle.models.spec import parse_spec
+from layershuffle.models.output import own_directory
 from layershuffle.stack import blocks_of, depth_of
 from layershuffle.swarm.bundle import Bundle, check_sibling, make_bundle
 from layershuffle.swarm.calibration import Calibration, calibration_path, read_calibration
@@ -92,7 +90,7 @@ def donor_bundle(donor: str, base: Bundle, *, blocks: Sequence[int]) -> Bundle:
     `UsageError` for a donor that is no sibling or lacks a block, `ModelFileError` for weights that
     do not fit the program.
     """
-    directory = _directory_of(donor)
+    directory = own_directory(donor)
     if directory is not None and read_lineage(directory).base is not None:
         check_sibling(base, directory)
         tensors = {block: read_block(directory, block) for block in blocks}
@@ -108,22 +106,13 @@ def donor_bundle(donor: str, base: Bundle, *, blocks: Sequence[int]) -> Bundle:
     return replace(base, tensors=tensors)
 
 
-def _directory_of(model: str) -> Path | None:
-    """The directory of the model of this spec; `None` if it comes from a library or a hub."""
-    spec = parse_spec(model)
-    if spec.scheme == "bundled":
-        return Path(str(resources.files("layershuffle").joinpath("assets", spec.place)))
-    return Path(spec.place).expanduser() if spec.scheme == "dir" else None
-
-
 def calibration_of(model: str, host: nn.Module) -> Calibration | None:
     """The calibration of the model of this spec, loaded as `host`; `None` if it has none.
 
     Raises `ModelFileError` if it is damaged, or was measured on other weights.
     """
-    scheme = model.partition(":")[0]
-    if scheme in ("timm", "hf", "torchvision"):
-        return None  # no directory of its own
+    if own_directory(model) is None:
+        return None
     return read_calibration(calibration_path(model), weights=weights_digest(host))
 
 
@@ -227,9 +216,13 @@ async def running_service(
             hint="leave parallel out of the plan",
         )
     # Before `ready`, which only waits for what the watch starts.
-    tasks = [asyncio.create_task(keep_watching(coordinator))]
+    watches: dict[str, Callable[[], Awaitable[None]]] = {"The host monitor": coordinator.run}
     if session is not None:
-        tasks.append(asyncio.create_task(_keep_session(session, coordinator)))
+        forget, begin_anew = backend.forget, coordinator.begin_anew
+        watches["The watch over Ray"] = partial(session.keep, forget=forget, begin_anew=begin_anew)
+    pause = plan.limits.watch_ms / _MILLI
+    runs = (keep_running(what, watch, pause=pause) for what, watch in watches.items())
+    tasks = [asyncio.create_task(run) for run in runs]
     try:
         missing = await coordinator.ready(within=within, say=say)
         yield Service(plan, router, coordinator, remote_model, cargo.calibration, missing, session)
@@ -243,24 +236,15 @@ async def running_service(
         await asyncio.to_thread(remote_model.close)
 
 
-async def keep_watching(coordinator: Coordinator) -> None:
-    """Run `coordinator.run`, and again whenever an error ends it; until cancelled."""
+async def keep_running(what: str, watch: Callable[[], Awaitable[None]], *, pause: float) -> None:
+    """Run `watch`, and again whenever an error ends it, after `pause` seconds; until cancelled."""
     while True:
-        (error,) = await asyncio.gather(coordinator.run(), return_exceptions=True)
-        coordinator.restarts += 1
-        _log.error("The host monitor failed and was restarted", exc_info=error)
+        try:
+            await watch()
+        except Exception as error:  # noqa: BLE001 -- logged with its traceback
+            _log.error("%s failed and is started again", what, exc_info=error)
         # With a pause, because an error that comes back at once would fill the log.
-        await asyncio.sleep(coordinator.router.limits.watch_ms / _MILLI)
-
-
-async def _keep_session(session: RaySession, coordinator: Coordinator) -> None:
-    """Run `session.keep`, and again whenever an error ends it; until cancelled."""
-    while True:
-        forget, begin_anew = coordinator.backend.forget, coordinator.begin_anew
-        keeping = session.keep(forget=forget, begin_anew=begin_anew)
-        (error,) = await asyncio.gather(keeping, return_exceptions=True)
-        _log.error("The watch over Ray broke, and begins anew", exc_info=error)
-        await asyncio.sleep(coordinator.router.limits.watch_ms / _MILLI)
+        await asyncio.sleep(pause)
 
 
 @asynccontextmanager
