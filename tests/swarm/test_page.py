@@ -210,9 +210,9 @@ def test_a_client_that_asks_too_often_has_to_wait(workbench):
     statuses = [ask(fresh, "GET", "/page/facts").status_code for _ in range(3)]
     assert statuses == [200] * 3
     for _ in range(int(LIMITS.burst)):
-        fresh.admit("127.0.0.2", now=0.0)
+        fresh.clients.admit("127.0.0.2", now=0.0)
     with pytest.raises(HTTPError) as refusal:
-        fresh.admit("127.0.0.2", now=0.0)
+        fresh.clients.admit("127.0.0.2", now=0.0)
     assert refusal.value.retry_after > 0
 
 

@@ -89,20 +89,20 @@ async def play(
 ) -> ScenarioResult:
     """Send `requests` requests, break the swarm at a quarter of them, and wait until it is whole.
 
-    `within`: seconds after which nobody waits any longer. Raises what `swarm` raises.
+    At least one request. `within`: seconds after which nobody waits any longer. Raises what `swarm`
+    raises.
     """
-    broken: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+    watches: list[asyncio.Task[float]] = []
 
     async def asked(number: int) -> Reply:
         if number == requests // 4:
             begun = time.perf_counter()
             is_whole = await strike(scenario, hosts, swarm=swarm)
-            watch = asyncio.ensure_future(_until(is_whole, begun, within=within))
-            watch.add_done_callback(lambda task: _hand_over(task, broken))
+            watches.append(asyncio.create_task(_until(is_whole, begun, within=within)))
         return await ask(number)
 
     drill = await run_drill(asked, requests, concurrency=concurrency)
-    seconds = await broken
+    (seconds,) = await asyncio.gather(*watches)
     verdict = judged(list(drill.replies.values()), calibration) if calibration else None
     return ScenarioResult(scenario, drill, None if math.isnan(seconds) else seconds, verdict)
 
@@ -115,6 +115,9 @@ async def strike(
 
     async def all_healthy() -> bool:
         return await swarm.healthy() == everyone
+
+    async def some_away() -> bool:
+        return not await all_healthy()
 
     async def liar_is_out() -> bool:
         return liar not in await swarm.healthy()
@@ -135,15 +138,8 @@ async def strike(
         victims = hosts if scenario == "all-hosts" else hosts[1:]
         await asyncio.gather(*(swarm.fault(host, "kill") for host in victims))
     # What was just killed may still count as healthy for a moment.
-    await _until(_not(all_healthy), time.perf_counter(), within=1.0)
+    await _until(some_away, time.perf_counter(), within=1.0)
     return all_healthy
-
-
-def _not(condition: Callable[[], Awaitable[bool]]) -> Callable[[], Awaitable[bool]]:
-    async def opposite() -> bool:
-        return not await condition()
-
-    return opposite
 
 
 async def _until(condition: Callable[[], Awaitable[bool]], begun: float, *, within: float) -> float:
@@ -153,15 +149,6 @@ async def _until(condition: Callable[[], Awaitable[bool]], begun: float, *, with
             return math.nan
         await asyncio.sleep(_POLL)
     return time.perf_counter() - begun
-
-
-def _hand_over(task: asyncio.Task[float], future: asyncio.Future[float]) -> None:
-    if task.cancelled():
-        future.cancel()
-    elif error := task.exception():
-        future.set_exception(error)
-    else:
-        future.set_result(task.result())
 
 
 def scenario_report(results: Sequence[ScenarioResult]) -> str:

@@ -37,7 +37,6 @@ from layershuffle.swarm.server.docs_page import HEADERS, docs_page
 from layershuffle.swarm.server.errors import (
     HTTPError,
     answer_to,
-    busy,
     status_of,
     unprocessable,
 )
@@ -208,9 +207,7 @@ class _Gateway:
         """Let a request through. Raises `HTTPError`: 429 before anything else, 401, or 422."""
         address = request.client.host if request.client else ""
         # Rates are checked before keys, so that guessing keys is slow too.
-        wait = self.scheduler.clients.at(address).wait(self.router.clock())
-        if wait:
-            raise busy("Too many requests from your address", wait=wait)
+        self.scheduler.clients.admit(address, now=self.router.clock())
         headers = request.headers
         if not self.keys.accept(key_in(headers.get("authorization"), headers.get("x-api-key"))):
             raise HTTPError(

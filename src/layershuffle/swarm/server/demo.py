@@ -32,8 +32,8 @@ def demo_app(loading: asyncio.Future[Workbench]) -> Starlette:
         return facts_of(await answering())
 
     async def admit(request: Request) -> None:
-        workbench = await answering()
-        workbench.admit(request.client.host if request.client else "", now=time.monotonic())
+        address = request.client.host if request.client else ""
+        (await answering()).clients.admit(address, now=time.monotonic())
 
     async def inside() -> Answering:
         return await answering()

@@ -118,6 +118,12 @@ class Clients:
             self._clients.pop(next(idle, name))
         return client
 
+    def admit(self, address: str, *, now: float) -> None:
+        """Count a request at the time `now`, in seconds. Raises `HTTPError` (429) for too many."""
+        wait = self.at(address).wait(now)
+        if wait:
+            raise busy("Too many requests from your address", wait=wait)
+
     @contextmanager
     def request_of(self, address: str) -> Iterator[Client]:
         """Count a request of `address`. Raises `HTTPError` (429) if its client has too many."""

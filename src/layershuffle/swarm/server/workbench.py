@@ -101,12 +101,6 @@ class Workbench:
         right = await self._run(partial(self._scores, order))
         return {"order": str(order), "right": right, "of": len(pair_names())}
 
-    def admit(self, address: str, *, now: float) -> None:
-        """Count a request of a client. Raises `HTTPError` (429) if it makes too many."""
-        wait = self.clients.at(address).wait(now)
-        if wait:
-            raise busy("Too many requests from your address", wait=wait)
-
     async def _read(self, request: Request) -> tuple[list[bytes], ExecutionOrder]:
         if self._open >= _OPEN:
             raise busy("Too many requests are open")
