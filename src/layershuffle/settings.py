@@ -53,6 +53,13 @@ class Settings(BaseModel):
             raise SettingsError("; ".join(problems)) from error
 
 
+METHOD_OPTIONS = (
+    "drop", "min_blocks", "kept", "choose", "distinct", "max_parallel", "sequential_every",
+    "exit_weight",
+)  # fmt: skip
+"""Settings that change what the method of a training is; `None` leaves it as the method has it."""
+
+
 class FitSettings(Settings):
     """One training run. The defaults are those of the paper's section 4 where it names them."""
 
@@ -204,17 +211,7 @@ class FitSettings(Settings):
 
     def find_method(self) -> Method:
         """The method with its options set."""
-        return find_method(
-            self.method,
-            drop=self.drop,
-            min_blocks=self.min_blocks,
-            kept=self.kept,
-            choose=self.choose,
-            distinct=self.distinct,
-            max_parallel=self.max_parallel,
-            sequential_every=self.sequential_every,
-            exit_weight=self.exit_weight,
-        )
+        return find_method(self.method, **{name: getattr(self, name) for name in METHOD_OPTIONS})
 
 
 class EvalSettings(Settings):

@@ -109,6 +109,14 @@ def test_a_checkpoint_of_an_older_version_is_refused(tmp_path):
         fit(settings(steps=2), tmp_path)
 
 
+def test_a_run_goes_on_with_the_options_that_its_method_has_anyway(tmp_path):
+    """However they are written: the method is the same."""
+    fit(settings(method="layershuffle-exit", steps=1), tmp_path)
+    fit(settings(method="layershuffle-exit", exit_weight=0.3, steps=1), tmp_path)
+    with pytest.raises(UsageError, match=r"exit_weight \(None there, 0.4 now\)"):
+        fit(settings(method="layershuffle-exit", exit_weight=0.4, steps=1), tmp_path)
+
+
 def test_a_stream_without_images_is_an_error_of_the_data(tmp_path):
     with pytest.raises(DataError, match=r"there is no image in it.*digit-pairs.*--holdout"):
         trained(streamed(tmp_path, images=0, steps=2))

@@ -24,7 +24,7 @@ from layershuffle.errors import TrainingError, UsageError
 from layershuffle.files import names_in, remove_stale_stages, write_text
 from layershuffle.precision import ChosenPrecision
 from layershuffle.recipes import read_recipe
-from layershuffle.settings import FitSettings
+from layershuffle.settings import METHOD_OPTIONS, FitSettings
 from layershuffle.training.job import Job
 from layershuffle.training.sharding import all_finite, load_optimizer_state, optimizer_state
 from layershuffle.training.state import TrainState, new_state
@@ -49,7 +49,7 @@ def prepare_directory(out: Path, settings: FitSettings) -> None:
     names = names_in(out)
     has_results = names - _OF_A_RUN_WITHOUT_RESULTS or latest_checkpoint(out / "checkpoints")
     if path.is_file() and has_results:
-        _refuse_other_settings(path, resolved)
+        _refuse_other_settings(path, settings)
     elif not path.is_file() and names:
         raise UsageError(
             "The output directory is not empty and holds no LayerShuffle run",
@@ -62,17 +62,22 @@ def prepare_directory(out: Path, settings: FitSettings) -> None:
     remove_stale_stages(out / "checkpoints")
 
 
-def _refuse_other_settings(path: Path, resolved: dict[str, object]) -> None:
+def _refuse_other_settings(path: Path, settings: FitSettings) -> None:
     # Settings that did not exist when the file was written had their defaults' effect.
     stored = {**FitSettings.model_construct().model_dump(mode="json"), **read_recipe(path)}
-    differing = [
-        f"{name} ({stored.get(name)!r} there, {resolved.get(name)!r} now)"
+    resolved = settings.model_dump(mode="json")
+    differing = {
+        name: f"{name} ({stored.get(name)!r} there, {resolved.get(name)!r} now)"
         for name in sorted(stored.keys() | resolved.keys())
         if name not in _MAY_CHANGE and stored.get(name) != resolved.get(name)
-    ]
+    }
+    # An option may be given where the method has the same value by itself.
+    only_options = differing.keys() <= set(METHOD_OPTIONS)
+    if only_options and FitSettings(**stored).find_method() == settings.find_method():
+        return
     if differing:
         raise UsageError(
-            f"This directory holds a run with other settings: {', '.join(differing)}",
+            f"This directory holds a run with other settings: {', '.join(differing.values())}",
             place=path,
             hint="give the same settings to go on, or another --out to start afresh",
         )
