@@ -17,7 +17,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,8 +52,8 @@ from layershuffle.study.tasks import (
 from layershuffle.text import one_line, shortened
 
 _SCHEMA = 1
-_GROUPS = ("settings", "data", "hardware", "versions")
-"""Fields of a run's result that are mostly the same for all runs."""
+_OF_ONE_RUN = ("run", "arm", "method", "seed")
+"""Fields that say which run a line is about."""
 _HINT = "keep the study again with scripts/keep_study.py"
 
 
@@ -125,19 +125,9 @@ def write_kept(study: Study, out: Path, *, plan: str) -> None:
     write_text(out / PLAN_FILE, plan)
     leave_out = {"rows", "schema_version"}
     runs = [result.model_dump(mode="json", exclude=leave_out) for result in study.results]
-    shared = {
-        group: {
-            key: value
-            for key, value in (runs[0][group] if runs else {}).items()
-            if all(key in run[group] and run[group][key] == value for run in runs)
-        }
-        for group in _GROUPS
-    }
-    for run in runs:
-        for group in _GROUPS:
-            run[group] = {k: v for k, v in run[group].items() if k not in shared[group]}
+    shared = _shared_by(runs)
     # One line per run, so that a diff shows which run changed.
-    lines = ",\n".join(json.dumps(run) for run in runs)
+    lines = ",\n".join(json.dumps(_without(run, shared)) for run in runs)
     head = f'"schema": {_SCHEMA},\n"shared": {json.dumps(shared)}'
     write_text(out / KEPT_FILE, f'{{{head},\n"runs": [\n{lines}\n]}}\n')
     write_rows(out / "results.csv", study.rows, padded=False)
@@ -162,6 +152,33 @@ def write_kept(study: Study, out: Path, *, plan: str) -> None:
             write_text(out / file, text.getvalue())
 
 
+def _shared_by(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The fields that are the same in all runs, and of a mapping the keys that are."""
+
+    def same_in_all(mappings: Sequence[Mapping[str, Any]], key: str) -> bool:
+        return all(key in each and each[key] == mappings[0][key] for each in mappings)
+
+    shared: dict[str, Any] = {}
+    for name, value in runs[0].items() if runs else ():
+        values: list[Any] = [run.get(name) for run in runs]
+        if all(isinstance(each, dict) for each in values):
+            shared[name] = {k: v for k, v in value.items() if same_in_all(values, k)}
+        elif name not in _OF_ONE_RUN and same_in_all(runs, name):
+            shared[name] = value
+    return shared
+
+
+def _without(run: Mapping[str, Any], shared: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run has beside what all share."""
+    own: dict[str, Any] = {}
+    for name, value in run.items():
+        if name not in shared:
+            own[name] = value
+        elif isinstance(value, dict) and value.keys() - shared[name]:
+            own[name] = {key: of for key, of in value.items() if key not in shared[name]}
+    return own
+
+
 def read_kept(out: Path) -> Study:
     """The study that `write_kept` wrote into `out`.
 
@@ -179,8 +196,9 @@ def read_kept(out: Path) -> Study:
         for run in runs.values():
             # The file's own schema was checked above.
             run["schema_version"] = 1
-            for group in _GROUPS:
-                run[group] = {**stored["shared"][group], **run[group]}
+            for name, value in stored["shared"].items():
+                is_group = isinstance(value, dict)
+                run[name] = {**value, **run.get(name, {})} if is_group else value
         merging = _mergings(out / "merging.csv")
         analysis = _analyses(out / "analysis.csv")
     except (OSError, ValueError, KeyError, TypeError) as error:
