@@ -41,6 +41,7 @@ from layershuffle.data.digits import (
     draw_pairs,
 )
 from layershuffle.data.transforms import PixelFinish
+from layershuffle.models.tying import middle_blocks, tie
 from layershuffle.stats import mean
 
 CSV = RESULTS / "breaks.csv"
@@ -138,6 +139,8 @@ class Run(Training):
 
 BASE_STEPS, BASE_RATE = 3000, 1e-3
 ARMS = ("baseline", "layershuffle")
+TIED, TIED_BLOCKS = "layershuffle-tied-3", 3
+"""LayerShuffle of a model whose places share the weights of so many blocks."""
 SKIPS = (0.0, 0.25, 0.5)
 ALL_DATA: dict[str, dict[str, Any]] = {f"{PAIRS} pairs": {}}
 LESS_DATA: dict[str, dict[str, Any]] = {
@@ -160,6 +163,7 @@ FIRST_BASES = {
 }
 MORE_BASES = {"ConvMixer": ("ConvMixer", DEPTH), "depth 6": ("attention", 6)}
 DEEP_BASES = {"depth 24": ("attention", 24)}
+DATA_SEEDS = range(3)
 POSITION: dict[str, dict[str, Any]] = {
     "none (prediction, detached)": {"prediction": ls.PredictionForm(), "detached": True},
     "encoding, a table per block": {"encoding": ls.EncodingForm()},
@@ -210,10 +214,12 @@ def position_runs(seed: int) -> Iterator[Run]:
         yield replace(run, **parts)
 
 
-def data_runs(sizes: Mapping[str, Mapping[str, Any]], seed: int) -> Iterator[Run]:
+def data_runs(
+    sizes: Mapping[str, Mapping[str, Any]], seed: int, *, arms: Sequence[str] = ARMS
+) -> Iterator[Run]:
     """Fewer pairs of all digits, or fewer different digits, at equal steps or epochs."""
     for case, size in sizes.items():
-        for arm in ARMS:
+        for arm in arms:
             run = Run(question="data", case=case, arm=arm, seed=seed, start="bundled")
             yield replace(run, **size)
 
@@ -224,7 +230,7 @@ STAGES: tuple[tuple[Run, ...], ...] = (
     tuple(bases(MORE_BASES, 0)),
     (*refinements(MORE_BASES, 0), *slower_runs(0), *position_runs(0), *data_runs(LESS_DATA, 0)),
     (*position_runs(1), *data_runs({**ALL_DATA, **LESS_DATA}, 1), *skip_runs(1)),
-    tuple(chain(*(data_runs(EQUAL_EPOCHS, seed) for seed in range(3)))),
+    tuple(chain(*(data_runs(EQUAL_EPOCHS, seed) for seed in DATA_SEEDS))),
     tuple(bases(FIRST_BASES, 1)),
     (*refinements(FIRST_BASES, 1), *slower_runs(1)),
     tuple(data_runs({**ALL_DATA, **LESS_DATA}, 2)),
@@ -232,6 +238,7 @@ STAGES: tuple[tuple[Run, ...], ...] = (
     tuple(refinements(DEEP_BASES, 0)),
     tuple(bases(MORE_BASES, 1)),
     tuple(refinements(MORE_BASES, 1)),
+    tuple(chain(*(data_runs({**ALL_DATA, **LESS_DATA}, seed, arms=[TIED]) for seed in DATA_SEEDS))),
 )
 """A stage begins when the one before has ended: refinements need their bases."""
 
@@ -278,6 +285,8 @@ def begin(run: Run, directory: Path) -> nn.Module:
         load_model(model, weights_of(replace(run, case=run.start), directory))
     if run.skip != 1:
         scale_skips(model, run.skip)
+    if run.arm == TIED:
+        tie(model, middle_blocks(TIED_BLOCKS, run.depth))
     return model
 
 
@@ -290,7 +299,7 @@ def train(run: Run, directory: Path) -> tuple[nn.Module, ls.PositionedModel | No
     weights = [weight for weight in called.parameters() if weight.requires_grad]
     # The host's alone are clipped: else gradients of position parts would shorten its steps.
     step_down = stepper(weights, run, clipped=list(model.parameters()))
-    policy = ls.Shuffled() if run.arm == "layershuffle" else ls.Sequential()
+    policy = ls.Shuffled() if run.arm in {"layershuffle", TIED} else ls.Sequential()
     noise = torch.Generator().manual_seed(run.seed)
     called.train()
     for step, rows in enumerate(batches_of(run, run.pairs, size=BATCH)):

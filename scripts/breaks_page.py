@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from breaks import TIED
 from open_questions import PAGE, rows_of
 from science_page import with_marked
 
@@ -167,6 +168,27 @@ def moved_verdict(sample: Mapping[int, Scores], reference: Mapping[int, Scores])
     return agreed(verdicts)
 
 
+def tied_table(models: Models) -> str:
+    """Three tied blocks beside LayerShuffle with twelve different ones, on the same data."""
+    head = ["training data", "seeds", "LayerShuffle: in order", "any order"]
+    head += ["three tied blocks: in order", "any order", "difference in any order", "tied is"]
+    rows = []
+    for case, label in DATA.items():
+        twelve, three = (models.get((*case, arm), {}) for arm in ("layershuffle", TIED))
+        seeds = sorted(twelve.keys() & three.keys())
+        if not seeds:
+            continue
+        cells = [
+            mean([of(group[seed]) for seed in seeds])
+            for group in (twelve, three)
+            for of in (in_order, any_order)
+        ]
+        numbers = [f"{cell:.1f}" for cell in cells]
+        gap, verdict = f"{cells[3] - cells[1]:+.1f}", moved_verdict(three, twelve)
+        rows.append([label, len(seeds), *numbers, gap, f"**{verdict}**"])
+    return markdown_table(head, rows, align="lrrrrrrl") if rows else NOT_MEASURED
+
+
 def position_table(models: Models) -> str:
     """What position parts do to LayerShuffle."""
     reference = models.get(("position", NO_PARTS, "layershuffle"), {})
@@ -195,6 +217,7 @@ def with_tables(page: str) -> str:
     models = read_models()
     page = with_marked(page, "breaks", break_table(models, CONDITIONS, "model"))
     page = with_marked(page, "data", break_table(models, DATA, "training data"))
+    page = with_marked(page, "tied data", tied_table(models))
     return with_marked(page, "parts", position_table(models))
 
 

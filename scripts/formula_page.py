@@ -1,17 +1,24 @@
-"""Write what `layershuffle reproduce formula-cpu` has measured into docs/science.md.
+"""Write what the studies formula-cpu and formula-sizes have measured into docs/science.md.
 
 python scripts/formula_page.py
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
+
 from breaks_page import Interval, interval
+from matplotlib.figure import Figure
 from science_page import ANY, COLUMNS, ORDERED, PAGE, ROOT, Arm, Scores, read_scores, with_marked
 
-from layershuffle.files import write_text
+from layershuffle.files import write_bytes, write_text
+from layershuffle.plotting import INK, RULE, figure_bytes, legend_below, new_figure, style_axes
 from layershuffle.text import markdown_table
 
 RESULTS = ROOT / "docs" / "results" / "formula-cpu" / "results.csv"
+SIZES_RESULTS = ROOT / "docs" / "results" / "formula-sizes" / "results.csv"
+FIGURE = ROOT / "docs" / "science-widths.png"
 IMAGES = 2_000
 """Test images of the recipe."""
 ARMS = (
@@ -45,6 +52,43 @@ REFERENCES = {
 SHOWN = (
     "in order", "any order", "6 alive, once", "6 alive, twice", "3 alive, once", "3 alive, 4 times"
 )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """Data and model: where their scores are, and how the names of their arms end."""
+
+    classes: int
+    width: int
+    results: Path = SIZES_RESULTS
+    end: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.classes:,} classes, width {self.width}"
+
+
+HUNDRED = Size(classes=100, width=128, end="-100")
+MIDDLE = Size(classes=300, width=128, results=RESULTS)
+NARROW = Size(classes=300, width=64, end="-width-64")
+THOUSAND = Size(classes=1000, width=128, end="-1000")
+SIZES = (HUNDRED, MIDDLE, THOUSAND, NARROW)
+WIDTHS = (NARROW, MIDDLE)
+TWELVE, THREE = "layershuffle-mixed-exit", "layershuffle-tied-3-mixed-exit"
+SIZE_ARMS = ("baseline", "layershuffle", TWELVE, THREE, "layershuffle-tied")
+DRAWN = {
+    "layershuffle": ("#6b7280", "o"),
+    TWELVE: ("#1b6ca8", "s"),
+    THREE: ("#b3541e", "D"),
+    "layershuffle-tied": ("#4d7c2f", "^"),
+}
+SIZE_PAIRS = (
+    *((str(size), size, size) for size in SIZES),
+    ("300 classes, equal weights in all: width 128 against 64", MIDDLE, NARROW),
+)
+"""The sizes of three tied blocks and of twelve different ones that are compared.
+
+A block of width w has 8 w^2 weights in its matrices: three of width 2w hold as many as twelve of w.
+"""
 
 
 def interval_of(scores: Scores, arm: str, column: tuple[str, int, int]) -> Interval:
@@ -83,11 +127,78 @@ def accuracy_table(scores: Scores) -> str:
     return markdown_table(head, rows, align="lr" + "r" * len(SHOWN) + "lll")
 
 
-def with_table(page: str) -> str:
-    """`page` with a new table between its marks."""
-    return with_marked(page, "formula", accuracy_table(read_scores(RESULTS)))
+def size_tables() -> tuple[str, str]:
+    """The same arms for each number of classes and width; three tied blocks beside twelve."""
+    labels = {arm.name: arm.label for arm in ARMS}
+    scores = {size: read_scores(size.results) for size in SIZES}
+    rows, verdicts = [], []
+    for size in SIZES:
+        for arm in SIZE_ARMS:
+            name = f"{arm}{size.end}"
+            shown = [interval_of(scores[size], name, COLUMNS[column]) for column in SHOWN]
+            texts = [f"{cell.mean:.1f} ({cell.low:.1f}-{cell.high:.1f})" for cell in shown]
+            rows.append([str(size), labels[arm], *texts])
+    for label, of_three, of_twelve in SIZE_PAIRS:
+        cells = [label]
+        for column in SHOWN:
+            three, twelve = (
+                interval_of(scores[size], f"{arm}{size.end}", COLUMNS[column])
+                for arm, size in ((THREE, of_three), (TWELVE, of_twelve))
+            )
+            cells.append(f"{three.mean - twelve.mean:+.1f}, **{compared(three, twelve)}**")
+        verdicts.append(cells)
+    head = ["classes and width", *SHOWN]
+    right = "r" * len(SHOWN)
+    accuracy = markdown_table([head[0], "arm", *SHOWN], rows, align="ll" + right)
+    return accuracy, markdown_table(head, verdicts, align="l" + right)
+
+
+def draw() -> Figure:
+    """Accuracy of 300 classes against the weights of a device, which holds one of twelve blocks."""
+    figure = new_figure(8.2, 4.6)
+    panels = ("any order", "3 alive, 4 times")
+    handles = {}
+    for axes, column in zip(figure.subplots(1, len(panels), sharey=True), panels, strict=True):
+        style_axes(axes, f"{column} (of twelve)" if column.startswith("3") else column)
+        for arm, (colour, marker) in DRAWN.items():
+            points = [
+                (size.width, interval_of(scores, arm + size.end, COLUMNS[column]))
+                for size in WIDTHS
+                if (arm + size.end, *ANY) in (scores := read_scores(size.results))
+            ]
+            handles[arm] = axes.errorbar(
+                [8 * width**2 / 1000 for width, _ in points],
+                [cell.mean for _, cell in points],
+                yerr=[
+                    [cell.mean - cell.low for _, cell in points],
+                    [cell.high - cell.mean for _, cell in points],
+                ],
+                color=colour, marker=marker, capsize=2.5,
+            )  # fmt: skip
+        axes.set_xscale("log")
+        axes.set_xticks(
+            [8 * size.width**2 / 1000 for size in WIDTHS],
+            [f"{8 * size.width**2 / 1000:.0f}\n(width {size.width})" for size in WIDTHS],
+        )
+        axes.minorticks_off()
+        axes.margins(x=0.15)
+        axes.set_ylim(0, 102)
+        axes.set_xlabel("thousand weights per device", color=INK)
+        axes.grid(axis="y", color=RULE, linewidth=0.8)
+    figure.axes[0].set_ylabel("top-1 accuracy (%)", color=INK)
+    labels = {arm.name: arm.label for arm in ARMS}
+    legend_below(figure, [(handle, labels[arm]) for arm, handle in handles.items()])
+    return figure
+
+
+def with_tables(page: str) -> str:
+    """`page` with new tables between their marks."""
+    accuracy, verdicts = size_tables()
+    page = with_marked(page, "formula", accuracy_table(read_scores(RESULTS)))
+    return with_marked(with_marked(page, "sizes", accuracy), "size verdicts", verdicts)
 
 
 if __name__ == "__main__":
-    write_text(PAGE, with_table(PAGE.read_text(encoding="utf-8")))
-    print(f"Written: {PAGE}")
+    write_text(PAGE, with_tables(PAGE.read_text(encoding="utf-8")))
+    write_bytes(FIGURE, figure_bytes(draw(), "png", dpi=110))
+    print(f"Written: {PAGE} and {FIGURE}")

@@ -98,7 +98,7 @@ def test_the_criterion(low: float, high: float, wanted: str) -> None:
 
 
 def test_the_table_of_formulas_is_made_of_the_results(page: str) -> None:
-    assert page == formula_page.with_table(page), "run scripts/formula_page.py"
+    assert page == formula_page.with_tables(page), "run scripts/formula_page.py"
     rows = page.partition("<!-- begin: formula -->")[2].partition("<!-- end")[0].splitlines()
     assert len([row for row in rows if row.startswith("|")]) == 2 + len(formula_page.ARMS)
 

@@ -87,9 +87,10 @@ def test_recipe_that_is_absent_or_huge(tmp_path):
 def test_shipped_recipes_are_valid():
     fits = ["digits-base.yaml", "digits-swarm.yaml"]
     fits += ["formula-cpu-base.yaml", "formula-gpu-base.yaml"]
+    fits += [f"formula-{size}-base.yaml" for size in (64, 100, 1000)]
     names = ("cifar100-paper", "digits-paper", "digits-quick", "digits-recipes", "digits-rounds")
-    names += ("digits-swarm-tune",)
-    names += ("digits-tied", "digits-tune", "formula-cpu", "formula-gpu", "imagenet-paper")
+    names += ("digits-swarm-tune", "digits-tied", "digits-tune")
+    names += ("formula-cpu", "formula-gpu", "formula-sizes", "imagenet-paper")
     studies = [f"{name}.yaml" for name in names]
     for name in fits:
         FitSettings(**read_recipe(asset("recipes", name)))

@@ -317,6 +317,20 @@ def test_a_recipe_is_planned_before_the_model_that_it_refines_is_there(
     assert most <= runs  # orders that begin alike share work
 
 
+def test_every_size_of_formulas_begins_with_a_base_of_its_own():
+    """Of the same classes, and of the architecture that its name says."""
+    study = read_recipe(asset("recipes", "formula-sizes.yaml"))
+    for arm in study["arms"]:
+        fit = arm.get("fit", {})
+        name = fit.get("model", study["model"]).removeprefix("dir:runs/")
+        base = read_recipe(asset("recipes", f"{name}.yaml"))
+        assert base["data"] == fit.get("data", study["data"])
+        size = next(word for word in arm["name"].split("-")[::-1] if word.isdigit())
+        field = "embed_dim" if "width" in arm["name"] else "num_classes"
+        assert name == f"formula-{size}-base"
+        assert f"&{field}={size}&" in base["model"]
+
+
 @pytest.mark.parametrize(
     ("model", "plain"),
     [
