@@ -1,7 +1,7 @@
 """Corruptions, shifted data and attacks: measure what docs/open-questions.md says of them.
 
 python scripts/adversarial.py runs/digits-tied  # train the models that are trained on attacks
-python scripts/robustness.py runs/digits-tied   # measure the arms that the results lack
+python scripts/robustness.py runs/digits-tied runs/digits-recipes  # measure what the results lack
 python scripts/robustness.py                    # only write the tables again
 """
 
@@ -35,7 +35,8 @@ ADVERSARIAL = {
     "baseline-adversarial": "ordinary training on attacks",
     "layershuffle-adversarial": "LayerShuffle on attacks",
 }
-USUAL = ("baseline", "layershuffle", "layershuffle-depth", "layershuffle-tied-3")
+WINNER = {"layershuffle-tied-3-mixed-exit": "tied, three blocks, four orders, exit loss"}
+USUAL = ("baseline", "layershuffle", "layershuffle-depth", "layershuffle-tied-3", *WINNER)
 MEASURED = (*USUAL, *ADVERSARIAL)
 # Ordinary models have 2 % left in a random order: there is nothing to lose.
 IN_ORDER = ("baseline", "baseline-adversarial")
@@ -46,7 +47,7 @@ CELLS = [
     for order in ORDER_WORDS
     if arm not in IN_ORDER or order == "sequential"
 ]
-LABELS = {arm.name: arm.label for arm in ARMS} | ADVERSARIAL
+LABELS = {arm.name: arm.label for arm in ARMS} | WINNER | ADVERSARIAL
 IMAGES, ATTACKED, STEPS, RESTARTS = 400, 100, 20, 2
 AVERAGED_ORDERS, JUDGED_ORDERS = 8, 4
 RADII = tuple(k / 255 for k in range(2, 33, 2))
@@ -149,10 +150,12 @@ class AttackRow:
     top1: float
 
 
-def loaded(study: Path, arm: str, seed: int) -> nn.Module:
-    """A trained model of the study, or one of scripts/adversarial.py."""
+def loaded(studies: Sequence[Path], arm: str, seed: int) -> nn.Module:
+    """A trained model of the first study that has it, or one of scripts/adversarial.py."""
+    name, first = f"{arm}-seed{seed}", studies[0]
     if arm in ADVERSARIAL:
-        return ls.load(f"dir:{study / 'adversarial' / f'{arm}-seed{seed}'}").eval()
+        return ls.load(f"dir:{first / 'adversarial' / name}").eval()
+    study = next((study for study in studies if (study / "runs" / name).is_dir()), first)
     return model_of(study, arm, seed).eval()
 
 
@@ -245,13 +248,13 @@ def split_images(split: str, count: int) -> tuple[Tensor, Tensor]:
     return pairs.canvases.float() / LEVELS, pairs.labels
 
 
-def chosen_radius(study: Path) -> float:
+def chosen_radius(studies: Sequence[Path]) -> float:
     """The first of `RADII` that takes ordinary models below `HALF` percent on validation pairs."""
     images, labels = split_images("validation", ATTACKED)
     for radius in RADII:
         scores = []
         for seed in SEEDS:
-            model = loaded(study, "baseline", seed)
+            model = loaded(studies, "baseline", seed)
             worst = attacked(model, images, labels, in_order, radius=radius)
             scores.append(top1(model, worst, labels, SEQUENTIAL))
         if mean(scores) < HALF:
@@ -259,7 +262,7 @@ def chosen_radius(study: Path) -> float:
     raise RuntimeError("no radius halves the accuracy of the ordinary models")
 
 
-def measure_changed(study: Path, arms: Sequence[str]) -> Iterator[ChangedRow]:
+def measure_changed(studies: Sequence[Path], arms: Sequence[str]) -> Iterator[ChangedRow]:
     """Every corruption and shift at five strengths, in order and in random orders."""
     images, labels = split_images("test", IMAGES)
     cells = {
@@ -268,7 +271,7 @@ def measure_changed(study: Path, arms: Sequence[str]) -> Iterator[ChangedRow]:
     } | {"none": [images] * 5}
     for arm in arms:
         for seed in SEEDS:
-            model = loaded(study, arm, seed)
+            model = loaded(studies, arm, seed)
             for name, levels in cells.items():
                 for word, orders in (("sequential", SEQUENTIAL), ("arbitrary", drawn(2))):
                     if (arm, word) not in CELLS:
@@ -280,15 +283,15 @@ def measure_changed(study: Path, arms: Sequence[str]) -> Iterator[ChangedRow]:
 
 
 def measure_attacks(
-    study: Path, arms: Sequence[str], *, radius: float, seed: int
+    studies: Sequence[Path], arms: Sequence[str], *, radius: float, seed: int
 ) -> Iterator[AttackRow]:
     """What an attacker gets who knows the order, who averages over orders, or has another model."""
     images, labels = split_images("test", ATTACKED)
     judges = drawn(JUDGED_ORDERS)
-    ordinary = loaded(study, "baseline", seed)
+    ordinary = loaded(studies, "baseline", seed)
     foreign = attacked(ordinary, images, labels, in_order, radius=radius)
     for arm in arms:
-        model = loaded(study, arm, seed)
+        model = loaded(studies, arm, seed)
         every = SEQUENTIAL if arm in IN_ORDER else judges
         informed = foreign
         if arm != "baseline":
@@ -407,27 +410,27 @@ def with_tables(page: str) -> str:
     return with_marked(page, "attacks", attack_table())
 
 
-def measure(study: Path) -> None:
+def measure(studies: Sequence[Path]) -> None:
     """Measure the arms that the results lack, and keep the rows that are there."""
     kept = {
         name: [row(**fields) for fields in rows_of(name)] if (RESULTS / name).exists() else []
         for name, row in (("changed.csv", ChangedRow), ("attacks.csv", AttackRow))
     }
     arms = [arm for arm in MEASURED if arm not in {row.arm for row in kept["changed.csv"]}]
-    keep("changed.csv", [*kept["changed.csv"], *measure_changed(study, arms)])
+    keep("changed.csv", [*kept["changed.csv"], *measure_changed(studies, arms)])
     before = kept["attacks.csv"]
     arms = [arm for arm in MEASURED if arm not in {row.arm for row in before}]
     if before:  # rows have four digits of it
         radius = min(RADII, key=lambda candidate: abs(candidate - float(before[0].radius)))
     else:
-        radius = chosen_radius(study)
-    fresh = (measure_attacks(study, arms, radius=radius, seed=seed) for seed in SEEDS)
+        radius = chosen_radius(studies)
+    fresh = (measure_attacks(studies, arms, radius=radius, seed=seed) for seed in SEEDS)
     keep("attacks.csv", [*before, *chain.from_iterable(fresh)])
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for path in map(Path, sys.argv[1:]):
-        measure(path)
+    if len(sys.argv) > 1:
+        measure([Path(directory) for directory in sys.argv[1:]])
     write_text(PAGE, with_tables(PAGE.read_text(encoding="utf-8")))
     print(f"Written: {PAGE}")
