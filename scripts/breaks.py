@@ -142,6 +142,7 @@ ARMS = ("baseline", "layershuffle")
 TIED, TIED_BLOCKS = "layershuffle-tied-3", 3
 """LayerShuffle of a model whose places share the weights of so many blocks."""
 SKIPS = (0.0, 0.25, 0.5)
+STRONGER_SKIPS = (0.75, 0.9)
 ALL_DATA: dict[str, dict[str, Any]] = {f"{PAIRS} pairs": {}}
 LESS_DATA: dict[str, dict[str, Any]] = {
     **{f"{pairs} pairs": {"pairs": pairs} for pairs in (200, 1_000, 5_000)},
@@ -199,9 +200,9 @@ def slower_runs(seed: int) -> Iterator[Run]:
         yield replace(run, case="MLP-Mixer, 1e-3", rate=BASE_RATE)
 
 
-def skip_runs(seed: int) -> Iterator[Run]:
+def skip_runs(seed: int, *, skips: Sequence[float] = SKIPS) -> Iterator[Run]:
     """The bundled model, refined with weaker skip connections than it was trained with."""
-    for skip in SKIPS:
+    for skip in skips:
         for arm in ARMS:
             run = Run(question="breaks", case=f"skip {skip:g}", arm=arm, seed=seed, start="bundled")
             yield replace(run, skip=skip)
@@ -239,6 +240,12 @@ STAGES: tuple[tuple[Run, ...], ...] = (
     tuple(bases(MORE_BASES, 1)),
     tuple(refinements(MORE_BASES, 1)),
     tuple(chain(*(data_runs({**ALL_DATA, **LESS_DATA}, seed, arms=[TIED]) for seed in DATA_SEEDS))),
+    tuple(bases(DEEP_BASES, 1)),
+    tuple(refinements(DEEP_BASES, 1)),
+    (
+        *chain(*(skip_runs(seed, skips=STRONGER_SKIPS) for seed in DATA_SEEDS)),
+        *position_runs(2),
+    ),
 )
 """A stage begins when the one before has ended: refinements need their bases."""
 

@@ -58,14 +58,8 @@ TIED_ROUNDS = "one tied block, rounds of 1 to 4 blocks"
 NAMES = (*CHANGES, *RANKS, TIED_ROUNDS)
 REFERENCES = {DISTILLED: BOTH} | {name: TIED for name in (*RANKS, TIED_ROUNDS) if name != TIED}
 """What a training is compared with, where that is not plain LayerShuffle."""
-ONCE = (
-    ROUNDS,
-    RADIUS,
-    "one tied block, rank 4 per place",
-    "one tied block, full rank per place",
-)
-LONGER = (PLAIN, RAMP, LAST_THIRD, EXIT, TIED, "one tied block, rank 16 per place", *ONCE)
-"""Trained for more steps as well: what is not worse in any order after few, and a tied block."""
+LONGER = (PLAIN, ROUNDS, RAMP, LAST_THIRD, RADIUS, EXIT, *RANKS, TIED_ROUNDS)
+"""Trained for more steps as well: what is not worse in any order after few, and tied blocks."""
 BUDGETS = {500: NAMES, 2_000: LONGER}
 """Which names are trained, by the steps of twelve blocks that a training costs."""
 PRODUCT = (".down.weight", ".up.weight")
@@ -87,11 +81,6 @@ def training(name: str, *, seed: int, budget: int = 500) -> Run:
     return Run(
         arm=name, seed=seed, start="bundled", budget=budget, steps=steps, warmup=budget // 10
     )
-
-
-def seeds_of(name: str, budget: int) -> tuple[int, ...]:
-    """The seeds of a change: all of them, but one for what more steps cost much and told little."""
-    return SEEDS[:1] if budget > 500 and name in ONCE else SEEDS
 
 
 def order_of(run: Run, step: int) -> ls.ExecutionOrder:
@@ -252,7 +241,7 @@ if __name__ == "__main__":
         training(name, seed=seed, budget=budget)
         for budget, names in BUDGETS.items()
         for name in names
-        for seed in seeds_of(name, budget)
+        for seed in SEEDS
     ]
     train_stages(
         [[run for run in runs if key_of(run, KEY) not in done]],

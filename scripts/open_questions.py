@@ -26,6 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import layershuffle as ls
+from layershuffle.analysis import AnalysisSettings, read_analysis, run_analysis
 from layershuffle.data import DataOptions, open_data
 from layershuffle.data.batches import DeviceBatches
 from layershuffle.data.digits import CANVAS
@@ -57,6 +58,8 @@ PROBED = {
     "layershuffle-predict-8000-steps": "LayerShuffle-predict, 8,000 steps",
 }
 ENDS = ("input", "output")
+PROBED_BY_POSITION = ("baseline", "layershuffle", "layershuffle-depth")
+"""Arms whose positions are told apart in a table of their own."""
 LABELS = {arm.name: arm.label for arm in ARMS}
 # What a `truncated` model costs is what a smaller one costs.
 COSTED = (
@@ -99,6 +102,19 @@ class AveragedRow:
     forwards: int
     draw: int
     top1: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbedRow:
+    """How often a linear probe on what enters a block is right, in percent, at one position.
+
+    The mean over all blocks and the test images of `layershuffle analyze position`.
+    """
+
+    arm: str
+    seed: int
+    position: int
+    accuracy: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,6 +201,20 @@ def measure_averaged(study: Path, batches: DeviceBatches) -> Iterator[AveragedRo
         print(f"averaged: {members}, {forwards} forwards", flush=True)
 
 
+def measure_positions(study: Path) -> Iterator[ProbedRow]:
+    """The probe on the input of blocks, asked at every position of every model."""
+    for arm in PROBED_BY_POSITION:
+        for seed in SEEDS:
+            with TemporaryDirectory() as directory:
+                out = Path(directory) / "position"
+                settings = AnalysisSettings()
+                spec = spec_of(study, arm, seed)
+                run_analysis("position", spec, data_spec="digit-pairs", settings=settings, out=out)
+                probe = read_analysis(out).facts["sources"]["probe on the block's input"]
+            for position, accuracy in enumerate(probe["by_position"]):
+                yield ProbedRow(arm=arm, seed=seed, position=position, accuracy=accuracy)
+
+
 def measure_costs() -> Iterator[CostRow]:
     """Parameters, bytes and operations; a step is the mean over 100 orders of the policy."""
     image = torch.zeros(1, 1, *CANVAS)
@@ -241,13 +271,18 @@ def operations(
     return int(counter.get_total_flops())
 
 
+def spec_of(study: Path, arm: str, seed: int) -> str:
+    """What names a trained model of the study."""
+    return f"dir:{study / 'runs' / f'{arm}-seed{seed}' / 'fit'}"
+
+
 def model_of(study: Path, arm: str, seed: int) -> nn.Module:
     """A trained model of the study."""
-    return ls.load(f"dir:{study / 'runs' / f'{arm}-seed{seed}' / 'fit'}")
+    return ls.load(spec_of(study, arm, seed))
 
 
 def measure(study: Path) -> None:
-    """Measure all three questions on the first `IMAGES` test pairs of a fixed shuffle."""
+    """Measure all questions; but for the probes on the first `IMAGES` test pairs of a shuffle."""
     torch.set_num_threads(1)
     options = DataOptions(train=False, max_test=IMAGES)
     data = open_data("digit-pairs", image_view(model_of(study, "baseline", 0)), options=options)
@@ -257,6 +292,7 @@ def measure(study: Path) -> None:
     keep("costs.csv", list(measure_costs()))
     keep("missing.csv", list(measure_missing(study, batches)))
     keep("averaged.csv", list(measure_averaged(study, batches)))
+    keep("positions.csv", list(measure_positions(study)))
 
 
 def keep(name: str, rows: Sequence[DataclassInstance]) -> None:
@@ -358,6 +394,18 @@ def position_table() -> str:
     return markdown_table(["model", *(f"probe on the {end}" for end in ENDS)], rows, align="lrr")
 
 
+def by_position_table() -> str:
+    """How often the probe on the input is right at each position: the mean over models."""
+    accuracies: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows_of("positions.csv"):
+        accuracies[row["arm"]][int(row["position"])].append(float(row["accuracy"]))
+    rows = [
+        [LABELS[arm], *(f"{mean(accuracies[arm][position]):.0f}" for position in range(DEPTH))]
+        for arm in PROBED_BY_POSITION
+    ]
+    return markdown_table(["model", *map(str, range(DEPTH))], rows, align="l" + "r" * DEPTH)
+
+
 def with_tables(page: str) -> str:
     """`page` with new tables between its marks."""
     tables = {
@@ -365,6 +413,7 @@ def with_tables(page: str) -> str:
         "averaged": averaged_table(),
         "costs": cost_table(),
         "position": position_table(),
+        "by position": by_position_table(),
     }
     for name, text in tables.items():
         page = with_marked(page, name, text)

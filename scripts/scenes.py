@@ -34,6 +34,7 @@ import layershuffle as ls
 from layershuffle.data.digits import CANVAS, DIGIT_VIEW, LEVELS
 from layershuffle.data.transforms import PixelFinish
 from layershuffle.methods import METHODS
+from layershuffle.models.tying import middle_blocks, tie
 from layershuffle.training.order_schedule import OrderSchedule, orders_by_row
 
 CSV = RESULTS / "scenes.csv"
@@ -102,7 +103,7 @@ def predict(model: nn.Module, images: Tensor) -> Predicted:
     """The dense outputs of `model` for images [n, 1, 32, 32]."""
     tokens = model(images)[:, 1:]  # the first is the class token
     pixels, values, box, centreness = tokens.split([PIXELS, VALUES, 4, 1], dim=2)
-    count = len(images)
+    count = len(tokens)  # an exit doubles them
     # [n, row, column, row in the patch, column in the patch, class] -> whole images.
     pixels = pixels.view(count, GRID, GRID, PATCH, PATCH, CLASSES).permute(0, 5, 1, 3, 2, 4)
     centre = token_centres() + PATCH * box[..., :2]
@@ -176,15 +177,36 @@ class Run(Training):
 
 
 BASE = Run(arm="base", seed=0, start="bundled", steps=1_500)
-METHODS_TRAINED = ("baseline", "layershuffle", "layershuffle-mixed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How a method trains: its orders, so many of them per batch, and what docs/recipes.md adds.
+
+    `different`: blocks that share the weights of all places; `exit_weight`: of the loss at an exit.
+    """
+
+    policy: ls.OrderPolicy
+    per_batch: int = 1
+    different: int = DEPTH
+    exit_weight: float | None = None
+
+
+SOME_IN_ORDER = METHODS["layershuffle-mixed"].policy
+RECIPES = {
+    "baseline": Recipe(policy=METHODS["baseline"].policy),
+    "layershuffle": Recipe(policy=METHODS["layershuffle"].policy),
+    "layershuffle-mixed": Recipe(policy=SOME_IN_ORDER, per_batch=4),
+    "layershuffle-tied-3-mixed-exit": Recipe(
+        policy=SOME_IN_ORDER, per_batch=4, different=3, exit_weight=0.3
+    ),
+}
 FROZEN = ("baseline", "layershuffle")
-GROUPS = {"layershuffle-mixed": 4}
-"""Orders per batch, where they are more than one: that of docs/recipes.md."""
 
 
 def refinements(seed: int) -> Iterator[Run]:
     """The base, refined by each method."""
-    for method in METHODS_TRAINED:
+    for method in RECIPES:
         yield Run(arm=method, seed=seed, start="base", method=method)
 
 
@@ -197,6 +219,7 @@ def heads(seed: int) -> Iterator[Run]:
 STAGES: tuple[tuple[Run, ...], ...] = (
     (BASE, *heads(0)),
     (*refinements(0), *refinements(1), *heads(1)),
+    (*refinements(2), *heads(2)),
 )
 """A stage begins when the one before has ended: refinements need their base."""
 
@@ -208,7 +231,9 @@ def begin(run: Run, directory: Path) -> nn.Module:
     """The model that the run starts from."""
     torch.manual_seed(run.seed)
     if run.start == "base":
-        return dense_model(load_file(weights_of(BASE, directory)))
+        model = dense_model(load_file(weights_of(BASE, directory)))
+        different = RECIPES[run.method].different
+        return model if different == DEPTH else tie(model, middle_blocks(different, DEPTH))
     if run.start == "bundled":
         return dense_model(ls.load("bundled:digits").state_dict())
     # A row of docs/open-questions.md; scenes of the test have no digit of its training either.
@@ -226,11 +251,13 @@ def with_frozen_blocks(model: nn.Module) -> nn.Module:
 
 def orders_of(run: Run) -> OrderSchedule:
     """The orders of every step, as `layershuffle fit` draws them."""
+    recipe = RECIPES[run.method]
     return OrderSchedule(
-        policy=METHODS[run.method].policy,
+        policy=recipe.policy,
         depth=DEPTH,
         seed=run.seed,
-        per_batch=GROUPS.get(run.method, 1),
+        per_batch=recipe.per_batch,
+        exits=recipe.exit_weight is not None,
     )
 
 
@@ -239,14 +266,27 @@ def train(model: nn.Module, run: Run, truth: Scenes) -> nn.Module:
     images = finish(truth.ink)
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     step_down = stepper(weights, run, clipped=weights)
-    orders = orders_of(run)
+    orders, exit_weight = orders_of(run), RECIPES[run.method].exit_weight
     model.train()
     for step, rows in enumerate(batches_of(run, len(images), size=BATCH)):
         drawn = orders.draw(step=step, micro_batch=0)
-        with ls.running(model, orders_by_row(drawn, BATCH)):
-            loss = loss_of(predict(model, images[rows]), truth, rows)
+        exit_after = orders.exit_after(drawn, step=step, micro_batch=0)
+        with ls.running(model, orders_by_row(drawn, BATCH), exit_after=exit_after):
+            predicted = predict(model, images[rows])
+        if exit_weight is None:
+            loss = loss_of(predicted, truth, rows)
+        else:
+            whole, early = halves(predicted)
+            loss = loss_of(whole, truth, rows) + exit_weight * loss_of(early, truth, rows)
         step_down(loss)
     return model
+
+
+def halves(predicted: Predicted) -> tuple[Predicted, Predicted]:
+    """What is said after all blocks, and at the exit, whose rows come last."""
+    pairs = {name: part.chunk(2) for name, part in vars(predicted).items()}
+    whole, early = ({name: pair[half] for name, pair in pairs.items()} for half in (0, 1))
+    return Predicted(**whole), Predicted(**early)
 
 
 def weights_of(run: Run, directory: Path) -> Path:

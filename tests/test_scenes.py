@@ -11,6 +11,7 @@ import digit_scenes
 import pytest
 import scenes
 import torch
+from safetensors.torch import save_model
 from torch import Tensor, nn
 from trainings import key_of
 
@@ -221,12 +222,43 @@ def test_a_frozen_model_trains_its_head_alone() -> None:
 
 @pytest.mark.parametrize(
     ("arm", "groups", "in_order"),
-    [("baseline", 1, 1), ("layershuffle", 1, 0), ("layershuffle-mixed", 4, 1)],
+    [
+        ("baseline", 1, 1),
+        ("layershuffle", 1, 0),
+        ("layershuffle-mixed", 4, 1),
+        ("layershuffle-tied-3-mixed-exit", 4, 1),
+    ],
 )
 def test_arms_differ_in_the_orders_of_a_step(arm: str, groups: int, in_order: int) -> None:
     drawn = scenes.orders_of(short(arm)).draw(step=1, micro_batch=0)
     plain = ls.ExecutionOrder.sequential(12)
     assert (len(drawn), sum(order == plain for order in drawn)) == (groups, in_order)
+
+
+def test_an_exit_says_what_the_cut_orders_say(truth: digit_scenes.Scenes) -> None:
+    torch.manual_seed(0)
+    model = scenes.dense_model(ls.load("bundled:digits").state_dict()).eval()
+    images, order = scenes.finish(truth.ink[:2]), ls.Shuffled().draw(12, seed=0, step=0)
+    cut = ls.ExecutionOrder(order.blocks[:5], 12)
+    with torch.no_grad():
+        with ls.running(model, [order] * 2, exit_after=5):
+            both = scenes.halves(scenes.predict(model, images))
+        for said, ran in zip(both, (order, cut), strict=True):
+            with ls.running(model, ran):
+                expected = scenes.predict(model, images)
+            for name, part in vars(expected).items():
+                torch.testing.assert_close(getattr(said, name), part, rtol=1e-4, atol=1e-4)
+
+
+def test_the_best_recipe_trains_three_blocks_and_an_exit(tmp_path: Path) -> None:
+    base = scenes.dense_model(ls.load("bundled:digits").state_dict())
+    save_model(base, str(scenes.weights_of(scenes.BASE, tmp_path)))
+    run = short("layershuffle-tied-3-mixed-exit")
+    some = digit_scenes.scenes("train", range(scenes.BATCH))
+    start = scenes.begin(run, tmp_path)
+    blocks = ls.blocks_of(scenes.train(start, run, some))
+    tied = [[a.attn.qkv.weight is b.attn.qkv.weight for b in blocks] for a in blocks]
+    assert tied == [[i // 4 == k // 4 for k in range(12)] for i in range(12)]
 
 
 def test_runs_are_named_apart() -> None:
