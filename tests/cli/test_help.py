@@ -147,6 +147,13 @@ def test_help_names_the_arguments_that_were_given(command, given):
     assert help_of(f"{command} {given}") == help_of(command)
 
 
+@pytest.mark.parametrize("words", ["help fit", "swarm help host", "help swarm host"])
+def test_help_is_a_word_too(words, capsys):
+    with pytest.raises(SystemExit):
+        main(words.split())
+    assert capsys.readouterr().out == help_of(words.replace("help ", ""))
+
+
 def test_the_help_of_ensemble_says_nothing_of_merges():
     """The two share settings, whose texts are written for merges."""
     words = set(re.findall(r"[a-z]+", help_of("ensemble").lower()))
