@@ -32,7 +32,7 @@ from layershuffle.study.plan import (
     AnalysisSpec,
     MergingSpec,
     RunSpec,
-    read_plan,
+    read_study_plan,
     same_task,
     tasks_of,
 )
@@ -65,7 +65,7 @@ def read_study(out: Path) -> Study:
     """
     if (out / KEPT_FILE).exists():
         return read_kept(out)
-    settings = read_plan(out)
+    settings = read_study_plan(out)
     tasks = tasks_of(settings)
     planned = {task.name for task in tasks}
     scores = out / "results.csv"
@@ -183,7 +183,7 @@ def read_kept(out: Path) -> Study:
     Raises `UsageError` without a readable plan, `StudyError` or `DataError` for a file that is cut
     off or contradicts the plan.
     """
-    settings = read_plan(out)
+    settings = read_study_plan(out)
     tasks = tasks_of(settings)
     path = out / KEPT_FILE
     try:

@@ -128,7 +128,7 @@ class SimulateCommand(Command):
         require("swarm")
 
         from layershuffle.swarm.chaos import crashes, crashes_text
-        from layershuffle.swarm.plan import read_plan
+        from layershuffle.swarm.plan import read_swarm_plan
         from layershuffle.swarm.planning.hosts import hosts_of, read_hosts
         from layershuffle.swarm.service import model_facts
         from layershuffle.swarm.simulation.outcome import outcome_json, outcome_report
@@ -141,7 +141,7 @@ class SimulateCommand(Command):
             scaled,
         )
 
-        plan = read_plan(self.plan)
+        plan = read_swarm_plan(self.plan)
         facts = model_facts(plan.model, wire=plan.wire, parallel=plan.parallel)
         profile = Profile()
         if self.profile is not None:
