@@ -11,6 +11,8 @@ import timm
 import yaml
 
 from layershuffle.bundled import asset
+from layershuffle.swarm.calibration import read_calibration
+from layershuffle.swarm.expectations import useful_blocks
 
 ARMS = {
     "baseline": "baseline",
@@ -276,6 +278,8 @@ def test_the_calibration_in_the_swarm_page_is_that_of_the_bundled_model(reposito
         assert f"| {title}, % | {' | '.join(format(row[key], '.1f') for row in rows)} |" in page
     assert f"| blocks, any order | {' | '.join(str(row['kept']) for row in rows)} |" in page
     assert f"--orders {stored['orders']} --images {stored['images']}" in page
+    calibration = read_calibration(assets / "calibration.json", weights=stored["weights"])
+    assert f"half of the accuracy ({useful_blocks(calibration)} of the digits model)" in page
     cells = {(row["kept"], row["passes"], row["parallel"]): row["top1"] for row in stored["rows"]}
     for kept in (12, 9, 6, 3):
         columns = [(kept, passes, under_way) for passes in (1, 2) for under_way in (1, 2, 3, 4)]

@@ -88,13 +88,13 @@ class Tally:
     images: int = 0
     top1_hits: int | Tensor = 0
     top5_hits: int | Tensor = 0
-    strangers: int | Tensor = 0
+    invalid_labels: int | Tensor = 0
     loss: float | Tensor = 0.0
 
     def add(self, logits: Tensor, labels: Tensor) -> None:
         """Count a batch: logits `[n, classes]`, labels `[n]`."""
         classes = logits.shape[-1]
-        self.strangers = self.strangers + ((labels < 0) | (labels >= classes)).sum()
+        self.invalid_labels = self.invalid_labels + ((labels < 0) | (labels >= classes)).sum()
         # A GPU would abort the process at a label that is no class, and torch skips -100.
         labels = labels.clamp(0, classes - 1)
         # In bf16 several of 1,000 classes may tie, and a loss would have two digits.
@@ -113,9 +113,9 @@ class Tally:
         """Raises `DataError` if there was no image, or a label that is no class of the model."""
         if not self.images:
             raise DataError("There is nothing to evaluate: no image was given")
-        if int(self.strangers):
+        if invalid := int(self.invalid_labels):
             raise DataError(
-                f"{int(self.strangers)} of {self.images} labels are not class numbers of the model",
+                f"{invalid} of {self.images} labels are not class numbers of the model",
                 hint="number the classes from 0; give the model a head with as many outputs",
             )
 

@@ -102,7 +102,7 @@ class FitSettings(Settings):
     steps: Positive | None = None
     """Number of optimiser steps; excludes epochs."""
     epochs: Annotated[float, Field(gt=0)] | None = None
-    """Passes over the training data (20 if neither steps nor epochs are given)."""
+    """Passes over the training data (default: 20 if steps are not given)."""
     batch_size: Positive = 128
     """Images per optimiser step, over all processes (the paper used 640 and 128)."""
     accumulate: Positive = 1

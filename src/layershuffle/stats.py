@@ -212,6 +212,13 @@ def equal_spreads(samples: Sequence[Sequence[float]]) -> float:
     return float(stats.levene(*samples, center="median").pvalue)
 
 
+def quantile(values: Sequence[float], q: float) -> float:
+    """The value below which a share `q` of them lies (nearest rank); NaN without values."""
+    import numpy as np
+
+    return float(np.quantile(values, q, method="inverted_cdf")) if values else math.nan
+
+
 def wilson_interval(top1: float, images: float) -> tuple[float, float]:
     """The 95 % Wilson interval, in percent, of `top1` percent right on `images` images.
 

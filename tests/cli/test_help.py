@@ -58,13 +58,23 @@ def test_every_argument_has_a_type_a_default_and_a_sentence(command):
     for written, about in arguments_of(command):
         if written == "-h, --help":
             continue
-        match = re.fullmatch(r"(.+) \((required[a-z -]*|default: [^)]+\)?)\)", about)
+        assert not about.endswith("(default: None)"), written
+        match = re.fullmatch(r"(.+) \((required[a-z -]*|optional|default: [^)]+\)?)\)", about)
+        match = match or re.fullmatch(r"(.*\b[Dd]efault\b.*)", about)
         assert match, (written, about)
         assert len(match[1].split()) >= 2, (written, about)
         assert match[1].endswith((".", ".)")), (written, about)
         is_switch = re.fullmatch(rf"{FLAG}(, --no-\S+)?", written)
         has_type = re.fullmatch(rf"({FLAG} .+)|[A-Z.]+", written)
         assert is_switch or has_type, written
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_what_is_required_comes_first(command):
+    """Of a command's own flags. tyro puts the settings of a training behind them."""
+    flags = [about for written, about in arguments_of(command) if not written[0].isupper()]
+    needed = ["(required" in about for about in flags[1:]]  # behind --help
+    assert needed == sorted(needed, reverse=True) or command in ("fit", "pretrain")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -100,7 +110,7 @@ def test_the_flags_are_frozen():
 def test_a_flag_means_the_same_in_every_command(flag, sentence):
     """Hosts of a swarm are other processes: their threads are said to be theirs."""
     texts = {
-        command: about.partition(" (default: None")[0].partition(" (default: auto")[0]
+        command: about.partition(" (default: auto")[0]
         for command in COMMANDS
         for written, about in arguments_of(command)
         if written.startswith(f"{flag} ") and not command.startswith(("swarm up", "swarm deploy"))
@@ -135,6 +145,13 @@ def test_help_says_which_arguments_are_required(command, needed):
 def test_help_names_the_arguments_that_were_given(command, given):
     """`bench train --help` once showed neither KIND nor what else can be measured."""
     assert help_of(f"{command} {given}") == help_of(command)
+
+
+@pytest.mark.parametrize("words", ["help fit", "swarm help host", "help swarm host"])
+def test_help_is_a_word_too(words, capsys):
+    with pytest.raises(SystemExit):
+        main(words.split())
+    assert capsys.readouterr().out == help_of(words.replace("help ", ""))
 
 
 def test_the_help_of_ensemble_says_nothing_of_merges():

@@ -27,7 +27,7 @@ from layershuffle.study.dry_run import (
 from layershuffle.study.plan import (
     AnalysisSpec,
     MergingSpec,
-    read_plan,
+    read_study_plan,
     runs_of,
     tasks_of,
     write_plan,
@@ -172,16 +172,16 @@ def test_the_plan_holds_the_recipe_alone(study, tmp_path):
     write_plan(study, tmp_path)
     stored = json.loads((tmp_path / "plan.json").read_text())
     assert set(stored) == {"schema", "code_version", "recipe"}
-    assert read_plan(tmp_path) == study
+    assert read_study_plan(tmp_path) == study
     (tmp_path / "plan.json").write_text(json.dumps({**stored, "schema": 2}))
     with pytest.raises(UsageError, match="schema 2, this version reads 1"):
-        read_plan(tmp_path)
+        read_study_plan(tmp_path)
 
 
 def test_a_study_that_was_killed_as_it_wrote_its_plan_begins(study, tmp_path):
     (tmp_path / ".staged-77-plan.json").write_text('{"sch')
     write_plan(study, tmp_path)
-    assert read_plan(tmp_path) == study
+    assert read_study_plan(tmp_path) == study
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
 
 

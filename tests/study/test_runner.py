@@ -22,7 +22,7 @@ import layershuffle as ls
 from forked import SERVER, ForkedPool, studying
 from layershuffle.cli import main
 from layershuffle.errors import Interrupted, UsageError
-from layershuffle.study.plan import read_plan, runs_of, tasks_of, write_plan
+from layershuffle.study.plan import read_study_plan, runs_of, tasks_of, write_plan
 from layershuffle.study.runner import failure, run_study
 from layershuffle.study.settings import StudySettings
 from layershuffle.study.worker import execute
@@ -74,7 +74,7 @@ def test_every_run_is_scored(undisturbed):
 
 def test_finished_runs_are_not_repeated(undisturbed, capsys):
     before = {p: p.stat().st_mtime_ns for p in undisturbed.glob("runs/*/result.json")}
-    assert run_study(read_plan(undisturbed), undisturbed, watch=watch) == []
+    assert run_study(read_study_plan(undisturbed), undisturbed, watch=watch) == []
     assert {p: p.stat().st_mtime_ns for p in before} == before
 
 
@@ -89,7 +89,7 @@ def test_killed_and_restarted(undisturbed, tmp_path):
     study.kill()
     study.join()
     wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
-    assert run_study(read_plan(out), out, watch=watch, make_pool=forked) == []
+    assert run_study(read_study_plan(out), out, watch=watch, make_pool=forked) == []
     assert results(out) == of_one_run(results(undisturbed))
 
 
@@ -185,7 +185,7 @@ def test_a_failing_run_is_reported_and_the_rest_goes_on(tmp_path, capsys, monkey
     captured = capsys.readouterr()
     assert "1 of the tasks failed: baseline-seed0" in captured.err
     assert sorted(results(out)) == ["layershuffle-seed0"]
-    run = runs_of(read_plan(out))[0]
+    run = runs_of(read_study_plan(out))[0]
     assert "Loss or weights became" in failure(run, out)
     assert "baseline" in (out / "report.md").read_text()
 
@@ -203,7 +203,7 @@ def test_what_may_change_and_what_not(tmp_path):
     evaluate = {"modes": "sequential"}
     other = {**RECIPE, "evaluate": evaluate}
     write_plan(StudySettings(**other, workers=1), tmp_path)
-    assert read_plan(tmp_path).evaluate.modes == "sequential"
+    assert read_study_plan(tmp_path).evaluate.modes == "sequential"
     result = tmp_path / "runs" / "baseline-seed0" / "result.json"
     result.parent.mkdir(parents=True)
     result.write_text("{}")
@@ -216,7 +216,7 @@ def test_what_may_change_and_what_not(tmp_path):
     arms = [*RECIPE["arms"], {"method": "layerdrop"}]
     grown = StudySettings(**{**other, "seeds": [0, 1], "arms": arms})
     write_plan(grown, tmp_path)
-    assert read_plan(tmp_path) == grown
+    assert read_study_plan(tmp_path) == grown
 
 
 def test_modes_are_checked_before_the_training(tmp_path):
@@ -241,8 +241,8 @@ def test_dry_run_prints_and_does_nothing(recipe, tmp_path, capsys):
 def test_plans_are_data(tmp_path):
     study = StudySettings(**{**RECIPE, "seeds": [0, 1]})
     write_plan(study, tmp_path)
-    assert read_plan(tmp_path) == study
-    assert [run.name for run in runs_of(read_plan(tmp_path))] == [
+    assert read_study_plan(tmp_path) == study
+    assert [run.name for run in runs_of(read_study_plan(tmp_path))] == [
         "baseline-seed0",
         "layershuffle-seed0",
         "baseline-seed1",

@@ -15,7 +15,7 @@ from layershuffle.study.budget import budget_points, budget_section
 from layershuffle.study.claims import judge
 from layershuffle.study.merging_report import merging_section
 from layershuffle.study.open_choices import QUESTIONS, open_choices
-from layershuffle.study.plan import read_plan, runs_of
+from layershuffle.study.plan import read_study_plan, runs_of
 from layershuffle.study.report import escape_markdown, write_report
 from layershuffle.study.score_tables import choices_table
 from layershuffle.study.settings import StudySettings
@@ -27,7 +27,7 @@ from layershuffle.study.verdicts import CLAIMS
 
 def finish(out, name, scores, **facts):
     """Finish a run that is planned: {(mode, kept, choose, order): top1}."""
-    task = next(task for task in runs_of(read_plan(out)) if task.name == name)
+    task = next(task for task in runs_of(read_study_plan(out)) if task.name == name)
     rows = [
         ScoreRow(
             method=task.arm, seed=task.settings.seed, mode=mode, kept=kept, choose=choose,
@@ -368,7 +368,7 @@ def test_the_report_holds_all_of_it_and_says_what_is_missing(out):
 def test_grouped_images_widen_the_interval_and_the_notes_say_so(tmp_path):
     """One model in one order: Wilson over 343.3 images in place of 1,000."""
     out = write_study(tmp_path, arms={"baseline": "baseline"}, more_arms=[{"method": "layerdrop"}])
-    (task,) = [task for task in runs_of(read_plan(out)) if task.name == "layerdrop-seed0"]
+    (task,) = [task for task in runs_of(read_study_plan(out)) if task.name == "layerdrop-seed0"]
     row = ScoreRow(
         method="layerdrop", seed=0, mode="sequential", kept=12, choose="", order_seed=0, order=FULL,
         n=1000, top1=80.0, top5=95.0, cross_entropy=1.0, draw="pass", top1_n=343.3, top5_n=400.0,

@@ -12,7 +12,7 @@ import pytest
 from fixture import merging_rows, write_merging, write_study
 
 from layershuffle.errors import UsageError
-from layershuffle.study.plan import read_plan, write_plan
+from layershuffle.study.plan import read_study_plan, write_plan
 from layershuffle.study.report import write_report
 from layershuffle.study.store import completed, read_study, write_kept
 from layershuffle.study.tasks import StudyError
@@ -113,7 +113,7 @@ def test_impossible_scores_of_merges_are_refused(whole: Path, kept: Path, tmp_pa
 
 def test_kept_results_are_not_trained_into(kept: Path):
     with pytest.raises(UsageError, match=r"kept results of a study.*another --out"):
-        write_plan(read_plan(kept), kept)
+        write_plan(read_study_plan(kept), kept)
 
 
 @pytest.mark.parametrize("cut", [2, 3, 30])

@@ -13,7 +13,7 @@ from fixture import merging_rows, write_merging, write_run, write_study
 
 from layershuffle.errors import DataError, UsageError
 from layershuffle.results import read_rows
-from layershuffle.study.plan import read_plan, runs_of
+from layershuffle.study.plan import read_study_plan, runs_of
 from layershuffle.study.report import write_report
 from layershuffle.study.store import read_study
 from layershuffle.study.tasks import StudyError
@@ -48,7 +48,7 @@ def test_a_run_with_another_position_form_than_the_plan_has_is_refused(tmp_path:
     arms = {"layershuffle": "layershuffle"}
     more: list[dict[str, Any]] = [{"method": "layershuffle-predict"}]
     out = write_study(tmp_path, arms=arms, more_arms=more, orders=2)
-    (task,) = (task for task in runs_of(read_plan(out)) if task.arm == "layershuffle-predict")
+    (task,) = (task for task in runs_of(read_study_plan(out)) if task.arm == "layershuffle-predict")
     task.directory(out).mkdir(parents=True)
     write_run(out, task, [], prediction={"pooling": "class", "loss": "sum", "weight": 1.0})
     with pytest.raises(StudyError, match=r"trained with prediction.init default, prediction"):

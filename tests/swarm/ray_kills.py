@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from layershuffle.cli.swarm.breaking import child_of
+from layershuffle.cli.swarm.local_faults import child_of
 from layershuffle.swarm.ray_local import processes_of
 from layershuffle.swarm.ray_session import RaySession, local_ray
 from layershuffle.swarm.scenarios import PROCESSES

@@ -12,7 +12,7 @@ from layershuffle.swarm.plan import (
     even_plan,
     noted_depth,
     plan_text,
-    read_plan,
+    read_swarm_plan,
 )
 
 
@@ -25,7 +25,7 @@ def test_a_plan_survives_its_file(tmp_path):
         limits={"deadline_ms": 500},
     )
     (tmp_path / "plan.yaml").write_text(plan_text(plan), encoding="utf-8")
-    assert read_plan(tmp_path / "plan.yaml") == plan
+    assert read_swarm_plan(tmp_path / "plan.yaml") == plan
     assert "hop_factor" not in plan_text(plan), "defaults stay out"
     plan.check(3)
 
@@ -66,7 +66,7 @@ def test_refused_plans_name_file_and_reason(tmp_path, text, words):
     path = tmp_path / "plan.yaml"
     path.write_text(text, encoding="utf-8")
     with pytest.raises((SettingsError, UsageError), match=words) as error:
-        read_plan(path)
+        read_swarm_plan(path)
     assert str(path) in str(error.value)
 
 

@@ -12,7 +12,7 @@ import pytest
 from scipy.optimize import linprog
 
 from layershuffle.errors import SettingsError, UsageError
-from layershuffle.swarm.plan import HostPlan, plan_text, read_plan
+from layershuffle.swarm.plan import HostPlan, plan_text, read_swarm_plan
 from layershuffle.swarm.planning.hosts import (
     OBJECTIVES,
     HostsFile,
@@ -333,7 +333,7 @@ def test_mains_have_no_limit():
 def test_the_plan_is_one_to_deploy(tmp_path):
     best, planned = plan(drawn(2), facts(), objective="throughput", model="dir:x", wire="fp16")
     (tmp_path / "plan.yaml").write_text(plan_text(best), encoding="utf-8")
-    assert read_plan(tmp_path / "plan.yaml") == best
+    assert read_swarm_plan(tmp_path / "plan.yaml") == best
     assert (best.model, best.wire) == ("dir:x", "fp16")
     text = plan_report(best, planned)
     assert f"{figures_of(best, planned, routing='order-free').throughput:,.1f}" in text

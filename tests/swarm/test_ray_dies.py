@@ -20,7 +20,7 @@ from layershuffle.errors import LayerShuffleError
 from layershuffle.swarm.limits import Limits, restart_pause
 from layershuffle.swarm.placement import HostRecord, ended
 from layershuffle.swarm.ray_hosts import RayHosts
-from layershuffle.swarm.ray_local import LocalCluster, Loss, sweep
+from layershuffle.swarm.ray_local import LocalCluster, RayFailure, sweep
 from layershuffle.swarm.ray_session import JoinedCluster, RaySession
 from waiting import until
 
@@ -69,7 +69,7 @@ class Calls:
     def disconnect(self, ray):
         self.note("disconnect")
 
-    def loss(self):
+    def failure(self):
         return self.losses.get("lost")
 
     def revive(self):
@@ -104,7 +104,7 @@ def kept(cluster, *, seconds, events=()):
 
 def test_a_dead_ray_is_said_and_connected_to_anew_within_a_second(caplog):
     cluster = Calls()
-    dead = Loss("Ray's raylet ended", renewable=True)
+    dead = RayFailure("Ray's raylet ended", renewable=True)
     with caplog.at_level(logging.WARNING):
         session = kept(cluster, seconds=99, events=[(61.2, lambda: losing(cluster, dead))])
     # The handles of the old connection are dropped before it ends.
@@ -118,13 +118,13 @@ def test_a_dead_ray_is_said_and_connected_to_anew_within_a_second(caplog):
     assert session.trouble == ""
 
 
-def losing(cluster, loss):
-    cluster.losses["lost"] = loss
+def losing(cluster, failure):
+    cluster.losses["lost"] = failure
 
 
 def test_a_gcs_is_revived_once_and_then_all_of_ray_is_renewed():
     cluster = Calls()
-    dead = Loss("Ray's gcs_server ended", renewable=True, revive=cluster.revive)
+    dead = RayFailure("Ray's gcs_server ended", renewable=True, revive=cluster.revive)
     times = [(70.0, 1), (71.0, 2), (200.0, 3)]
     kept(cluster, seconds=300, events=[(at, lambda: losing(cluster, dead)) for at, _ in times])
     done = [what for _, what in cluster.calls]
@@ -134,7 +134,7 @@ def test_a_gcs_is_revived_once_and_then_all_of_ray_is_renewed():
 
 
 def test_a_ray_that_does_not_start_is_tried_with_pauses(caplog):
-    cluster = Calls(broken=3, losses={"lost": Loss("Ray does not run", renewable=True)})
+    cluster = Calls(broken=3, losses={"lost": RayFailure("Ray does not run", renewable=True)})
     session = kept(cluster, seconds=99)
     starts = [time for time, what in cluster.calls if what == "connect"]
     # It looks every half second; pauses of 0.2, 0.4 and 0.8 s.
@@ -167,19 +167,19 @@ def test_a_gcs_that_does_not_start_again_is_still_a_loss():
     cluster = LocalCluster(["a"])
     try:
         cluster._node = FullMachine()
-        loss = cluster.loss()
+        failure = cluster.failure()
         with pytest.raises(LayerShuffleError, match="Cannot allocate memory"):
-            loss.revive()
-        loss = cluster.loss()
-        assert loss.renewable
-        assert loss.revive is None
+            failure.revive()
+        failure = cluster.failure()
+        assert failure.renewable
+        assert failure.revive is None
     finally:
         cluster.remove()
 
 
 def test_a_head_that_is_away_is_waited_for():
     """Hosts that can be reached go on, and a new connection would end that."""
-    cluster = Calls(losses={"lost": Loss("The head does not answer")})
+    cluster = Calls(losses={"lost": RayFailure("The head does not answer")})
     session = kept(cluster, seconds=50)
     assert cluster.calls == []
     assert session.trouble == "The head does not answer"
@@ -189,17 +189,17 @@ def test_a_joined_cluster_knows_its_head_and_its_own_member():
     with listening() as head, listening() as member:
         cluster = JoinedCluster(f"127.0.0.1:{head.getsockname()[1]}")
         cluster._raylet = member.getsockname()
-        assert cluster.loss() is None
+        assert cluster.failure() is None
         member.close()
-        assert cluster.loss().renewable
+        assert cluster.failure().renewable
         head.close()
-        assert "head at 127.0.0.1" in cluster.loss().what
-        assert not cluster.loss().renewable
+        assert "head at 127.0.0.1" in cluster.failure().what
+        assert not cluster.failure().renewable
     # Also when another process has taken the member's port since: it does not know this one.
     with listening() as head, listening() as member:
         cluster._address = f"127.0.0.1:{head.getsockname()[1]}"
         cluster._raylet = member.getsockname()
-        assert cluster.loss().renewable
+        assert cluster.failure().renewable
 
 
 def listening():

@@ -13,7 +13,7 @@ from test_drill import calibration
 from test_server_run import answered, connected, plain
 
 from layershuffle.cli.swarm import ScenarioFlag as NamedInHelp
-from layershuffle.cli.swarm.breaking import RunningSwarm, child_of, listener_of
+from layershuffle.cli.swarm.local_faults import RunningSwarm, child_of, listener_of
 from layershuffle.errors import LayerShuffleError, UsageError
 from layershuffle.swarm.chaos import ChaosTransport
 from layershuffle.swarm.drill import Reply

@@ -18,7 +18,7 @@ import pytest
 
 from layershuffle import cli
 from layershuffle.bundled import asset
-from layershuffle.cli.swarm.breaking import listener_of
+from layershuffle.cli.swarm.local_faults import listener_of
 from layershuffle.swarm.client import SwarmClient
 from layershuffle.swarm.server.admin import SOCKET
 

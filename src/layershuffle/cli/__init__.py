@@ -124,8 +124,11 @@ def _dispatch(arguments: Sequence[str]) -> int:
     if words == ["--version"]:
         print(__version__)
         return 0
-    while words and words[0] not in ("-h", "--help", "help"):
+    while words and words[0] not in ("-h", "--help"):
         name = words.pop(0)
+        if name == "help":  # `help fit` says what `fit --help` does
+            words.append("--help")
+            continue
         if name not in group.commands:
             unknown = " ".join([*path[1:], name])
             listed = f"{' '.join(path)} --help lists all commands"

@@ -13,7 +13,12 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, Self, TypeVar
 
 import tyro
-from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructTypeInfo
+from tyro.constructors import (
+    ConstructorRegistry,
+    StructConstructorSpec,
+    StructFieldSpec,
+    StructTypeInfo,
+)
 
 from layershuffle.errors import SettingsError, UsageError
 from layershuffle.machine import Device, torch_threads
@@ -31,15 +36,16 @@ def required(when: str = "", *, metavar: str | None = None) -> Any:
 
 
 TYRO_RULES = ConstructorRegistry()
-"""Give these to every `tyro.cli` that prints help: texts of several lines come out as one."""
+"""Give these to every `tyro.cli` that prints help: they say how arguments are shown."""
 _asks_tyro = ContextVar("_asks_tyro", default=False)
 
 
 # tyro 1.0.17 joins the lines of a docstring before it takes their indentation away, and takes an
 # indented line for a list that has to keep its breaks. So the lines are joined here.
 @TYRO_RULES.struct_rule
-def _texts_of_one_line(info: StructTypeInfo) -> StructConstructorSpec | None:
-    """What tyro's own rules make of a dataclass or of settings, with each text in one line."""
+def _for_readers(info: StructTypeInfo) -> StructConstructorSpec | None:
+    """What tyro's own rules make of a dataclass or of settings, with each text in one line. What
+    is required comes first, and what the command shares with others last."""
     if _asks_tyro.get():
         return None
     token = _asks_tyro.set(True)
@@ -49,8 +55,33 @@ def _texts_of_one_line(info: StructTypeInfo) -> StructConstructorSpec | None:
         _asks_tyro.reset(token)
     if not isinstance(spec, StructConstructorSpec):
         return None
-    fields = [replace(field, helptext=_one_line(field.helptext)) for field in spec.fields]
-    return replace(spec, fields=tuple(fields))
+    homes = [vars(kind).get("__annotations__", ()) for kind in info.type.__mro__]
+
+    def place(field: StructFieldSpec) -> tuple[bool, int]:
+        missing = any(field.default is mark for mark in (tyro.MISSING, tyro.MISSING_NONPROP))
+        home = next((n for n, names in enumerate(homes) if field.name in names), 0)
+        return not missing and "(required" not in _hint(field), home
+
+    return replace(spec, fields=tuple(map(_shown, sorted(spec.fields, key=place))))
+
+
+def _hint(field: StructFieldSpec) -> str:
+    """What a field's own mark says behind its text (`required`), else nothing."""
+    marks = getattr(field.type, "__metadata__", ())
+    return next(filter(None, (getattr(m, "help_behavior_hint", None) for m in marks)), "")
+
+
+def _shown(field: StructFieldSpec) -> StructFieldSpec:
+    """The field with its text in one line, and no "(default: None)" behind it."""
+    kind: Any = field.type
+    text = _one_line(field.helptext)
+    if field.default is None and not _hint(field):
+        hint = tyro.conf.arg(
+            # Most texts say what happens without the flag.
+            help_behavior_hint=lambda _: "" if "default" in (text() or "").lower() else "(optional)"
+        )
+        kind = Annotated[kind, hint]
+    return replace(field, helptext=text, type=kind)
 
 
 def _one_line(text: str | Callable[[], str | None] | None) -> Callable[[], str | None]:

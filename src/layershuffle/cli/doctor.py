@@ -44,8 +44,8 @@ class DoctorCommand(Command):
             f"{listing(rows)}\n\n"
             "Next: layershuffle predict bundled:digits-swarm bundled:digit-pair.png   (seconds, no "
             "download)\n"
-            f"      {install}layershuffle reproduce digits-quick   (5 minutes on two cores, no "
-            "download)\n"
+            f"      {install}layershuffle reproduce digits-quick   (7 to 11 minutes on two "
+            "cores, no download)\n"
             "      layershuffle fit --method layershuffle --model timm:NAME --data folder:DIR "
             "--out DIR"
         )

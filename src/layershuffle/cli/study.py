@@ -16,7 +16,7 @@ from layershuffle.extras import require
 from layershuffle.recipes import read_recipe
 from layershuffle.settings import check_known
 from layershuffle.study.dry_run import forecast, forecast_text, open_subjects, plan_text
-from layershuffle.study.plan import read_plan
+from layershuffle.study.plan import read_study_plan
 from layershuffle.study.selection import tasks_for
 from layershuffle.study.settings import StudySettings
 
@@ -137,7 +137,8 @@ def _write_report(out: Path) -> None:
     """Write the report of the study in `out`, print its table and where the files are."""
     from layershuffle.study.report import write_report
 
-    read_plan(out)  # refuses a directory that holds no study, before anything is written into it
+    # Refuses a directory that holds no study, before anything is written into it.
+    read_study_plan(out)
     report = write_report(out)
     print(report.text)
     print(f"Report: {out / 'report.html'} (also report.md, table.md, results.csv)")

@@ -32,9 +32,10 @@ class MergingRow:
     `donors`: of a merge the donor of each block (with random slots DONOR:BLOCK), else those that
     take part. `order`: empty when drawn per batch; of members with orders of their own, one after
     the other with ";" between. `main`: 1 for what the settings name first, 0 for the alternatives.
-    `top1_n`, `top5_n` as in `ScoreRow`.
+    `top1_n`, `top5_n` as in `ScoreRow`. `arm`: in a study's file of several arms, the row's.
     """
 
+    arm: str = ""
     kind: RowKind
     index: int
     name: str = ""
@@ -51,7 +52,7 @@ class MergingRow:
     top5_n: Effective = None
 
 
-COLUMNS = tuple(field.name for field in fields(MergingRow) if field.name not in EFFECTIVE)
+COLUMNS = tuple(f.name for f in fields(MergingRow) if f.name not in ("arm", *EFFECTIVE))
 
 
 def group_rows(rows: Iterable[MergingRow]) -> dict[tuple[RowKind, str, str], list[MergingRow]]:
@@ -85,13 +86,13 @@ def score_of(rows: Sequence[MergingRow], metric: str = "top1") -> Estimate:
     )
 
 
-def rows_csv(rows: Iterable[MergingRow]) -> str:
-    """The rows under `COLUMNS`; `rows_from_csv` reads them back."""
+def rows_csv(rows: Iterable[MergingRow], columns: Sequence[str] = COLUMNS) -> str:
+    """The rows under `columns`; `rows_from_csv` reads them back."""
     rows = list(rows)
-    return format_rows(rows, with_effective(COLUMNS, rows))
+    return format_rows(rows, with_effective(columns, rows))
 
 
-def rows_from_csv(text: str) -> list[MergingRow]:
+def rows_from_csv(text: str, columns: Sequence[str] = COLUMNS) -> list[MergingRow]:
     """The rows that `rows_csv` wrote; raises `DataError` for anything else."""
 
     def refuse(cause: str, line: int | None) -> DataError:
@@ -101,4 +102,4 @@ def rows_from_csv(text: str) -> list[MergingRow]:
         )
 
     # The text comes from a file that the caller names in its own error, so the line is enough here.
-    return parse_rows(text, MergingRow, columns=COLUMNS, refuse=refuse)
+    return parse_rows(text, MergingRow, columns=columns, refuse=refuse)

@@ -204,7 +204,7 @@ def write_plan(study: StudySettings, out: Path) -> None:
         )
     path = out / PLAN_FILE
     if path.is_file():
-        _check_unchanged(read_plan(out), study, out)
+        _check_unchanged(read_study_plan(out), study, out)
     elif out.is_dir() and names_in(out):
         raise UsageError(
             "The directory is not empty and holds no study", place=out, hint="give another --out"
@@ -249,7 +249,7 @@ def same_task(done: Task, planned: Task | None) -> bool:
     return done == planned
 
 
-def read_plan(out: Path) -> StudySettings:
+def read_study_plan(out: Path) -> StudySettings:
     """The study that `out` holds. Raises `UsageError` if there is none or it cannot be read.
 
     Older versions also stored the tasks, which follow from the recipe; they are not read.

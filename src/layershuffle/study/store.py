@@ -22,10 +22,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
-
+from layershuffle.errors import DataError
 from layershuffle.files import write_text
-from layershuffle.merging.rows import MergingRow, rows_csv
+from layershuffle.merging.rows import COLUMNS, MergingRow, rows_csv, rows_from_csv
 from layershuffle.results import ScoreRow, read_rows, write_rows
 from layershuffle.study.plan import (
     KEPT_FILE,
@@ -33,7 +32,7 @@ from layershuffle.study.plan import (
     AnalysisSpec,
     MergingSpec,
     RunSpec,
-    read_plan,
+    read_study_plan,
     same_task,
     tasks_of,
 )
@@ -54,6 +53,7 @@ from layershuffle.text import one_line, shortened
 _SCHEMA = 1
 _OF_ONE_RUN = ("run", "arm", "method", "seed")
 """Fields that say which run a line is about."""
+_MERGING_COLUMNS = ("arm", *COLUMNS)
 _HINT = "keep the study again with scripts/keep_study.py"
 
 
@@ -65,7 +65,7 @@ def read_study(out: Path) -> Study:
     """
     if (out / KEPT_FILE).exists():
         return read_kept(out)
-    settings = read_plan(out)
+    settings = read_study_plan(out)
     tasks = tasks_of(settings)
     planned = {task.name for task in tasks}
     scores = out / "results.csv"
@@ -131,12 +131,11 @@ def write_kept(study: Study, out: Path, *, plan: str) -> None:
     head = f'"schema": {_SCHEMA},\n"shared": {json.dumps(shared)}'
     write_text(out / KEPT_FILE, f'{{{head},\n"runs": [\n{lines}\n]}}\n')
     write_rows(out / "results.csv", study.rows, padded=False)
-    scores = [(o.task.arm, row) for o in study.mergings if o.result for row in o.result.rows]
-    # By way of their own CSV, so that scores have the same digits in both forms; all at once,
-    # because only some mergings may have the columns of effective images.
-    text_rows = csv.reader(io.StringIO(rows_csv(row for _, row in scores)))
-    arms = ["arm", *(arm for arm, _ in scores)]
-    merging = [[arm, *row] for arm, row in zip(arms, text_rows, strict=True)]
+    merging = [
+        replace(row, arm=o.task.arm) for o in study.mergings if o.result for row in o.result.rows
+    ]
+    if merging:
+        write_text(out / "merging.csv", rows_csv(merging, _MERGING_COLUMNS))
     analysis = [["task", "name", "value"]]
     for entry in study.analyses:
         if entry.result is not None:
@@ -145,11 +144,10 @@ def write_kept(study: Study, out: Path, *, plan: str) -> None:
             for name, value in (texts | numbers).items():
                 # As JSON, a number stays a number and a paragraph may hold any character.
                 analysis.append([entry.task.name, name, json.dumps(value, ensure_ascii=False)])
-    for file, table in (("merging.csv", merging), ("analysis.csv", analysis)):
-        if len(table) > 1:
-            text = io.StringIO(newline="")
-            csv.writer(text, lineterminator="\n").writerows(table)
-            write_text(out / file, text.getvalue())
+    if len(analysis) > 1:
+        text = io.StringIO(newline="")
+        csv.writer(text, lineterminator="\n").writerows(analysis)
+        write_text(out / "analysis.csv", text.getvalue())
 
 
 def _shared_by(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -185,7 +183,7 @@ def read_kept(out: Path) -> Study:
     Raises `UsageError` without a readable plan, `StudyError` or `DataError` for a file that is cut
     off or contradicts the plan.
     """
-    settings = read_plan(out)
+    settings = read_study_plan(out)
     tasks = tasks_of(settings)
     path = out / KEPT_FILE
     try:
@@ -201,7 +199,7 @@ def read_kept(out: Path) -> Study:
                 run[name] = {**value, **run.get(name, {})} if is_group else value
         merging = _mergings(out / "merging.csv")
         analysis = _analyses(out / "analysis.csv")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, DataError) as error:
         cause = f"The kept results cannot be read ({type(error).__name__}: {one_line(error)})"
         raise StudyError(cause, place=out, hint=_HINT) from error
     scores: dict[tuple[str, int], list[ScoreRow]] = {}
@@ -257,31 +255,28 @@ def _numbers(value: Any, path: str) -> Iterator[tuple[str, float]]:
         yield path, value
 
 
-def _table(path: Path) -> list[dict[str, str]]:
+def _mergings(path: Path) -> dict[str, MergingResult]:
+    """The scores of the merging of every arm."""
     if not path.exists():
-        return []
+        return {}
+    rows: dict[str, list[MergingRow]] = {}
+    for row in rows_from_csv(path.read_text(encoding="utf-8"), _MERGING_COLUMNS):
+        rows.setdefault(row.arm, []).append(replace(row, arm=""))
+    return {arm: MergingResult(rows=tuple(scores)) for arm, scores in rows.items()}
+
+
+def _analyses(path: Path) -> dict[str, dict[str, Any]]:
+    """Title, paragraph and nested facts of every analysis by the name of its task."""
+    if not path.exists():
+        return {}
     text = path.read_text(encoding="utf-8")
     rows = list(csv.DictReader(io.StringIO(text, newline="")))
     # The csv module fills the missing fields of a short line with None. A file that was cut off
     # inside its last number would read as another number.
     if not text.endswith("\n") or any(None in row.values() for row in rows):
         raise ValueError(f"{path.name} is cut off")
-    return rows
-
-
-def _mergings(path: Path) -> dict[str, MergingResult]:
-    """The scores of the merging of every arm."""
-    rows: dict[str, list[MergingRow]] = {}
-    reader = TypeAdapter(MergingRow)
-    for row in _table(path):
-        rows.setdefault(row.pop("arm"), []).append(reader.validate_python(row))
-    return {arm: MergingResult(rows=tuple(scores)) for arm, scores in rows.items()}
-
-
-def _analyses(path: Path) -> dict[str, dict[str, Any]]:
-    """Title, paragraph and nested facts of every analysis by the name of its task."""
     analyses: dict[str, dict[str, Any]] = {}
-    for row in _table(path):
+    for row in rows:
         fields = analyses.setdefault(row["task"], {"facts": {}})
         *parents, name = row["name"].split("/")
         for parent in parents:

@@ -29,7 +29,7 @@ from layershuffle.study.plan import (
     MergingSpec,
     RunSpec,
     Task,
-    read_plan,
+    read_study_plan,
     runs_of,
     tasks_of,
 )
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
     """Do the named task; exit code 0, 1, or 143 when stopped with a checkpoint saved."""
     end_with_parent()
     out, name = Path(argv[0]), argv[1]
-    task = next(task for task in tasks_of(read_plan(out)) if task.name == name)
+    task = next(task for task in tasks_of(read_study_plan(out)) if task.name == name)
     directory = task.directory(out)
     try:
         execute(task, out)
@@ -116,7 +116,7 @@ def scoring_seed(seed: int, model: int) -> int:
 
 
 def _needed_runs(task: MergingSpec | AnalysisSpec, out: Path) -> list[RunSpec]:
-    return [run for run in runs_of(read_plan(out)) if run.name in task.needs]
+    return [run for run in runs_of(read_study_plan(out)) if run.name in task.needs]
 
 
 def _merge(task: MergingSpec, out: Path) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The accuracy to expect of an answer, by how its blocks ran (`rounds.Cell`).
 
-Measured once on held-out images, stored as calibration.json beside the model and looked up at every
+Measured once on test images, stored as calibration.json beside the model and looked up at every
 answer. Every cell gets as many orders. Those of one seed are prefixes of the same permutations
 (`policies.Kept`), so all numbers of blocks together cost hardly more than all blocks. What follows
 from it, for answers and for the router, is in `expectations`.

@@ -15,6 +15,7 @@ from shlex import quote
 from typing import Literal, Protocol, get_args
 
 from layershuffle.errors import UsageError
+from layershuffle.stats import quantile
 from layershuffle.swarm.calibration import Calibration
 from layershuffle.swarm.chaos import Fault
 from layershuffle.swarm.expectations import expected_at, expected_over
@@ -63,8 +64,7 @@ class Drill:
     def quantile(self, q: float) -> float:
         """Milliseconds below which a share `q` of all requests ended (nearest rank)."""
         # Failed requests count: somebody waited for them, too.
-        times = sorted(reply.ms for reply in self.replies.values())
-        return times[max(0, math.ceil(q * len(times)) - 1)] if times else math.nan
+        return quantile([reply.ms for reply in self.replies.values()], q)
 
 
 async def run_drill(

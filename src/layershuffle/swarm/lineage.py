@@ -67,7 +67,7 @@ def read_lineage(directory: str | Path) -> Lineage:
 
     Raises `ModelFileError` for what is no saved model, `UsageError` if it has position encoding.
     """
-    place, facts = _facts(directory)
+    place, facts = _metadata_at(directory)
     if facts.position.encoding is not None:
         raise UsageError(
             "The blocks of this model need a position encoding, which hosts do not have",
@@ -88,7 +88,7 @@ def read_block(directory: str | Path, block: int) -> bytes:
     No other weights are read. Raises `ModelFileError` for what is no saved model or is
     damaged, `UsageError` for a block that it lacks.
     """
-    place, facts = _facts(directory)
+    place, facts = _metadata_at(directory)
     check_blocks([block], depth=facts.depth, place=place)
     names, tensors = _names(place, facts, block=block), {}
     # Of the files of a large model only those that hold the block are read beyond their header.
@@ -111,7 +111,7 @@ def check_blocks(blocks: Iterable[int], *, depth: int, place: str | Path) -> Non
             )
 
 
-def _facts(directory: str | Path) -> tuple[Path, ModelMetadata]:
+def _metadata_at(directory: str | Path) -> tuple[Path, ModelMetadata]:
     """The directory of the model (a run has it in "model"), and its facts."""
     place = Path(directory)
     if not place.exists():

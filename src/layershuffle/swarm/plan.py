@@ -155,7 +155,7 @@ def noted_depth(model: str) -> int | None:
     return None
 
 
-def read_plan(path: Path) -> SwarmPlan:
+def read_swarm_plan(path: Path) -> SwarmPlan:
     """The plan in a YAML file. Raises `UsageError` or `SettingsError` naming the file."""
     try:
         # pydantic names the wrong key, but cannot know the file.
@@ -165,7 +165,7 @@ def read_plan(path: Path) -> SwarmPlan:
 
 
 def plan_text(plan: SwarmPlan) -> str:
-    """The plan as YAML that `read_plan` reads; what is as by default is left out."""
+    """The plan as YAML that `read_swarm_plan` reads; what is as by default is left out."""
     data = plan.model_dump(mode="json", exclude_defaults=True)
     # With None lists of numbers stand in one line, as people write them.
     return yaml.safe_dump(data, sort_keys=False, default_flow_style=None, allow_unicode=True)

@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Loss:
+class RayFailure:
     """What of Ray is gone, as a sentence.
 
     `renewable`: whether a new connection brings it back. `revive` does so under the connections
@@ -91,20 +91,24 @@ class LocalCluster:
                 hint="start the local swarm in a process of its own",
             )
 
-    def loss(self) -> Loss | None:
+    def failure(self) -> RayFailure | None:
         """What of Ray has ended by itself."""
         if self._node is None:
-            return Loss("Ray does not run", renewable=True)
+            return RayFailure("Ray does not run", renewable=True)
         dead = dict(self._node.dead_processes())
         # `_revive` takes it off the list before it starts the next one, which a machine without
         # memory or processes to spare refuses.
         if _GCS not in self._node.all_processes:
-            return Loss(f"Ray's {_GCS} could not be started again; all of Ray is", renewable=True)
+            return RayFailure(
+                f"Ray's {_GCS} could not be started again; all of Ray is", renewable=True
+            )
         if not dead:
             return None
         ended = " and ".join(f"{kind} (exit code {dead[kind].returncode})" for kind in sorted(dead))
         revive = self._revive if [*dead] == [_GCS] else None
-        return Loss(f"Ray's {ended} ended and is started again", renewable=True, revive=revive)
+        return RayFailure(
+            f"Ray's {ended} ended and is started again", renewable=True, revive=revive
+        )
 
     def _revive(self) -> None:
         """Start the GCS again, where it was: it finds its state in its store, the others find it.

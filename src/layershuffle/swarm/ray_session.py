@@ -28,7 +28,7 @@ from layershuffle.swarm.ray_config import (
     check_token,
     environment,
 )
-from layershuffle.swarm.ray_local import LocalCluster, Loss, sweep
+from layershuffle.swarm.ray_local import LocalCluster, RayFailure, sweep
 
 _Result = TypeVar("_Result")
 _CLUSTER, _EXTRA = "swarm", "swarm"
@@ -47,7 +47,7 @@ class Cluster(Protocol):
     def disconnect(self, ray: Any) -> None:
         """Disconnect; end it first if it is ours."""
 
-    def loss(self) -> Loss | None:
+    def failure(self) -> RayFailure | None:
         """What of Ray is gone; `None` while nothing is."""
 
 
@@ -76,18 +76,18 @@ class RaySession:
         clock, limits = asyncio.get_running_loop().time, Limits()
         tries, since, due = 0, clock(), clock()
         while True:
-            loss = await self._blocking(self._cluster.loss)
-            self._note(loss)
-            if loss is not None and loss.renewable and clock() >= due:
+            failure = await self._blocking(self._cluster.failure)
+            self._note(failure)
+            if failure is not None and failure.renewable and clock() >= due:
                 tries, pause = restart_pause(tries, ran=clock() - since, limits=limits)
                 try:
                     # What has just been revived and ended again needs more than that.
-                    if loss.revive is not None and tries == 1:
-                        await self._blocking(loss.revive)
+                    if failure.revive is not None and tries == 1:
+                        await self._blocking(failure.revive)
                     else:
                         forget()
                         await self._blocking(self._renew)
-                        begin_anew(loss.what)
+                        begin_anew(failure.what)
                 except LayerShuffleError as error:
                     _log.error("%s", error.cause)
                 since, due = clock(), clock() + pause
@@ -106,8 +106,8 @@ class RaySession:
             self._cluster.disconnect(self.ray)  # what has started is of no use
             raise
 
-    def _note(self, loss: Loss | None) -> None:
-        trouble = "" if loss is None else loss.what
+    def _note(self, failure: RayFailure | None) -> None:
+        trouble = "" if failure is None else failure.what
         if trouble and trouble != self.trouble:
             _log.error("%s", trouble)
         elif self.trouble and not trouble:
@@ -177,19 +177,19 @@ class JoinedCluster:
         """Disconnect; the hosts go on."""
         ray.shutdown()
 
-    def loss(self) -> Loss | None:
+    def failure(self) -> RayFailure | None:
         """Whether the head, and Ray's process on this machine, take connections."""
         host, _, port = self._address.rpartition(":")
         # Remembered: the next raylet may take the same port, and does not know this process.
         self._stale |= self._raylet is not None and not _answers(self._raylet)
         if not _answers((host, int(port))):
-            return Loss(
+            return RayFailure(
                 f"The head at {self._address} does not answer. Requests still go to the hosts that "
                 "can be reached, but a host that fails now does not come back until the head "
                 "runs again"
             )
         if self._stale:
-            return Loss("Ray on this machine ended and has begun anew", renewable=True)
+            return RayFailure("Ray on this machine ended and has begun anew", renewable=True)
         return None
 
 

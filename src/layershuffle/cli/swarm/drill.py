@@ -73,7 +73,7 @@ class DrillCommand(ServerOptions):
         """Drill; exit code 1 if a request was lost or late in free order."""
         require("swarm")
 
-        from layershuffle.swarm.plan import SwarmPlan, read_plan
+        from layershuffle.swarm.plan import SwarmPlan, read_swarm_plan
         from layershuffle.swarm.server.admin import operator_of
 
         if self.scenarios and self.kill is not None:
@@ -81,7 +81,7 @@ class DrillCommand(ServerOptions):
         with operator_of(self.state) as operator:
             plan = SwarmPlan(**operator.plan())
             # What is to be expected is computed from the plan, so it has to be the right one.
-            if self.plan is not None and read_plan(self.plan) != plan:
+            if self.plan is not None and read_swarm_plan(self.plan) != plan:
                 raise UsageError("The swarm runs another plan", place=self.plan)
             return asyncio.run(self.drill(plan, operator))
 
@@ -182,7 +182,7 @@ class DrillCommand(ServerOptions):
         calibration: Calibration | None,
     ) -> int:
         """The scenarios, one after the other; exit code 1 if one of them was not passed."""
-        from layershuffle.cli.swarm.breaking import RunningSwarm
+        from layershuffle.cli.swarm.local_faults import RunningSwarm
         from layershuffle.swarm.chaos import Fault
         from layershuffle.swarm.client import AsyncSwarmClient
         from layershuffle.swarm.load_client import load_client

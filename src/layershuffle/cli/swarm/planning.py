@@ -128,7 +128,7 @@ class SimulateCommand(Command):
         require("swarm")
 
         from layershuffle.swarm.chaos import crashes, crashes_text
-        from layershuffle.swarm.plan import read_plan
+        from layershuffle.swarm.plan import read_swarm_plan
         from layershuffle.swarm.planning.hosts import hosts_of, read_hosts
         from layershuffle.swarm.service import model_facts
         from layershuffle.swarm.simulation.outcome import outcome_json, outcome_report
@@ -141,7 +141,7 @@ class SimulateCommand(Command):
             scaled,
         )
 
-        plan = read_plan(self.plan)
+        plan = read_swarm_plan(self.plan)
         facts = model_facts(plan.model, wire=plan.wire, parallel=plan.parallel)
         profile = Profile()
         if self.profile is not None:
@@ -189,8 +189,8 @@ class SimulateCommand(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateCommand(ComputingCommand):
-    """Measure the accuracy of a model with 1 to all blocks in arbitrary order on held-out data,
-    one after the other and side by side, once and again.
+    """Measure the accuracy of a model with 1 to all blocks in arbitrary order on test images, one
+    after the other and side by side, once and again.
 
     The result is stored beside the model. A swarm tells it with its answers, and by it runs blocks
     side by side and again as far as that pays.
@@ -199,7 +199,7 @@ class CalibrateCommand(ComputingCommand):
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")] = DEFAULT_MODEL
     """Model to measure: the directory of a fit, dir:PATH or bundled:NAME."""
     data: str = "digit-pairs"
-    """Held-out images: the test split of this data."""
+    """Test images: the test split of this data."""
     orders: int = 20
     """Random orders for every number of blocks."""
     images: int = 2000

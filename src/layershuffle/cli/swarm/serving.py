@@ -196,10 +196,10 @@ class UpCommand(_ServingCommand):
         return 0
 
     def _plan(self, say: Callable[[str], None]) -> SwarmPlan:
-        from layershuffle.swarm.plan import SwarmPlan, even_plan, noted_depth, read_plan
+        from layershuffle.swarm.plan import SwarmPlan, even_plan, noted_depth, read_swarm_plan
 
         if self.plan is not None:
-            return read_plan(self.plan)
+            return read_swarm_plan(self.plan)
         if (depth := noted_depth(self.model)) is None:
             say(f"Loading {self.model}, to see how many blocks it has ...")
 
@@ -239,13 +239,13 @@ class DeployCommand(TlsOptions, _ServingCommand):
         """Serve until told to end."""
         require("swarm")
 
-        from layershuffle.swarm.plan import read_plan
+        from layershuffle.swarm.plan import read_swarm_plan
         from layershuffle.swarm.ray_config import default_token
         from layershuffle.swarm.ray_session import check_answers, joined_ray
         from layershuffle.swarm.server.tls import check_address, in_clear
 
         say = steps()
-        plan, keys = read_plan(self.plan), read_keys(self.keys)
+        plan, keys = read_swarm_plan(self.plan), read_keys(self.keys)
         check_reports(self.reports, keyed=bool(keys))
         # Before torch is imported, which takes seconds.
         serving = replace(

@@ -106,7 +106,7 @@ class Classification(BaseModel):
         return cell_of(steps) if steps else None
 
 
-class Host(BaseModel):
+class HostAnswer(BaseModel):
     """One host as the router sees it; averages in milliseconds, `null` until measured."""
 
     name: str
@@ -141,7 +141,7 @@ class SwarmAnswer(BaseModel):
     routing: Routing
     wire: Wire
     unreachable_blocks: list[int] = Field(description="Blocks that no usable host holds.")
-    hosts: list[Host]
+    hosts: list[HostAnswer]
     counters: dict[str, int] = Field(description="Requests by outcome since the start.")
     audits: Audits | None = Field(None, description="Since the start; `null` if nobody counts.")
     calibration: CalibrationFacts | None
@@ -234,10 +234,10 @@ def is_degraded(route: Route, *, order: Iterable[int] | None) -> bool:
     return set(route.order) != set(range(route.depth))
 
 
-def hosts_of(swarm: Swarm, carriers: Mapping[str, Carrier], *, now: float) -> list[Host]:
+def hosts_of(swarm: Swarm, carriers: Mapping[str, Carrier], *, now: float) -> list[HostAnswer]:
     """All hosts, by name; `now` in seconds of the router's clock."""
     return [
-        Host(
+        HostAnswer(
             name=host.name,
             condition=host.condition,
             why=host.why,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from layershuffle.stats import quantile
 from layershuffle.swarm.drill import Ended
 from layershuffle.swarm.messages import WHOLE, Route
 from layershuffle.swarm.rounds import Cell, cell_of
@@ -76,7 +77,7 @@ class SimulationOutcome:
 
     def quantile(self, q: float) -> float:
         """Milliseconds below which a share `q` of all requests ended (nearest rank)."""
-        return self.ms[max(0, math.ceil(q * len(self.ms)) - 1)]
+        return quantile(self.ms, q)
 
     @property
     def mean_blocks(self) -> float:

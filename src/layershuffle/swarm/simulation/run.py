@@ -177,7 +177,7 @@ class _Simulation:
 
     async def _request(self, number: int, min_blocks: int, /) -> None:
         while self.pending and self.pending[0].at <= number:
-            self.happen(self.pending.pop(0))
+            self.inject(self.pending.pop(0))
         deadline_ms = self.plan.limits.deadline_ms
         after, route = await self.router.walk(
             _STATE, deadline=self.loop.time() + deadline_ms / _MILLI, min_blocks=min_blocks
@@ -194,7 +194,7 @@ class _Simulation:
 
     # --- failures ---------------------------------------------------------------------------------
 
-    def happen(self, fault: Fault) -> None:
+    def inject(self, fault: Fault) -> None:
         """Make the fault happen; see `chaos.Fault`."""
         host = self.transport.hosts[fault.host]
         if fault.kind == "crash":
