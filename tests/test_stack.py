@@ -124,7 +124,7 @@ def test_iteration_length_and_index_follow_the_order(model: nn.Module) -> None:
             assert list(stack[:DEPTH]) == [blocks[b] for b in order], "blocks[:depth] means all"
             assert stack.depth == DEPTH
             assert stack.block(2) is blocks[2]
-            with pytest.raises(StackError, match="it counts its blocks by itself"):
+            with pytest.raises(StackError, match="it uses its own number of blocks"):
                 stack[len(order)]
     with pytest.raises(IndexError):
         stack[DEPTH]
@@ -273,7 +273,7 @@ def test_bad_orders(model: nn.Module, order: Any, phrase: str) -> None:
 
 def test_wrap_at_another_place_is_refused(model: nn.Module) -> None:
     for path in ("nowhere", "head", "blocks.0"):
-        with pytest.raises(StackError, match="wrapped already, and not at"):
+        with pytest.raises(StackError, match="already wrapped, but not at"):
             ls.wrap(model, blocks=path)
     assert ls.wrap(model, blocks="blocks") is model
 
@@ -324,7 +324,7 @@ def test_masks_per_sample_cannot_be_regrouped() -> None:
     state = torch.ones(2, 3, 4)
     with (
         ls.running(model, orders),
-        pytest.raises(UsageError, match="an order per sample cannot split it"),
+        pytest.raises(UsageError, match="which an order per sample cannot split"),
     ):
         model(state, torch.ones(2, 3, 4))
     with ls.running(model, orders):
@@ -346,7 +346,7 @@ def test_an_exit_needs_orders_per_sample_and_a_step() -> None:
     with pytest.raises(UsageError, match="An exit needs an order per sample"):
         ls.running(model, order, exit_after=1).__enter__()
     for steps in (0, DEPTH + 1, 2.5, "2"):
-        with pytest.raises(UsageError, match=f"after 1 to {DEPTH} steps of these orders"):
+        with pytest.raises(UsageError, match=rf"must be in \[1, {DEPTH}\] for these orders"):
             ls.running(model, [order], exit_after=steps).__enter__()
 
 

@@ -25,18 +25,18 @@ Inline = Annotated[AnySettings, tyro.conf.arg(name="")]
 
 
 def required(when: str = "", *, metavar: str | None = None) -> Any:
-    """The mark of an argument that `run` asks for, as tyro asks for none of it: it has a default,
-    or is a tuple. `when` is the case in which it is needed, if that is not always."""
+    """Mark an argument as required in the help. tyro itself does not require it, because it has a
+    default or is a tuple; `run` checks it. `when` names the case in which it is required."""
     return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"({f'required {when}'.strip()})")
 
 
 TYRO_RULES = ConstructorRegistry()
-"""Give these to every `tyro.cli` that prints help: texts of several lines come out as one."""
+"""Pass these to every `tyro.cli` that prints help: they join texts of several lines."""
 _asks_tyro = ContextVar("_asks_tyro", default=False)
 
 
-# tyro 1.0.17 joins the lines of a docstring before it takes their indentation away, and takes an
-# indented line for a list that has to keep its breaks. So the lines are joined here.
+# tyro 1.0.17 joins the lines of a docstring before it removes their indentation, and treats an
+# indented line as a list item that must keep its line break. So the lines are joined here.
 @TYRO_RULES.struct_rule
 def _texts_of_one_line(info: StructTypeInfo) -> StructConstructorSpec | None:
     """What tyro's own rules make of a dataclass or of settings, with each text in one line."""
@@ -54,7 +54,7 @@ def _texts_of_one_line(info: StructTypeInfo) -> StructConstructorSpec | None:
 
 
 def _one_line(text: str | Callable[[], str | None] | None) -> Callable[[], str | None]:
-    """The text without line breaks. It is read when it is shown, as reading takes time."""
+    """The text without line breaks, read only when it is shown, because reading takes time."""
 
     def joined() -> str | None:
         read = text() if callable(text) else text
@@ -64,7 +64,7 @@ def _one_line(text: str | Callable[[], str | None] | None) -> Callable[[], str |
 
 
 def asked(words: Sequence[str]) -> list[str]:
-    """`words`, or --help alone where it is among them: tyro's help leaves out what was given."""
+    """`words`, or only --help if they contain it: tyro omits flags that are given from its help."""
     return ["--help"] if {"-h", "--help"} & set(words) else list(words)
 
 

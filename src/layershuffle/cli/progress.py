@@ -100,7 +100,7 @@ def _of(done: float, total: float) -> str:
 
 
 def _number(count: float) -> str:
-    """Whole numbers as such; of a few, the tenth counts."""
+    """`count` as an integer, or with one decimal if it is fractional and below 100."""
     return f"{count:,.1f}" if count % 1 and count < 100 else f"{count:,.0f}"
 
 

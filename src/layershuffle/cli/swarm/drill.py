@@ -48,9 +48,10 @@ class DrillCommand(ServerOptions):
     scenarios: Annotated[
         tuple[ScenarioFlag, ...], tyro.conf.arg(help_behavior_hint="(default: none)")
     ] = ()
-    """Instead of --kinds, what the swarm is to put right by itself, one after the other: one of
-    Ray's processes or the gateway killed, all hosts or all but one killed, a host that always lies,
-    in 1 % of its answers, or in all but canaries, and connections that never read their answers."""
+    """Instead of --kinds, run these failures, from which the swarm must recover by itself, one
+    after the other: kill one of Ray's processes or the gateway; kill all hosts, or all but one; let
+    a host answer wrongly always, in 1 % of its answers, or always except for canaries; open
+    connections that never read their answers."""
     kill: float | None = None
     """Instead of --kinds, kill this share of the hosts at random moments; none comes back."""
     routings: tuple[RoutingFlag, ...] = ("order-free",)

@@ -189,11 +189,11 @@ class SimulateCommand(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateCommand(ComputingCommand):
-    """Measure the accuracy of a model with 1 to all blocks in arbitrary order on held-out data,
-    one after the other and side by side, once and again.
+    """Measure the accuracy of a model with 1 to all blocks in arbitrary order on held-out data:
+    one block after the other and several side by side, in one pass and in two.
 
-    The result is stored beside the model. A swarm tells it with its answers, and by it runs blocks
-    side by side and again as far as that pays.
+    The result is stored beside the model. A swarm reports it with its answers, and uses it to
+    decide how many blocks run side by side and whether they run twice.
     """
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")] = DEFAULT_MODEL
