@@ -59,7 +59,7 @@ LOOP_CHECKS = {
 # Why no order can be given per sample.
 REFUSED_PER_SAMPLE = dict.fromkeys(IN_PARTS, "takes the parts out of its blocks")
 REFUSED_PER_SAMPLE["own-scaledbyblocks"] = "takes the parts out of its blocks"
-REFUSED_PER_SAMPLE["own-tuplestate"] = "hands its blocks a tuple"
+REFUSED_PER_SAMPLE["own-tuplestate"] = "passes a tuple to its blocks"
 PER_SAMPLE = {name: host for name, host in LOOPS.items() if name not in REFUSED_PER_SAMPLE}
 
 
@@ -322,14 +322,14 @@ def test_a_host_that_cuts_longer_orders_is_refused(family: Family) -> None:
     model = family.wrapped()
     with ls.running(model, PERMUTED):
         assert torch.equal(answer(model), answer(Rebuilt(family, PERMUTED).model))
-    with pytest.raises(StackError, match=r"asked for . of the . blocks"), ls.running(model, LONGER):
+    with pytest.raises(StackError, match=r"requested . of the . blocks"), ls.running(model, LONGER):
         answer(model)
-    with pytest.raises(StackError, match=r"asked for . of the 5"), ls.running(model, "0,1,2,3,3"):
+    with pytest.raises(StackError, match=r"requested . of the 5"), ls.running(model, "0,1,2,3,3"):
         answer(model)
     if family.name == "own-leaving":
         return  # it hands the state on and no more, so that one walk can take its loop's place
     per_sample = [ls.ExecutionOrder(LONGER, DEPTH)] * 3
-    with pytest.raises(StackError, match="asked for"), ls.running(model, per_sample):
+    with pytest.raises(StackError, match="requested"), ls.running(model, per_sample):
         answer(model)
 
 

@@ -242,7 +242,7 @@ def test_groups_share_one_run_of_a_block(model: nn.Module) -> None:
 def test_functions_need_a_wrapped_model() -> None:
     plain = VIT.plain()
     for call in (ls.blocks_of, ls.depth_of, stack_of):
-        with pytest.raises(StackError, match="holds 0 block stacks"):
+        with pytest.raises(StackError, match="has 0 block stacks"):
             call(plain)
     for context in (ls.tap(plain), ls.running(plain, PERMUTED)):
         with pytest.raises(StackError, match=r"call layershuffle.wrap\(model\) first"), context:
@@ -254,7 +254,7 @@ BAD_ORDERS = {
     "negative": ([-1], "-1 is not a block"),
     "empty": ([], "at least one block"),
     "text": ("2,x", "'x' in the execution order '2,x' is not a block id"),
-    "other depth": (ls.ExecutionOrder((0, 1), 5), "made for 5 blocks, the model has 4"),
+    "other depth": (ls.ExecutionOrder((0, 1), 5), "made for 5 blocks, but the model has 4"),
     "one of several": (
         [ls.ExecutionOrder((0,), 4), ls.ExecutionOrder((0,), 5)],
         "made for 5 blocks",
@@ -362,7 +362,7 @@ def test_a_head_that_loses_the_rows_of_an_exit_is_refused() -> None:
     model, order = ls.wrap(CutToImages()), ls.ExecutionOrder(PERMUTED, DEPTH)
     with (
         ls.running(model, [order] * 3, exit_after=1),
-        pytest.raises(StackError, match="made 3 rows of the 6 states"),
+        pytest.raises(StackError, match="returned 3 rows for 6 states"),
     ):
         model(images(3))
 

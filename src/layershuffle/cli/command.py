@@ -78,7 +78,7 @@ class Command:
     """Show the whole Python traceback of a failure."""
 
     def run(self) -> int:
-        """Do what the command is for, print the outcome; returns the exit code."""
+        """Run the command and print the outcome; returns the exit code."""
         raise NotImplementedError
 
     @classmethod
@@ -91,7 +91,7 @@ class Command:
         try:
             return tyro.cli(cls, args=asked(words), prog=prog, registry=TYRO_RULES)
         except SettingsError as error:
-            # Not chained: the first error says the same without the next command to type.
+            # Not chained: the first error has the same text without the next command.
             raise SettingsError(error.cause, hint=f"{prog} --help") from None
 
 
@@ -106,16 +106,16 @@ class ComputingCommand(Command):
 
     @contextmanager
     def computing(self, title: str) -> Iterator[Progress]:
-        """With as many threads as asked for; the progress is shown under `title`."""
+        """Compute with the requested number of threads, and show the progress under `title`."""
         from layershuffle.cli.progress import shown_progress
 
         if self.threads is not None and self.threads < 1:
-            raise UsageError(f"--threads is 1 or more, not {self.threads}")
+            raise UsageError(f"--threads must be at least 1, got {self.threads}")
         with threads_of(self.threads), shown_progress(title) as progress:
             yield progress
 
 
 def threads_of(number: int | None) -> AbstractContextManager[None]:
-    """Torch computes with `number` threads inside; `None` leaves it its own choice."""
-    # Not even set to what it is: torch's choice depends on the machine and may change.
+    """Set torch's threads to `number` in the `with` block; `None` keeps torch's own choice."""
+    # `None` sets nothing, because torch's choice depends on the machine and may change.
     return torch_threads(number) if number else nullcontext()
