@@ -291,7 +291,7 @@ def test_two_towers_by_path() -> None:
     ls.wrap(towers, blocks="b.blocks")
     assert ls.depth_of(towers) == 3
     assert type(towers["a"].blocks) is nn.Sequential
-    with pytest.raises(StackError, match=r"wrapped already, and not at 'a\.blocks'"):
+    with pytest.raises(StackError, match=r"already wrapped, but not at 'a\.blocks'"):
         ls.wrap(towers, blocks="a.blocks")
 
 

@@ -204,7 +204,7 @@ def test_nothing_to_evaluate():
 
 
 def test_too_many_kept():
-    with pytest.raises(UsageError, match="5 blocks cannot be kept of a model with 4"):
+    with pytest.raises(UsageError, match="Cannot keep 5 blocks of a model with 4"):
         evaluate(VIT.wrapped(), BATCHES, modes=parse_modes("kept:5"))
 
 
@@ -245,7 +245,7 @@ def test_the_way_of_an_order_is_short():
 def test_orders_that_do_not_fit_are_refused():
     with pytest.raises(UsageError, match="4 is not a block of this model"):
         evaluate(VIT.wrapped(), BATCHES, orders=["4,0"])
-    with pytest.raises(UsageError, match="was made for 3 blocks, the model has 4"):
+    with pytest.raises(UsageError, match="was made for 3 blocks, but the model has 4"):
         evaluate(VIT.wrapped(), BATCHES, orders=[ls.ExecutionOrder.sequential(3)])
 
 

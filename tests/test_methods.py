@@ -89,7 +89,7 @@ def test_every_method_can_have_an_exit():
         ("layerdrop", {"sequential_every": 4}, "no other order"),
         ("layershuffle", {"kept": 6}, "trains all blocks"),
         ("baseline", {"choose": "first"}, "trains all blocks"),
-        ("layerdrop", {"drop": 1.0}, r"lies in \[0, 1\)"),
+        ("layerdrop", {"drop": 1.0}, r"must be in \[0, 1\)"),
     ],
 )
 def test_wrong_options(name, options, phrase):

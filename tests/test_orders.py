@@ -206,8 +206,8 @@ def _json(data: Any) -> Callable[[], ExecutionOrder]:
 
 
 BAD = {
-    "empty text": (_parse(""), "empty text"),
-    "blank text": (_parse("  \n"), "empty text"),
+    "empty text": (_parse(""), "is empty"),
+    "blank text": (_parse("  \n"), "is empty"),
     "a comma": (_parse(","), "'' in the execution order ',' is not a block id"),
     "trailing comma": (_parse("1,2,"), "'' in the execution order '1,2,' is not a block id"),
     "word": (_parse("1,two"), "'two' in the execution order '1,two' is not a block id"),
@@ -221,14 +221,17 @@ BAD = {
     "repeat refused": (_parse("0,1,1,3", permutation=True), r"repeats [1] and leaves out [2]"),
     "subset refused": (_parse("0,3", permutation=True), r"repeats none and leaves out [1, 2]"),
     "no blocks": (lambda: ExecutionOrder((), 4), "at least one block"),
-    "depth 0": (lambda: ExecutionOrder((0,), 0), "at least 1, not 0"),
-    "depth text": (lambda: ExecutionOrder((0,), "4"), "not '4'"),  # type: ignore[arg-type]
-    "depth True": (lambda: ExecutionOrder((0,), True), "not True"),
-    "sequential 0": (lambda: ExecutionOrder.sequential(0), "at least 1, not 0"),
+    "depth 0": (lambda: ExecutionOrder((0,), 0), "at least 1, got 0"),
+    "depth text": (lambda: ExecutionOrder((0,), "4"), "got '4'"),  # type: ignore[arg-type]
+    "depth True": (lambda: ExecutionOrder((0,), True), "got True"),
+    "sequential 0": (lambda: ExecutionOrder.sequential(0), "at least 1, got 0"),
     "bool id": (lambda: ExecutionOrder((False,), 4), "False is not a block"),
     "float id": (lambda: ExecutionOrder((1.0,), 4), "1.0 is not a block"),  # type: ignore[arg-type]
     "text ids": (lambda: ExecutionOrder("10", 4), "'1' is not a block"),  # type: ignore[arg-type]
-    "other depth": (lambda: order_of(ExecutionOrder((0,), 3), 4), "made for 3 blocks, the model"),
+    "other depth": (
+        lambda: order_of(ExecutionOrder((0,), 3), 4),
+        "made for 3 blocks, but the model",
+    ),
     "not JSON": (_json("{"), "not an execution order in JSON (JSONDecodeError"),
     "JSON list": (_json("[1]"), "not an execution order in JSON (TypeError"),
     "JSON no depth": (_json('{"blocks": [0]}'), "KeyError: 'depth'"),

@@ -301,44 +301,41 @@ def _stored(data: Any) -> Callable[[], OrderPolicy]:
 
 
 BAD: dict[str, tuple[Callable[[], object], str]] = {
-    "drop 1": (lambda: ls.Shuffled(drop=1.0), "[0, 1), 1.0 does not"),
-    "drop negative": (lambda: ls.Shuffled(drop=-0.1), "-0.1 does not"),
-    "drop nan": (lambda: ls.Shuffled(drop=math.nan), "nan does not"),
-    "drop text": (lambda: ls.Shuffled(drop="a"), "a does not"),  # type: ignore[arg-type]
-    "p 1": (lambda: ls.LayerDrop(1), "1 does not"),
-    "p None": (lambda: ls.LayerDrop(None), "None does not"),  # type: ignore[arg-type]
+    "drop 1": (lambda: ls.Shuffled(drop=1.0), "in [0, 1), got 1.0"),
+    "drop negative": (lambda: ls.Shuffled(drop=-0.1), "got -0.1"),
+    "drop nan": (lambda: ls.Shuffled(drop=math.nan), "got nan"),
+    "drop text": (lambda: ls.Shuffled(drop="a"), "got a"),  # type: ignore[arg-type]
+    "p 1": (lambda: ls.LayerDrop(1), "got 1"),
+    "p None": (lambda: ls.LayerDrop(None), "got None"),  # type: ignore[arg-type]
     "drop and depth": (lambda: ls.Shuffled(drop=0.1, depth=(1, 2)), "not both"),
-    "depth number": (lambda: ls.Shuffled(depth=3), "depth=(low, high), not 3"),  # type: ignore[arg-type]
-    "depth single": (lambda: ls.Shuffled(depth=(3,)), "not (3,)"),  # type: ignore[arg-type]
-    "depth text": (lambda: ls.Shuffled(depth=("3", 4)), "not ('3', 4)"),  # type: ignore[arg-type]
+    "depth number": (lambda: ls.Shuffled(depth=3), "depth must be (low, high), got 3"),  # type: ignore[arg-type]
+    "depth single": (lambda: ls.Shuffled(depth=(3,)), "got (3,)"),  # type: ignore[arg-type]
+    "depth text": (lambda: ls.Shuffled(depth=("3", 4)), "got ('3', 4)"),  # type: ignore[arg-type]
     "depth beyond": (_draw(ls.Shuffled(depth=(3, 13))), "between 3 and 13 does not fit"),
     "depth from 0": (_draw(ls.Shuffled(depth=(0, 3))), "between 0 and 3 does not fit"),
     "depth reversed": (_draw(ls.Shuffled(depth=(5, 4))), "between 5 and 4 does not fit"),
-    "kept beyond": (_draw(ls.Kept(13)), "13 blocks cannot be kept of a model with 12"),
+    "kept beyond": (_draw(ls.Kept(13)), "Cannot keep 13 blocks of a model with 12"),
     "kept 0": (_draw(ls.Kept(0)), "choose a number between 1 and 12"),
-    "kept text": (lambda: ls.Kept("3"), "a number of blocks, not '3'"),  # type: ignore[arg-type]
-    "kept order": (lambda: ls.Kept(3, order="random"), "no order='random'"),  # type: ignore[arg-type]
-    "kept choice": (lambda: ls.Kept(3, choose="best"), "no choose='best'"),  # type: ignore[arg-type]
-    "parallel number": (
-        lambda: ls.Shuffled(parallel=3),
-        "parallel=(low, high) of at least 1, not 3",
-    ),  # type: ignore[arg-type]
-    "every order": (lambda: ls.Shuffled(sequential_every=1), "at least 2, not 1"),
-    "every half": (lambda: ls.Shuffled(sequential_every=2.5), "at least 2, not 2.5"),
-    "parallel from 0": (lambda: ls.Sequential(parallel=(0, 2)), "of at least 1, not (0, 2)"),
-    "parallel reversed": (lambda: ls.Kept(3, parallel=(4, 2)), "of at least 1, not (4, 2)"),
-    "passes 0": (lambda: ls.Kept(3, passes=0), "at least 1 pass, not in 0"),
+    "kept text": (lambda: ls.Kept("3"), "must be an integer, got '3'"),  # type: ignore[arg-type]
+    "kept order": (lambda: ls.Kept(3, order="random"), "order='random' is not an option"),  # type: ignore[arg-type]
+    "kept choice": (lambda: ls.Kept(3, choose="best"), "choose='best' is not an option"),  # type: ignore[arg-type]
+    "parallel number": (lambda: ls.Shuffled(parallel=3), "low <= high, got 3"),  # type: ignore[arg-type]
+    "every order": (lambda: ls.Shuffled(sequential_every=1), "at least 2, got 1"),
+    "every half": (lambda: ls.Shuffled(sequential_every=2.5), "at least 2, got 2.5"),
+    "parallel from 0": (lambda: ls.Sequential(parallel=(0, 2)), "1 <= low <= high, got (0, 2)"),
+    "parallel reversed": (lambda: ls.Kept(3, parallel=(4, 2)), "1 <= low <= high, got (4, 2)"),
+    "passes 0": (lambda: ls.Kept(3, passes=0), "at least 1, got 0"),
     "fixed list": (lambda: ls.Fixed([1, 0]), "takes an ExecutionOrder"),  # type: ignore[arg-type]
     "fixed other depth": (_draw(ls.Fixed(ls.ExecutionOrder((0,), 3))), "made for 3 blocks"),
-    "sequential 0": (_draw(ls.Sequential(), 0), "at least 1, not 0"),
-    "shuffled 0": (_draw(ls.Shuffled(), 0), "at least 1, not 0"),
-    "stored list": (_stored([1]), "stored as a mapping"),
+    "sequential 0": (_draw(ls.Sequential(), 0), "at least 1, got 0"),
+    "shuffled 0": (_draw(ls.Shuffled(), 0), "at least 1, got 0"),
+    "stored list": (_stored([1]), "stored order policy must be a mapping"),
     "stored name": (_stored({"policy": "best"}), "'best' is not an order policy"),
     "stored no name": (_stored({}), "None is not an order policy"),
     "stored odd name": (_stored({"policy": ["kept"]}), "['kept'] is not an order policy"),
-    "stored option": (_stored({"policy": "kept", "k": 2, "j": 1}), "has other options"),
-    "stored missing": (_stored({"policy": "kept"}), "has other options"),
-    "stored text k": (_stored({"policy": "kept", "k": "2"}), "not '2'"),
+    "stored option": (_stored({"policy": "kept", "k": 2, "j": 1}), "not the options of"),
+    "stored missing": (_stored({"policy": "kept"}), "not the options of"),
+    "stored text k": (_stored({"policy": "kept", "k": "2"}), "got '2'"),
     "stored order": (_stored({"policy": "fixed", "order": [1]}), "takes an ExecutionOrder"),
     "stored bad order": (_stored({"policy": "fixed", "order": {}}), "not an execution order"),
 }

@@ -363,10 +363,10 @@ def _guess_without_prediction() -> None:
 
 
 BAD: dict[str, tuple[Callable[[], object], str]] = {
-    "encoding beyond": (_run(LONGER, encoding=ls.EncodingForm()), "encoding knows 4 positions"),
-    "prediction beyond": (_run(LONGER, prediction=MEAN), "prediction knows 4 positions"),
-    "loss of nothing": (_no_forward("loss"), "No position was guessed"),
-    "accuracy of nothing": (_no_forward("accuracy"), "No position was guessed"),
+    "encoding beyond": (_run(LONGER, encoding=ls.EncodingForm()), "encoding has 4 positions"),
+    "prediction beyond": (_run(LONGER, prediction=MEAN), "prediction has 4 positions"),
+    "loss of nothing": (_no_forward("loss"), "No position was predicted"),
+    "accuracy of nothing": (_no_forward("accuracy"), "No position was predicted"),
     "no prediction": (_guess_without_prediction, "has no position prediction"),
     "table": (lambda: ls.EncodingForm(table="own"), "no table='own'"),  # type: ignore[arg-type]
     "init": (lambda: ls.EncodingForm(table_init="x"), "one of normal, zero"),  # type: ignore[arg-type]
@@ -390,7 +390,7 @@ def test_unknown_width_is_refused() -> None:
             layers = [nn.Sequential(nn.Linear(4, 4)) for _ in range(3)]
             self.blocks = nn.Sequential(*layers)
 
-    with pytest.raises(StackError, match="width of Plain is not known"):
+    with pytest.raises(StackError, match="width of Plain is unknown"):
         ls.add_position(Plain(), encoding=ls.EncodingForm())
 
 

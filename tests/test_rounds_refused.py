@@ -39,10 +39,10 @@ REFUSED = {
     "tuples": (CHAINS["own-tuples"].wrapped, "TupleBlock returns a tuple"),
     "post-norm": (lambda: ls.wrap(PostNormed().eval()), "PostNorm does not add to its state"),
     "in place": (LOOPS["own-inplace"].wrapped, "WritingBlock writes into its input"),
-    "tuple state": (LOOPS["own-tuplestate"].wrapped, "hands its blocks a tuple"),
-    "backwards": (LOOPS["own-backwards"].wrapped, "takes them one at a time or in parts"),
+    "tuple state": (LOOPS["own-tuplestate"].wrapped, "passes a tuple to its blocks"),
+    "backwards": (LOOPS["own-backwards"].wrapped, "runs them one at a time or in parts"),
     "pairs": (LOOPS["own-pairs"].wrapped, "takes the parts out of its blocks"),
-    "index": (CUTTING["own-counting"].wrapped, "takes them one at a time or in parts"),
+    "index": (CUTTING["own-counting"].wrapped, "runs them one at a time or in parts"),
 }
 
 

@@ -124,7 +124,7 @@ def test_iteration_length_and_index_follow_the_order(model: nn.Module) -> None:
             assert list(stack[:DEPTH]) == [blocks[b] for b in order], "blocks[:depth] means all"
             assert stack.depth == DEPTH
             assert stack.block(2) is blocks[2]
-            with pytest.raises(StackError, match="it counts its blocks by itself"):
+            with pytest.raises(StackError, match="it uses its own number of blocks"):
                 stack[len(order)]
     with pytest.raises(IndexError):
         stack[DEPTH]
@@ -242,7 +242,7 @@ def test_groups_share_one_run_of_a_block(model: nn.Module) -> None:
 def test_functions_need_a_wrapped_model() -> None:
     plain = VIT.plain()
     for call in (ls.blocks_of, ls.depth_of, stack_of):
-        with pytest.raises(StackError, match="holds 0 block stacks"):
+        with pytest.raises(StackError, match="has 0 block stacks"):
             call(plain)
     for context in (ls.tap(plain), ls.running(plain, PERMUTED)):
         with pytest.raises(StackError, match=r"call layershuffle.wrap\(model\) first"), context:
@@ -254,7 +254,7 @@ BAD_ORDERS = {
     "negative": ([-1], "-1 is not a block"),
     "empty": ([], "at least one block"),
     "text": ("2,x", "'x' in the execution order '2,x' is not a block id"),
-    "other depth": (ls.ExecutionOrder((0, 1), 5), "made for 5 blocks, the model has 4"),
+    "other depth": (ls.ExecutionOrder((0, 1), 5), "made for 5 blocks, but the model has 4"),
     "one of several": (
         [ls.ExecutionOrder((0,), 4), ls.ExecutionOrder((0,), 5)],
         "made for 5 blocks",
@@ -273,7 +273,7 @@ def test_bad_orders(model: nn.Module, order: Any, phrase: str) -> None:
 
 def test_wrap_at_another_place_is_refused(model: nn.Module) -> None:
     for path in ("nowhere", "head", "blocks.0"):
-        with pytest.raises(StackError, match="wrapped already, and not at"):
+        with pytest.raises(StackError, match="already wrapped, but not at"):
             ls.wrap(model, blocks=path)
     assert ls.wrap(model, blocks="blocks") is model
 
@@ -324,7 +324,7 @@ def test_masks_per_sample_cannot_be_regrouped() -> None:
     state = torch.ones(2, 3, 4)
     with (
         ls.running(model, orders),
-        pytest.raises(UsageError, match="an order per sample cannot split it"),
+        pytest.raises(UsageError, match="which an order per sample cannot split"),
     ):
         model(state, torch.ones(2, 3, 4))
     with ls.running(model, orders):
@@ -346,7 +346,7 @@ def test_an_exit_needs_orders_per_sample_and_a_step() -> None:
     with pytest.raises(UsageError, match="An exit needs an order per sample"):
         ls.running(model, order, exit_after=1).__enter__()
     for steps in (0, DEPTH + 1, 2.5, "2"):
-        with pytest.raises(UsageError, match=f"after 1 to {DEPTH} steps of these orders"):
+        with pytest.raises(UsageError, match=rf"must be in \[1, {DEPTH}\] for these orders"):
             ls.running(model, [order], exit_after=steps).__enter__()
 
 
@@ -362,7 +362,7 @@ def test_a_head_that_loses_the_rows_of_an_exit_is_refused() -> None:
     model, order = ls.wrap(CutToImages()), ls.ExecutionOrder(PERMUTED, DEPTH)
     with (
         ls.running(model, [order] * 3, exit_after=1),
-        pytest.raises(StackError, match="made 3 rows of the 6 states"),
+        pytest.raises(StackError, match="returned 3 rows for 6 states"),
     ):
         model(images(3))
 

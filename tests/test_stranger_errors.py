@@ -27,9 +27,9 @@ VIT = FAMILIES["timm-vit"]
     [
         (lambda m: ls.wrap("timm:vit_tiny_patch16_224"), r"layershuffle\.load\('timm:vit_tiny_"),
         (lambda m: ls.depth_of("timm:x"), r"layershuffle\.load\('timm:x'\)"),
-        (lambda m: ls.wrap([1]), "<class 'list'> is no nn.Module"),
-        (lambda m: ls.running(m, None).__enter__(), "None is no execution order. Next: write"),
-        (lambda m: ls.running(m, 3).__enter__(), "3 is no execution order"),
+        (lambda m: ls.wrap([1]), "<class 'list'> is not an nn.Module"),
+        (lambda m: ls.running(m, None).__enter__(), "None is not an execution order. Next: pass"),
+        (lambda m: ls.running(m, 3).__enter__(), "3 is not an execution order"),
         (lambda m: ls.running(m, ls.Shuffled()).__enter__(), r"policy\.draw\(layershuffle\.depth_"),
     ],
 )
@@ -40,7 +40,7 @@ def test_what_is_no_model_and_no_order(call: Any, phrase: str) -> None:
 
 @pytest.mark.parametrize("batch", [torch.zeros(2, 3, 8, 8), {"pixel_values": torch.zeros(2)}])
 def test_batches_without_labels(batch: Any) -> None:
-    with pytest.raises(DataError, match=r"is a pair .* without any call the model itself"):
+    with pytest.raises(DataError, match=r"must be a pair .* without labels, call the model itself"):
         ls.evaluate(VIT.wrapped(), [batch], modes="sequential")
 
 

@@ -39,7 +39,7 @@ def recipe_file(given: Path) -> Path:
         return given
     listed = f"the recipes of this package are {', '.join(recipe_names())}"
     raise UsageError(
-        "There is no such recipe",
+        "There is no recipe of this name",
         place=given,
         hint=did_you_mean(given.stem, recipe_names(), otherwise=listed),
     )

@@ -1,15 +1,15 @@
-"""Does a host model only hand the state from block to block? A trial without running the blocks.
+"""Test whether a host model only passes the state from block to block, without running the blocks.
 
-A walk takes the place of the host's own loop over its blocks: shared beginnings run once, samples
-are regrouped. It is right only if the loop does nothing else. So the host runs with stand-ins for
-its blocks, which hand out a proper state times 1, 0, 10,000 and NaN in turn; the last one of a loop
-always hands out the proper state. If the next stand-in gets anything but what the last one
-returned, or torch's generators moved between them, or the result differs from that of one stand-in
-for all blocks, then the host does more (reads out, injects, gates, drops), even where its weights
-are zero. NaN shows every sum, the other states show branches (`if x.abs().max() > 1`).
+A walk replaces the host's own loop over its blocks: shared beginnings run once, and samples are
+regrouped. It is correct only if the loop does nothing else. To test this, the host runs with
+stand-ins for its blocks, which return a proper state times 1, 0, 10,000 and NaN in turn; the last
+one of a loop always returns the proper state. If a stand-in receives anything but the output of the
+one before, or torch's generators changed in between, or the result differs from that of a single
+stand-in for all blocks, the host does more (reads out, injects, gates, drops), even if its weights
+are zero. NaN reveals every sum, the other states reveal branches (`if x.abs().max() > 1`).
 
-Not seen are branches that none of these states takes, and flags that are set on the model itself
-after its first call.
+The trial misses branches that none of these states takes, and flags that are set on the model after
+its first call.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from layershuffle.entries import (
 from layershuffle.errors import StackError
 from layershuffle.runs import apart, in_place
 
-IMAGES = 2  # with one image a mask for all samples looks like a mask per sample
-# What the stand-ins hand out, in proper states. NaN is the last, because a GPU may abort the
-# process at it, and hosts that compute with the state are mostly found out before.
+IMAGES = 2  # with one image, a mask for all samples looks like a mask per sample
+# The factors of the proper state that the stand-ins return. NaN is last, because a GPU may abort
+# the process on it, and most hosts that compute with the state are detected before.
 _FACTORS = (1.0, 0.0, 1e4, math.nan)
-# Calls whose arguments never repeat would fill the memory.
+# A limit, because calls whose arguments never repeat would fill the memory.
 _MOST_CALLS = 64
 _BY_CALL: WeakKeyDictionary[nn.Module, dict[Hashable, HostBehaviour]] = WeakKeyDictionary()
-# Two trials at a time would take each other's modes for those to come back to. Reentrant, because a
-# host may hold a model with a stack of its own.
+# Of two trials at a time, each would restore the modes that the other one set. The lock is
+# reentrant because a host may contain a model with its own stack.
 _LOCK = threading.RLock()
 
 
@@ -57,11 +57,11 @@ def host_of_stack(
     batch: int,
     forward: Callable[[Any], Any],
 ) -> HostBehaviour:
-    """What the host does around `stack` in a call of `model`, which holds it.
+    """The behaviour of the host around `stack` in a call of `model`, which contains it.
 
-    `forward(arguments)` calls `model` for `batch` samples; the trial gives it `IMAGES` of them. It
-    happens once for every mode (train, eval) and kind of call: flags, and which arguments are
-    tensors. What the call raises before it comes to the blocks is the caller's.
+    `forward(arguments)` calls `model` for `batch` samples; the trial passes `IMAGES` of them. There
+    is one trial for every mode (train, eval) and kind of call: flags, and which arguments are
+    tensors. Exceptions that the call raises before it reaches the blocks are passed on.
     """
     key = (model.training, stack.training, id(model), *_kind(arguments, batch))
     with _LOCK:
@@ -79,11 +79,11 @@ def host_of_stack(
 
 
 def _kind(arguments: Any, batch: int) -> tuple[Hashable, ...]:
-    """What makes two calls the same to a host that branches on its arguments, but not on numbers
+    """A key that is equal for two calls if the host branches on its arguments, but not on numbers
     in tensors.
     """
     leaves, structure = tree_flatten(arguments)
-    # What has no hash is equal to nothing, so that every such call is tried.
+    # Values without a hash equal nothing, so that every such call is tried.
     kinds = [
         (leaf.dim(), has_parts(leaf, batch))
         if isinstance(leaf, Tensor)
@@ -103,7 +103,7 @@ def _tried(stack: nn.Module, model: nn.Module, forward: Callable[[], Any]) -> Ho
 
     try:
         walked = run(trial.one_block())
-        # Where blocks write into what the host may still hold, only its own loop shows the change.
+        # If blocks write into a tensor that the host may use, only its own loop shows the change.
         chain = (
             not trial.writes
             and trial.calls == [0]
@@ -112,7 +112,7 @@ def _tried(stack: nn.Module, model: nn.Module, forward: Callable[[], Any]) -> Ho
                 for factor in _FACTORS
             )
         )
-    # Any: with states like these, a host's own checks and index arithmetic may raise anything.
+    # With states like these, a host's own checks and index arithmetic may raise any exception.
     except Exception:
         if not trial.reached:
             raise
@@ -123,11 +123,11 @@ def _tried(stack: nn.Module, model: nn.Module, forward: Callable[[], Any]) -> Ho
 
 
 class _Trial:
-    """The stand-ins, and what was seen of the host's loop over them."""
+    """The stand-ins, and what they observed of the host's loop."""
 
     def __init__(self, stack: nn.Module) -> None:
         self.blocks = list(stack.children())
-        # Two at least: what a host does between its blocks shows only between blocks.
+        # At least two, because what a host does between its blocks shows only between two blocks.
         self.depth = max(2, len(self.blocks))
         weight = next(stack.parameters(), None)
         self.devices = [weight.device] if weight is not None and weight.is_cuda else []
@@ -146,39 +146,39 @@ class _Trial:
         return [_StandIn(self, 0, alone=True)]
 
     def is_pure(self) -> bool:
-        """Whether the host called every stand-in, each with what the one before returned."""
+        """Whether the host called every stand-in, each with the output of the one before."""
         return self._pure and self.calls == [*range(self.depth)]
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The first call of all: shows the state, the other arguments, what a block returns."""
+        """The very first call: record the state, the other arguments and the form of the output."""
         state, args, kwargs = state_first(self.blocks[0], args=args, kwargs=kwargs)
         self._others = tree_leaves((args, kwargs))
-        # What is no tensor here may be one in a call that looks the same.
+        # A value that is not a tensor here may be one in a call of the same kind.
         self.batched = tuple(
             not isinstance(leaf, Tensor) or has_parts(leaf, len(state)) for leaf in self._others
         )
-        # What the block draws, the host does not draw in a walk's place of it.
+        # Random draws of the block must not count as draws of the host.
         with torch.random.fork_rng(self.devices):
             # A copy, because a block may write into its input.
             copy = state.clone()
             out = self.blocks[0](copy, *args, **kwargs)
         self.form, self._state = form_of(out), state_of(out)
-        # The same tensor even where the weights change nothing yet.
+        # A block that returns its input writes into it, even if its weights change nothing yet.
         self.writes = self._state is copy or not torch.equal(copy, state)
         self._beside = [] if out is self._state else list(out[1:])
 
     def look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A later call: is it what the stand-in before returned, with the same arguments?"""
+        """A later call: check that it gets the last stand-in's output and the same arguments."""
         state, args, kwargs = state_first(self.blocks[0], args=args, kwargs=kwargs)
         untouched = state is self._handed and state._version == self._version
-        # A host may skip blocks at random (stochastic depth), and skip none in the trial.
+        # A host that skips blocks at random (stochastic depth) may skip none in the trial.
         drew = not all(map(torch.equal, self._generators(), self._drawn))
         same = _all_same(tree_leaves((args, kwargs)), self._others)
         self._pure &= untouched and same and not drew
 
     def hand_out(self, *, last: bool) -> Any:
-        """What a stand-in returns."""
-        # Tensors of inference mode do not count how often they were written to.
+        """The output of a stand-in."""
+        # Tensors of inference mode have no version counter.
         with torch.inference_mode(False):
             self._handed = self._state.detach() * (1.0 if last else self._factor)
             beside = tree_map(self._scaled, self._beside)
@@ -195,7 +195,7 @@ class _Trial:
 
 
 class _StandIn(Entry):
-    """Stands for the block at a position; `alone` for all of them."""
+    """A stand-in for the block at a position, or for all blocks (`alone`)."""
 
     def __init__(self, trial: _Trial, position: int, *, alone: bool = False) -> None:
         super().__init__(trial.blocks[position % len(trial.blocks)])
@@ -205,10 +205,10 @@ class _StandIn(Entry):
         trial = self._trial
         if trial.over:
             raise StackError(
-                "The host model keeps what it was handed for its blocks in one forward, and calls "
-                "it in another",
+                "The host model keeps the blocks that it got in one forward, and calls them in "
+                "another",
                 hint="let its forward iterate over the container every time (for block in "
-                "self.blocks), and make the model anew",
+                "self.blocks), and build the model again",
             )
         trial.calls.append(self._position)
         if not trial.reached:

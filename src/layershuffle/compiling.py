@@ -1,13 +1,13 @@
-"""Blocks compiled one by one, so that one graph serves all of them in every order.
+"""Compile blocks one by one, so that one graph serves all of them in every order.
 
 Compiling the whole model would make a graph per order, of which there are 12 factorial, and after
 the eighth torch would fall back to eager mode without an error. A block's graph does not depend on
-orders: they are tuples on the host that say which block is called next. New graphs are still needed
-for another batch size, for evaluation, and for blocks that differ, as timm's do where drop-path
+orders: they are tuples on the host that decide which block is called next. New graphs are still
+needed for another batch size, for evaluation, and for blocks that differ, as in timm if drop-path
 rates rise with depth (a rate is a constant in the graph, so there is one graph per block).
 
-Every batch size has a graph of its own. By default torch turns sizes into symbols as soon as it
-sees a second one, and all full batches after the first partial one would then run the slower graph.
+Every batch size has its own graph. By default torch makes sizes symbolic once it sees a second one,
+and all full batches after the first partial one would then run the slower graph.
 Groups of a batch have symbolic sizes from the start, because they come in many sizes.
 """
 
@@ -25,7 +25,7 @@ from layershuffle.stack import blocks_of
 
 T = TypeVar("T")
 _log = logging.getLogger("layershuffle")
-# In the worst case (drop-path rates that differ) a graph per block and per kind of call.
+# In the worst case (different drop-path rates) there is a graph per block and kind of call.
 _LIMIT = 1024
 OFF = "torch.compile is switched off (TORCH_COMPILE_DISABLE or a stance)"
 
@@ -33,9 +33,9 @@ OFF = "torch.compile is switched off (TORCH_COMPILE_DISABLE or a stance)"
 class BlockCompiler:
     """Compiles blocks, counts their graphs, and warns when it falls back to eager mode.
 
-    `reason` says why the blocks run in eager mode and is `None` while they are compiled.
-    `recompiles` counts graphs compiled in a training step whose batch shape and blocks had occurred
-    before; it should stay 0. `dynamic` makes one graph for all batch sizes, not one for each.
+    `reason` is the reason for eager mode, and `None` while the blocks are compiled. `recompiles`
+    counts graphs compiled in a training step whose batch shape and blocks had occurred before; it
+    should stay 0. `dynamic` makes one graph for all batch sizes instead of one for each.
     """
 
     def __init__(
@@ -104,13 +104,13 @@ class BlockCompiler:
         if seen_before and self.graphs > before:
             if not self.recompiles:
                 _log.warning(
-                    "The blocks were compiled again in a step like those before it, which costs "
-                    "time at every such step; TORCH_LOGS=recompiles shows the reason"
+                    "The blocks were compiled again in a step like earlier ones, which costs time "
+                    "at every such step; TORCH_LOGS=recompiles shows the reason"
                 )
             self.recompiles += self.graphs - before
 
     def or_eager(self, work: Callable[[], T]) -> T:
-        """What `work` returns; in eager mode, with a warning, where a block cannot be compiled."""
+        """The result of `work`; in eager mode, with a warning, if a block cannot be compiled."""
         if not self.on:
             return work()
         from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
@@ -122,16 +122,16 @@ class BlockCompiler:
         return work()
 
     def run(self, work: Callable[[], T]) -> T:
-        """What `work` returns, under `limits`; in eager mode if no block can be compiled."""
+        """The result of `work` under `limits`; in eager mode if no block can be compiled."""
         with self.limits():
             result = self.or_eager(work)
-        # Without an error and without a graph: a stance of torch.compile switched it off.
+        # No error and no graph: a stance of torch.compile switched it off.
         if self.on and not self.graphs:
             self.give_up(OFF)
         return result
 
     def give_up(self, why: Exception | str) -> None:
-        """Run the blocks in eager mode from here on, with a warning."""
+        """Run the blocks in eager mode from now on, with a warning."""
         self.reason = why if isinstance(why, str) else _first_line(why)
         for model in self._models:
             for block in blocks_of(model):
@@ -141,7 +141,7 @@ class BlockCompiler:
         )
 
     def report(self) -> dict[str, Any]:
-        """What happened, for result.json: mode, reason, graphs and recompiles."""
+        """The outcome for result.json: mode, reason, graphs and recompiles."""
         return {
             "mode": "compiled" if self.on else "eager",
             "reason": self.reason,
@@ -151,7 +151,7 @@ class BlockCompiler:
 
 
 def _first_line(error: Exception) -> str:
-    # What a backend raised is inside torch's own exception.
+    # torch wraps the exception of a backend.
     inner = getattr(error, "inner_exception", error)
     line = next((line for line in str(inner).splitlines() if line.strip()), "no reason given")
     return f"{type(inner).__name__}: {line.strip()}"

@@ -1,6 +1,6 @@
-"""Stateless random draws: the same numbers on every machine, in every version, for ever.
+"""Stateless random draws: the same numbers on every machine and in every version.
 
-The generator, written down once. A *stream* is named by (seed, step, micro_batch, rank):
+This is the specification of the generator. (seed, step, micro_batch, rank) name a *stream*:
 
     key        = SHA-256(b"layershuffle.draws.v1:" + "seed,step,micro_batch,rank" in decimal ASCII)
     block i    = SHA-256(key + i as 8 big-endian bytes), i = 0, 1, 2, ...
@@ -10,8 +10,8 @@ The generator, written down once. A *stream* is named by (seed, step, micro_batc
     shuffle    = Fisher-Yates from the last place down, each partner drawn with below(i + 1)
 
 Nothing is stored between draws, so a resumed run needs no saved state and ranks that share a seed
-share their orders. SHA-256 rather than a library generator because neither torch nor numpy promises
-that a permutation stays the same from version to version. A draw for 12 blocks takes about 10 us.
+share their orders. The generator uses SHA-256 because neither torch nor numpy guarantees that a
+permutation stays the same from version to version. A draw for 12 blocks takes about 10 us.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ class Stream:
     """The random words of one (seed, step, micro_batch, rank); see the module docstring."""
 
     def __init__(self, seed: int, step: int, *, micro_batch: int = 0, rank: int = 0) -> None:
-        # Text, not packed integers: seeds of any size, and a form that any language can build.
+        # Text, not packed integers: it allows seeds of any size and is easy to build everywhere.
         name = f"{seed},{step},{micro_batch},{rank}".encode("ascii")
         self._words = _words(hashlib.sha256(b"layershuffle.draws.v1:" + name).digest())
 
     def below(self, n: int) -> int:
         """A uniform integer in [0, n)."""
-        # Words above the last multiple of n are thrown away: `% n` alone would favour small ones.
+        # Words above the last multiple of n are rejected: `% n` alone would favour small numbers.
         limit = _WORD_RANGE - _WORD_RANGE % n
         return next(word for word in self._words if word < limit) % n
 
     def chance(self, p: float) -> bool:
         """True with probability `p` (to within 2^-64)."""
-        # Integers are compared, so that no rounding of a platform decides.
+        # Integers are compared, so that the result does not depend on how a platform rounds.
         return next(self._words) < int(p * _WORD_RANGE)
 
     def shuffled(self, items: Sequence[int]) -> tuple[int, ...]:

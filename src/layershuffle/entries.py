@@ -1,5 +1,5 @@
-"""What a block stack hands to its host in place of bare blocks: a block with hooks around it, a
-walk that stands for all blocks, a position at which every sample has a block of its own.
+"""Proxies that a block stack passes to its host instead of bare blocks: a block with hooks, a
+walk that replaces all blocks, or a position at which every sample has its own block.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from layershuffle.residual import States, added, refuse_other_sums
 from layershuffle.runs import Run, in_backward, in_checkpoint
 
 BlockCall = Callable[[int, int, Tensor, "tuple[int, ...] | None"], Tensor]
-"""Runs a block at a position on a state, of these rows of the batch or of all (`None`)."""
+"""Runs a block at a position on the state of some rows of the batch, or of all (`None`)."""
 BlockWalk = Callable[[BlockCall, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Form:
-    """What a block returns: the state alone, or in a tuple or list with `beside` other things."""
+    """The form of a block's output: the state, or a tuple or list with `beside` other values."""
 
     kind: type | None = None
     beside: int = 0
 
     def filled(self, state: Tensor, beside: Sequence[Any] | None = None) -> Any:
-        """`state` as a block returns it; `None` for what else it returns, unless given."""
+        """`state` in the form of a block's output; the other values are `beside`, or `None`."""
         if self.kind is None:
             return state
         return self.kind((state, *(beside or [None] * self.beside)))
@@ -43,11 +43,11 @@ class Form:
 
 @dataclass(frozen=True)
 class HostBehaviour:
-    """What a trial showed about the host of a stack in a kind of call (`layershuffle.chain`).
+    """What a trial showed about the host of a stack in one kind of call (`layershuffle.chain`).
 
-    `chain`: between its blocks it only hands on the state. `batched`: which of the things that it
-    gives to a block beside the state may have a part per sample. `writes`: blocks return the very
-    tensor that they were given, changed, so that the host's own names for it show the change.
+    `chain`: between its blocks the host only passes the state on. `batched`: which of the other
+    arguments of a block may have a part per sample. `writes`: blocks change their input in place
+    and return it, so that the host's other references to it show the change.
     """
 
     chain: bool
@@ -56,8 +56,8 @@ class HostBehaviour:
     writes: bool
 
 
-# Of the latest call that was judged. Beside the stack, not in it: a copy of a model may be changed
-# before it runs.
+# The behaviour in the latest call that was tried. Stored outside of the stack, because a copy of a
+# model may be changed before it runs.
 HOSTS: WeakKeyDictionary[nn.Module, HostBehaviour] = WeakKeyDictionary()
 
 
@@ -67,7 +67,7 @@ def has_parts(leaf: Any, batch: int) -> bool:
 
 
 def state_of(out: Any) -> Tensor:
-    """The state in what a block returned; raises `StackError` where there is none."""
+    """The state in a block's output; raises `StackError` if it holds none."""
     # Blocks of older transformers releases return tuples whose first entry is the state.
     state = out[0] if isinstance(out, tuple | list) and out else out
     if not isinstance(state, Tensor):
@@ -75,13 +75,13 @@ def state_of(out: Any) -> Tensor:
             f"A block returned a {type(out).__name__}; a tensor is needed, or a tuple that begins "
             "with one",
             hint="let the block return its state first; one order for the whole batch "
-            "(layershuffle.running) works as it is",
+            "(layershuffle.running) works without a change",
         )
     return state
 
 
 def form_of(out: Any) -> Form:
-    """The form of what a block returned."""
+    """The form of a block's output."""
     if isinstance(out, tuple | list):
         return Form(tuple if isinstance(out, tuple) else list, len(out) - 1)
     return Form()
@@ -97,14 +97,14 @@ def state_first(
     if name not in kwargs:
         raise StackError(
             f"A {type(block).__name__} was called without its first argument {name!r}, the state",
-            hint="give the state first, or by that name",
+            hint="pass the state as the first argument, or by that name",
         )
     rest = {key: value for key, value in kwargs.items() if key != name}
     return kwargs[name], (), rest
 
 
 class Entry(ABC):
-    """Stands for a block, and looks like `module`: hosts may look at it, and call it as a whole."""
+    """A proxy for the block `module`: a host may read its attributes and call it as a whole."""
 
     one_block = True  # `module` is the block that runs, so that its weights may be read
 
@@ -113,22 +113,22 @@ class Entry(ABC):
 
     @property  # type: ignore[misc]  # that of objects can be set too
     def __class__(self) -> type:
-        """That of the block: `isinstance(block, Block)` and `nn.Sequential(*blocks)` ask for it."""
-        # torch.compile asks objects that have no attribute yet.
+        """The block's class, for `isinstance(block, Block)` and `nn.Sequential(*blocks)`."""
+        # torch.compile reads it from objects that have no attributes yet.
         return type(vars(self).get("_module", self))
 
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What a block returns, for the state among the arguments."""
+        """Run the block on the state among the arguments, and return what the block returns."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The same, for hosts that call a block by its forward."""
+        """The same as `__call__`, for hosts that call `block.forward` directly."""
         return self(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._module, name)
-        # What runs a part of the block would run without what is around the block, or on all
-        # samples the part of one of their blocks.
+        # A call of a part would bypass the hooks around the block, or run the part of a single
+        # block on samples that are at different blocks.
         if isinstance(value, nn.Module):
             return Part(value, self)
         if isinstance(value, Tensor) and not self.one_block:
@@ -146,18 +146,17 @@ class Entry(ABC):
         raise self._in_parts()
 
     def _in_parts(self) -> StackError:
-        # As in `for attention, mlp in self.layers`: the sum behind a part is the host's own code.
+        # As in `for attention, mlp in self.layers`: the host adds each part's output to the state.
         return StackError(
             f"The host model takes the parts out of its blocks ({type(self._module).__name__}) and "
-            "runs them itself, so nothing can be put around a block and no order be given per "
-            "sample",
+            "runs them itself, so hooks around a block and an order per sample are impossible",
             hint="make a module of each group of parts, with their residual sums in its forward; "
-            "one order for the whole batch, and evaluate(), work as it is",
+            "one order for the whole batch, and evaluate(), work without a change",
         )
 
 
 class Part(Entry):
-    """A module inside of the block of `owner`: to look at, not to run."""
+    """A submodule of the block of `owner`: its attributes can be read, but it cannot be called."""
 
     def __init__(self, module: nn.Module, owner: Entry) -> None:
         super().__init__(module)
@@ -179,7 +178,7 @@ class Placed(Entry):
         self._step, self._run = step, run
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The block's output for the state among the arguments, hooks included."""
+        """Run the block and its hooks on the state among the arguments."""
         state, args, kwargs = state_first(self._module, args=args, kwargs=kwargs)
         if self._run.recompute and torch.is_grad_enabled():
             return checkpoint(self._compute, state, *args, use_reentrant=False, **kwargs)
@@ -196,7 +195,7 @@ class Placed(Entry):
 
 
 class Versioned(Placed):
-    """A block at a position that reads a version of the state, maybe an older one."""
+    """A block at a position that reads a version of the state, possibly an older one."""
 
     def __init__(
         self, module: nn.Module, step: Step, run: Run, *, version: int, states: States
@@ -207,11 +206,11 @@ class Versioned(Placed):
         self._again: Tensor | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The state after this step, for the newest state among the arguments."""
+        """The state after this step; the newest state is among the arguments."""
         state, args, kwargs = state_first(self._module, args=args, kwargs=kwargs)
         position, version = self._step.position, self._version
         refuse_other_sums(self._module, state, args=args, kwargs=kwargs)
-        # Checkpointing by the host runs this very entry again in the backward pass, when the states
+        # If the host checkpoints, the same entry runs again in the backward pass, when the states
         # of the forward are gone.
         replay, self._ran = self._ran, True
         if not replay:
@@ -227,10 +226,9 @@ class Versioned(Placed):
     def _reread(self) -> Tensor:
         if self._again is None:
             raise StackError(
-                "Reentrant gradient checkpointing cuts a block off from the older state that it "
+                "Reentrant gradient checkpointing detaches a block from the older state that it "
                 "reads",
-                hint="checkpoint with use_reentrant=False, or let layershuffle.recomputing(model) "
-                "do it",
+                hint="checkpoint with use_reentrant=False, or use layershuffle.recomputing(model)",
             )
         return self._again
 
@@ -246,7 +244,7 @@ def versioned(
 
 
 class Walked(Entry):
-    """The one entry of a stack that a walk runs as a whole."""
+    """The single entry of a stack whose blocks are all run by a walk."""
 
     def __init__(
         self,
@@ -262,14 +260,14 @@ class Walked(Entry):
         self._walk, self._run, self._host, self._older = walk, run, host, older
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the last block of the walk returns, for the state among the arguments."""
+        """Run the walk on the state among the arguments; return the output of its last block."""
         state, args, kwargs = state_first(self._module, args=args, kwargs=kwargs)
         if not isinstance(state, Tensor):
             raise StackError(
-                f"The host model hands its blocks a {type(state).__name__}; a tensor is needed to "
-                "give every sample an order of its own",
-                hint="give the blocks the state first and other things after it; one order for the "
-                "whole batch (layershuffle.running), and evaluate(), work as they are",
+                f"The host model passes a {type(state).__name__} to its blocks; an order per "
+                "sample needs a tensor",
+                hint="pass the state to the blocks first and other values after it; one order for "
+                "the whole batch (layershuffle.running), and evaluate(), work without a change",
             )
         if self._older:
             for block in self._blocks:
@@ -278,7 +276,7 @@ class Walked(Entry):
 
         def call(block: int, position: int, chunk: Tensor, rows: tuple[int, ...] | None) -> Tensor:
             nonlocal form
-            # Only a walk that regroups samples can pair a sample with another one's mask.
+            # Only a walk that regroups samples could pair a sample with another one's mask.
             if rows is not None:
                 _refuse_batched((args, kwargs), batch=len(state), host=self._host)
             module: Any = self._blocks[block]
@@ -288,21 +286,21 @@ class Walked(Entry):
             return state_of(out)
 
         after = self._walk(call, state)
-        # What the blocks return beside the state belongs to some of the samples, or to one block.
+        # Other outputs belong to some of the samples or to one block, so they are dropped.
         return form.filled(after)
 
 
 def _refuse_batched(arguments: Any, *, batch: int, host: HostBehaviour | None) -> None:
-    """Attention masks and the like that differ between samples cannot be regrouped here."""
+    """Refuse attention masks and other arguments per sample, which cannot be regrouped here."""
     leaves = tree_leaves(arguments)
     batched = [True] * len(leaves) if host is None else host.batched
     for index, leaf in enumerate(leaves):
-        # A tensor [tokens, width] is no mask [batch, tokens], though both numbers may be equal: the
-        # trial had another number of samples.
+        # A tensor [tokens, width] is not a mask [batch, tokens], even if both numbers are equal.
+        # The trial had another number of samples, so it shows the difference.
         parts = index >= len(batched) or batched[index]
         if parts and batch > 1 and has_parts(leaf, batch):
             raise UsageError(
-                f"The model hands its blocks a tensor of shape {tuple(leaf.shape)} beside "
-                "their input, one part per sample; an order per sample cannot split it",
+                f"The model passes its blocks an argument of shape {tuple(leaf.shape)} with one "
+                "part per sample, which an order per sample cannot split",
                 hint="use one order for the whole batch, or run the samples one by one",
             )

@@ -1,9 +1,9 @@
 """Score a model under many execution orders in one pass over the data.
 
 `evaluate` takes a model and batches, `evaluate_spec` opens both by their specs first. The orders
-are given one by one, or drawn for a *mode* (`layershuffle.modes`); every score carries its order,
-so that it can be replayed. There are two ways to draw: one order per pass over the data, and one
-per batch, as the paper's section 4.2 has it ("randomly for every forward path").
+are given one by one, or drawn for a *mode* (`layershuffle.modes`); every score stores its order, so
+that it can be repeated. There are two ways to draw: one order per pass over the data, or one per
+batch, as in the paper's section 4.2 ("randomly for every forward path").
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _TOP = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """One model under one order; where orders are drawn per batch, one pass over the data.
+    """The score of a model under one order or, if orders are drawn per batch, in one pass.
 
     `top1` and `top5` in percent, `cross_entropy` in nats, over `images` images; `top1_n`, `top5_n`:
-    how many of them count as independent, `None` without groups of images. `mode` is the mode
-    that the order was drawn for and `index` numbers its draws; an order that was given has no mode.
+    the effective numbers of independent images, `None` without groups of images. `mode` is the mode
+    for which the order was drawn, and `index` numbers its draws; a given order has no mode.
     `order` is `None` when drawn per batch; `batch_orders` then holds the order of every batch.
     """
 
@@ -69,18 +69,18 @@ class Score:
 
     @property
     def kept(self) -> int:
-        """How many blocks ran, each as often as it did in one pass."""
+        """The number of steps in one pass through the blocks that ran."""
         steps = len(self.batch_orders[0] if self.order is None else self.order)
         return steps if self.mode is None else steps // self.mode.passes
 
 
 @dataclass
 class Tally:
-    """Right answers and losses added up, the losses in float64.
+    """Sums of correct answers and of losses, the losses in float64.
 
-    The sums stay where the logits are until they are read: adding makes no host wait for a GPU.
-    Where images have `groups`, `right` keeps of every batch which are right, bool `[n, 2]`, for
-    top-1 and for top-5.
+    The sums stay on the device of the logits until they are read, so that adding does not make the
+    host wait for a GPU. If images have `groups`, `right` holds for every batch which answers are
+    correct, bool `[n, 2]`, for top-1 and for top-5.
     """
 
     groups: ImageGroups | None = None
@@ -95,9 +95,9 @@ class Tally:
         """Count a batch: logits `[n, classes]`, labels `[n]`."""
         classes = logits.shape[-1]
         self.invalid_labels = self.invalid_labels + ((labels < 0) | (labels >= classes)).sum()
-        # A GPU would abort the process at a label that is no class, and torch skips -100.
+        # A GPU would abort the process on a label that is not a class, and torch ignores -100.
         labels = labels.clamp(0, classes - 1)
-        # In bf16 several of 1,000 classes may tie, and a loss would have two digits.
+        # In bf16, several of 1,000 classes may tie, and a loss would have only two digits.
         logits = logits.float()
         hits = logits.topk(min(_TOP, logits.shape[-1])).indices == labels[:, None]
         self.images += len(labels)
@@ -110,7 +110,7 @@ class Tally:
         self.loss = self.loss + losses.double()
 
     def check(self) -> None:
-        """Raises `DataError` if there was no image, or a label that is no class of the model."""
+        """Raises `DataError` if there was no image, or a label that is not a class of the model."""
         if not self.images:
             raise DataError("There is nothing to evaluate: no image was given")
         if invalid := int(self.invalid_labels):
@@ -136,12 +136,12 @@ class Tally:
 
     @property
     def top1_n(self) -> float | None:
-        """How many independent images top-1 counts, to a tenth; `None` without groups."""
+        """Effective number of independent images for top-1, to a tenth; `None` without groups."""
         return self._effective(0)
 
     @property
     def top5_n(self) -> float | None:
-        """How many independent images top-5 counts, to a tenth; `None` without groups."""
+        """Effective number of independent images for top-5, to a tenth; `None` without groups."""
         return self._effective(1)
 
     def _effective(self, metric: int) -> float | None:
@@ -153,7 +153,7 @@ class Tally:
 
 @dataclass
 class _PendingScore:
-    """A score in the making; `order` is `None` where every batch gets an order of its own."""
+    """An unfinished score; `order` is `None` if every batch gets its own order."""
 
     mode: Mode | None
     index: int
@@ -176,14 +176,14 @@ def evaluate(
 ) -> list[Score]:
     """The scores of all `orders`, then of every mode and draw, from one pass over `batches`.
 
-    `batches` yields (images `[n, channels, height, width]`, labels `[n]`); images are taken in the
-    dtype of the model's blocks, logits are compared in fp32. `modes` as in
+    `batches` yields (images `[n, channels, height, width]`, labels `[n]`); images are converted to
+    the dtype of the model's blocks, logits are compared in fp32. `modes` as in
     "sequential,arbitrary,kept:9" (`layershuffle.modes`), or a list of them. A mode with a single
     order gets one score, the others `num_orders`. Orders with common beginnings share their work
     (`layershuffle.trie`).
-    `groups` int64 `[images, k]` as in `layershuffle.data.Split`: which images are wrong together.
+    `groups` int64 `[images, k]` as in `layershuffle.data.Split`: images with correlated errors.
     `on_images` is called after every part of a batch with the number of images that were scored.
-    Every module comes back in the train or eval mode it was in. Raises `UsageError` for a mode or
+    The train or eval mode of every module is restored. Raises `UsageError` for a mode or
     an order that does not fit the depth, `DataError` if there is no image or not as many `groups`,
     and for labels that are not class numbers.
     """
@@ -194,7 +194,7 @@ def evaluate(
     names = [modes] if isinstance(modes, str) else [str(mode) for mode in modes]
     for mode in parse_modes(",".join(names)) if names else ():
         for index in range(mode.draws(num_orders, depth=depth)):
-            # Drawn here even where batches draw their own: it refuses a mode that does not fit.
+            # Drawn even if every batch draws its own: this refuses a mode that does not fit.
             order = mode.policy().draw(depth, seed=seed, step=index)
             per_batch = draw == "batch" and mode.is_drawn(depth)
             columns.append(_PendingScore(mode, index, None if per_batch else order))
@@ -204,7 +204,7 @@ def evaluate(
         image_groups = ImageGroups(groups.numpy())
         for column in columns:
             column.tally.groups = image_groups
-    # Training calls this between two steps, and dropout must be off here and on again after it.
+    # Training calls this between two steps: dropout must be off here and on again afterwards.
     with in_eval(model), torch.inference_mode():
         for number, batch in enumerate(batches):
             for column in columns:
@@ -214,7 +214,7 @@ def evaluate(
                         policy.draw(depth, seed=seed, step=number, micro_batch=index)
                     )
             _score_batch(model, batch, columns=columns, on_images=on_images)
-            # The rest of a large data set would be read for nothing.
+            # Do not read the rest of a large data set for nothing.
             if groups is not None and columns[0].tally.images > len(groups):
                 break
     columns[0].tally.check()
@@ -222,7 +222,7 @@ def evaluate(
     if groups is not None and len(groups) != images:
         more = " and more" if images > len(groups) else ""
         raise DataError(
-            f"There are {images} images{more}, and groups of {len(groups)}",
+            f"There are {images} images{more}, but groups for {len(groups)}",
             hint="give `groups` a row for every image of the batches",
         )
     return [
@@ -256,7 +256,7 @@ def _score_batch(
         for indices, logits in results:
             for index in indices:
                 columns[index].tally.add(logits, labels)
-        # Here and not per batch: a batch of a large model in many orders takes minutes.
+        # Called here and not per batch, because a batch in many orders may take minutes.
         if on_images is not None:
             on_images(columns[0].tally.images)
 
@@ -268,19 +268,19 @@ def micro_batches(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Batches:
     """
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise DataError(
-            f"A batch is a pair (images, labels), not a {type(batch).__name__}",
-            hint="scores need labels; without any call the model itself, or type layershuffle "
+            f"A batch must be a pair (images, labels), got a {type(batch).__name__}",
+            hint="scores need labels; without labels, call the model itself, or type layershuffle "
             "predict MODEL IMAGE",
         )
-    # The dtype of a block, not of the model's first weight: a norm in the stem may stay in fp32.
+    # Use the dtype of a block: the model's first weight may be a norm that stays in fp32.
     block = blocks_of(model)[0]
     weight = next(p for p in block.parameters() if p.is_floating_point())
     images, labels = (tensor.to(weight.device) for tensor in batch)
     whole_numbers = not (labels.is_floating_point() or labels.is_complex())
     if not whole_numbers or labels.dtype == torch.bool or labels.shape != images.shape[:1]:
         raise DataError(
-            f"Labels are {labels.dtype} of shape {tuple(labels.shape)}; one class number (int64) "
-            f"for each of the {len(images)} images is needed",
+            f"Labels must be one class number (int64) for each of the {len(images)} images, got "
+            f"{labels.dtype} of shape {tuple(labels.shape)}",
             hint="labels.argmax(1) makes class numbers of one-hot labels",
         )
     labels = labels.long()
@@ -298,7 +298,7 @@ class Evaluation:
     """The scores of a model, the data that they were measured on, and how the blocks ran.
 
     `blocks`: "mode" (compiled or eager), "reason" (of eager mode) and "graphs" (their number).
-    `precision`: the dtype, and why it was chosen if nobody asked for it.
+    `precision`: the dtype, and the reason if it was chosen automatically.
     """
 
     scores: list[Score]
@@ -318,9 +318,9 @@ def evaluate_spec(
 ) -> Evaluation:
     """Score the model on the test split under the modes of `settings`.
 
-    `order` (as "3,0,2") takes the place of the modes. `progress` hears of images. Raises
-    `DataError` if the classes of the data are not as many as the model's, `UsageError` for modes or
-    an order that do not fit its depth, and for a device that is not there.
+    `order` (such as "3,0,2") replaces the modes. `progress` is called with the number of images.
+    Raises `DataError` if the classes of the data do not match the model's, `UsageError` for modes
+    or an order that do not fit its depth, and for a device that does not exist.
     """
     model = load(model_spec)
     fixed = () if order is None else (ExecutionOrder.parse(order, depth=depth_of(model)),)
@@ -334,7 +334,7 @@ def evaluate_spec(
     )
     view = resized_as(image_view(model), settings.resize)
     data = open_data(data_spec, view, options=options)
-    # Other classes, or the same in another order, would score and mean nothing.
+    # With other classes, or the same in another order, scores would be meaningless.
     data = match_classes(
         data, class_names_of(model), outputs=num_classes_of(model), place=model_spec
     )
@@ -374,7 +374,7 @@ def evaluate_spec(
 
 
 def compiler_for(enabled: bool) -> BlockCompiler:
-    """What compiles the blocks of models that are scored; if not `enabled`, it compiles nothing."""
+    """A compiler for the blocks of scored models; if not `enabled`, it compiles nothing."""
     return BlockCompiler(reason=None if enabled else "compile is off")
 
 
@@ -387,8 +387,8 @@ def prepare(model: nn.Module, precision: Precision, *, compiler: BlockCompiler) 
 
 
 def check_modes(fit_settings: FitSettings, settings: EvalSettings) -> None:
-    """Raises `UsageError` if a mode keeps more blocks than the model to be trained will have."""
-    # A truncated model has as many blocks as it keeps; others are loaded to be counted.
+    """Raises `UsageError` if a mode keeps more blocks than the trained model will have."""
+    # A truncated model has `kept` blocks; other models are loaded to count theirs.
     depth = fit_settings.kept or depth_of(load(fit_settings.model))
     for mode in parse_modes(settings.modes):
         mode.policy().draw(depth, seed=settings.seed, step=0)
@@ -397,7 +397,7 @@ def check_modes(fit_settings: FitSettings, settings: EvalSettings) -> None:
 def score_rows(scores: Iterable[Score], *, method: str, seed: int, draw: Draw) -> list[ScoreRow]:
     """Scores of drawn orders as rows of results.csv, for the model of that method and seed.
 
-    Raises `DataError` for a cross-entropy that is not finite: no mean could hold it.
+    Raises `DataError` for a cross-entropy that is not finite, which would spoil every mean.
     """
     scores = list(scores)
     for score in scores:

@@ -1,4 +1,4 @@
-"""What can run around every block of a stack: the `BlockHook` protocol, and the tap that records.
+"""Hooks around every block of a stack: the `BlockHook` protocol, and the tap that records outputs.
 
 Position encoding and prediction (`layershuffle.position`) are hooks, and so are the recorders of
 `layershuffle.analysis`.
@@ -15,10 +15,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One block's turn: `block` runs at `position`.
+    """One run of a block: `block` runs at `position`.
 
-    `rows` are the samples of the batch it runs on, `None` meaning all of them (per-sample orders
-    run a block on some). `replay` is true when gradient checkpointing runs the block a second time.
+    `rows` are the samples of the batch on which it runs, `None` for all (with an order per sample a
+    block runs on some). `replay` is true if gradient checkpointing runs the block a second time.
     """
 
     position: int
@@ -28,7 +28,7 @@ class Step:
 
 
 class _Place(Protocol):
-    """Where a block ran: a step, or a record of one."""
+    """The position and rows of a block run: a step or a record."""
 
     @property
     def position(self) -> int: ...
@@ -37,11 +37,11 @@ class _Place(Protocol):
 
 
 def begins_forward(step: Step, earlier: Sequence[_Place]) -> bool:
-    """Whether `step` is the first of a new forward, where `earlier` ran in the one before."""
-    # The first block of a replayed forward is not a new forward: its records are there already.
+    """Whether `step` is the first of a new forward; `earlier` are the steps of the last forward."""
+    # A replay is not a new forward: its records exist already.
     if step.replay or not earlier:
         return False
-    # A host may run its blocks from behind, and a batch may have samples that the last had not.
+    # A host may run its blocks backwards, and a batch may have samples that the last one lacked.
     begins = step.position == earlier[0].position
     return any(
         _overlap(step, place) if place.position == step.position else begins for place in earlier
@@ -53,24 +53,24 @@ def _overlap(step: Step, place: _Place) -> bool:
 
 
 class BlockHook(Protocol):
-    """Something that runs around every block.
+    """An object whose methods run before and after every block.
 
-    Both methods must be pure functions of their arguments, up to keeping results under the step:
-    gradient checkpointing calls them again in the backward pass.
+    Both methods must be pure functions of their arguments, except that they may store results by
+    step: gradient checkpointing calls them again in the backward pass.
     """
 
     def before(self, state: Tensor, step: Step) -> Tensor:
         """The block's input, `[batch, tokens, width]`, possibly changed."""
 
     def after(self, state: Tensor, step: Step) -> None:
-        """Sees the block's output, `[batch, tokens, width]`."""
+        """Receives the block's output, `[batch, tokens, width]`."""
 
 
 @dataclass(frozen=True)
 class TapRecord:
     """One block's output: `tensor` is `[rows, tokens, width]`, attached to the graph.
 
-    `rows` as in `Step`: `None` unless the samples of the batch ran in orders of their own.
+    `rows` as in `Step`: `None` unless every sample of the batch has its own order.
     """
 
     position: int
@@ -86,13 +86,13 @@ class Tap:
     _records: list[TapRecord] = field(default_factory=list)
 
     def before(self, state: Tensor, step: Step) -> Tensor:
-        """Leaves the input alone; a sample that comes to a position again begins a new forward."""
+        """Returns the input; a sample that reaches a position again begins a new forward."""
         if begins_forward(step, self._records):
             self._records = []
         return state
 
     def after(self, state: Tensor, step: Step) -> None:
-        """Keeps the output, once."""
+        """Records the output once."""
         # A replay computes the same tensor again, for the backward pass alone.
         if not step.replay:
             self._records.append(TapRecord(step.position, step.block, state, step.rows))

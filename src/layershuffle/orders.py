@@ -8,8 +8,8 @@ Version k of the state is the state after k steps. The step at position k reads 
     state[k + 1] = block(state[k])                          where v = k
     state[k + 1] = state[k] + (block(state[v]) - state[v])  where v < k
 
-Written "3,0,2" where every step reads the newest version, "3+7+0,5+1" in rounds (steps that read
-one version: blocks side by side), and "3,7@0,0@1" in general.
+An order is written as "3,0,2" if every step reads the newest version, as "3+7+0,5+1" in rounds
+(steps that read the same version run side by side), and as "3,7@0,0@1" in general.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from layershuffle.errors import UsageError
 class ExecutionOrder:
     """The sequence of block ids to run in a model of `depth` blocks.
 
-    `versions` says for every step which version of the state it reads, and is `None` where each
-    reads the newest. Raises `UsageError` for an empty sequence, ids outside [0, depth), a depth
-    below 1, a version that is not there yet, and a block that runs twice on one version.
+    `versions` holds the version of the state that each step reads; it is `None` if every step reads
+    the newest. Raises `UsageError` for an empty sequence, ids outside [0, depth), a depth below 1,
+    a version that does not exist yet, and a block that runs twice on one version.
     """
 
     blocks: tuple[int, ...]
@@ -38,19 +38,19 @@ class ExecutionOrder:
     versions: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        # Frozen and with slots: the one way to normalise a field.
+        # The class is frozen and has slots, so this is the only way to normalise a field.
         object.__setattr__(self, "blocks", tuple(map(_plain_integer, self.blocks)))
         _check_depth(self.depth)
         if not self.blocks:
             raise UsageError(
-                "An execution order needs at least one block, this one is empty",
+                "An execution order needs at least one block, but this one is empty",
                 hint=f'give block ids between 0 and {self.depth - 1}, for example "2,0,1"',
             )
         for block in self.blocks:
             _check_block(block, self.depth)
         if self.versions is not None:
             versions = _checked_versions(self.blocks, self.versions)
-            # One value for one computation: equal orders are equal, and print alike.
+            # Normalised, so that orders with the same computation compare equal and print alike.
             newest = versions == tuple(range(len(versions)))
             object.__setattr__(self, "versions", None if newest else versions)
 
@@ -64,7 +64,7 @@ class ExecutionOrder:
     def in_rounds(cls, rounds: Iterable[Iterable[int]], depth: int) -> ExecutionOrder:
         """The order in which the blocks of each round run side by side, round after round.
 
-        Raises `UsageError` for a block that stands twice in one round.
+        Raises `UsageError` if a block occurs twice in one round.
         """
         steps: list[tuple[int, int]] = []
         for blocks in rounds:
@@ -77,11 +77,11 @@ class ExecutionOrder:
         """The order written as `"3,0,2"`, `"3+7+0,5+1"` or `"3,7@0,0@1"`.
 
         `permutation=True` also refuses missing and repeated ids. Raises `UsageError` for empty
-        text, words that are not integers, unknown ids and versions that are not there yet.
+        text, words that are not integers, unknown ids and versions that do not exist yet.
         """
         if not text.strip():
             raise UsageError(
-                "The execution order is empty text", hint='write block ids, for example "3,0,2"'
+                "The text of the execution order is empty", hint='write block ids, such as "3,0,2"'
             )
         steps: list[tuple[int, int]] = []
         for word in text.split(","):
@@ -96,7 +96,7 @@ class ExecutionOrder:
         try:
             fields = json.loads(data) if isinstance(data, str) else dict(data)
             blocks, depth, versions = fields["blocks"], fields["depth"], fields.get("versions")
-        # json follows nested lists by recursion, and a gateway's clients may nest thousands.
+        # json parses nested lists recursively, and a gateway's clients may nest thousands of them.
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise UsageError(
                 f"This is not an execution order in JSON ({error.__class__.__name__}: {error})",
@@ -111,7 +111,7 @@ class ExecutionOrder:
         return cls(tuple(blocks), depth, None if versions is None else tuple(versions))
 
     def to_json(self) -> str:
-        """`{"blocks": [3, 0, 2], "depth": 12}`, with "versions" where a step reads an older one."""
+        """`{"blocks": [3, 0, 2], "depth": 12}`, with "versions" if a step reads an older one."""
         fields: dict[str, Any] = {"blocks": list(self.blocks), "depth": self.depth}
         if self.versions is not None:
             fields["versions"] = list(self.versions)
@@ -119,7 +119,7 @@ class ExecutionOrder:
 
     @property
     def steps(self) -> tuple[tuple[int, int], ...]:
-        """(block, version that it reads) of every step."""
+        """A pair (block, version that it reads) for every step."""
         versions = range(len(self.blocks)) if self.versions is None else self.versions
         return tuple(zip(self.blocks, versions, strict=True))
 
@@ -139,7 +139,7 @@ class ExecutionOrder:
         return tuple(rounds)
 
     def last_readers(self) -> dict[int, int]:
-        """The last step that reads a version after it was the newest, by version."""
+        """For each version that is read after a newer one exists, the last step that reads it."""
         return {
             version: position
             for position, (_, version) in enumerate(self.steps)
@@ -178,9 +178,9 @@ class ExecutionOrder:
         return self
 
     def kendall_distance(self) -> int:
-        """Pairs of blocks that run in the opposite of their sequential order (0 when ascending).
+        """Number of pairs of blocks that run in reverse sequential order (0 when ascending).
 
-        Blocks side by side are in no order and count nothing. Raises `UsageError` for orders with
+        Blocks side by side have no order and are not counted. Raises `UsageError` for orders with
         repeats, where the distance is not defined.
         """
         if self.has_repeats:
@@ -191,15 +191,15 @@ class ExecutionOrder:
         """Kendall's tau against the sequential order: 1.0 ascending, -1.0 reversed.
 
         For a subset, only the blocks that run are compared, and only pairs of which the later one
-        reads what the earlier one did (Goodman and Kruskal's gamma of the rounds); without such a
-        pair it is 1.0. Raises `UsageError` for orders with repeats.
+        reads the effect of the earlier one (Goodman and Kruskal's gamma of the rounds); without
+        such a pair it is 1.0. Raises `UsageError` for orders with repeats.
         """
         distance, pairs = self.kendall_distance(), len(self._successive())
-        # Kendall's tau counts concordant less discordant pairs.
+        # Kendall's tau counts concordant minus discordant pairs.
         return 1.0 - 2.0 * distance / pairs if pairs else 1.0
 
     def _successive(self) -> list[tuple[int, int]]:
-        """The pairs of blocks of which the second one reads a state that the first one changed."""
+        """The pairs of blocks whose second block reads a state that the first one changed."""
         return [
             (self.blocks[earlier], block)
             for block, version in self.steps
@@ -216,7 +216,7 @@ class ExecutionOrder:
         )
 
     def __repr__(self) -> str:
-        # What is unusual about an order stands in its repr: logs then show it without a question.
+        # The repr names what is unusual about the order, so that logs show it.
         marks = [f"{len(self.missing)} missing"] * bool(self.missing)
         marks += ["repeats"] * self.has_repeats
         return f"ExecutionOrder({str(self)!r} of {', '.join([str(self.depth), *marks])})"
@@ -229,9 +229,9 @@ class ExecutionOrder:
 
 
 def order_of(blocks: ExecutionOrder | str | Iterable[int], depth: int) -> ExecutionOrder:
-    """`blocks`, also as "3,0,2", as an order of a model with `depth` blocks.
+    """`blocks`, given as an order, as text ("3,0,2") or as ids, as an order of `depth` blocks.
 
-    Raises `UsageError` for an order of another depth, and as `ExecutionOrder` does.
+    Raises `UsageError` for an order of another depth, and in the cases of `ExecutionOrder`.
     """
     if isinstance(blocks, str):
         return ExecutionOrder.parse(blocks, depth=depth)
@@ -240,7 +240,7 @@ def order_of(blocks: ExecutionOrder | str | Iterable[int], depth: int) -> Execut
     # Ids of a shallower model would all be valid here, and mean other blocks.
     if blocks.depth != depth:
         raise UsageError(
-            f"The order {blocks} was made for {blocks.depth} blocks, the model has {depth}",
+            f"The order {blocks} was made for {blocks.depth} blocks, but the model has {depth}",
             hint=f"draw or parse it with depth={depth}",
         )
     return blocks
@@ -248,7 +248,7 @@ def order_of(blocks: ExecutionOrder | str | Iterable[int], depth: int) -> Execut
 
 def _check_depth(depth: int) -> None:
     if not is_integer(depth) or depth < 1:
-        raise UsageError(f"The depth of a model is a number of blocks of at least 1, not {depth!r}")
+        raise UsageError(f"depth must be an integer of at least 1, got {depth!r}")
 
 
 def _check_block(block: int, depth: int) -> None:
@@ -268,10 +268,10 @@ def _checked_versions(blocks: tuple[int, ...], versions: Iterable[Any]) -> tuple
         if not is_integer(version) or not 0 <= version <= position:
             raise UsageError(
                 f"Block {block} at position {position} reads version {version!r} of the state, "
-                "which is not there",
+                "which does not exist yet",
                 hint=f"version k is the state after k steps: give 0 to {position}",
             )
-        # Its residual would count twice, and nothing would have been computed for it.
+        # Its residual would be added twice without a second computation.
         if step in ran:
             raise UsageError(
                 f"Block {block} runs twice on version {version} of the state",
@@ -282,7 +282,7 @@ def _checked_versions(blocks: tuple[int, ...], versions: Iterable[Any]) -> tuple
 
 
 def _parse_steps(word: str, text: str, *, position: int) -> list[tuple[int, int]]:
-    """The steps (block, version) that a word such as "3", "3+7+0" or "3@0" stands for."""
+    """The steps (block, version) that a word such as "3", "3+7+0" or "3@0" denotes."""
     if "+" in word:
         return [(_parse_id(part, text), position) for part in word.split("+")]
     block, at, version = word.partition("@")
@@ -290,7 +290,7 @@ def _parse_steps(word: str, text: str, *, position: int) -> list[tuple[int, int]
 
 
 def _parse_id(word: str, text: str) -> int:
-    # Not int() alone, which also takes "1_0"; and no id has more than nine digits.
+    # int() alone would also accept "1_0"; no id has more than nine digits.
     if not re.fullmatch(r"-?[0-9]{1,9}", word.strip()):
         raise UsageError(
             f"{word.strip()!r} in the execution order {text!r} is not a block id",
@@ -301,7 +301,7 @@ def _parse_id(word: str, text: str) -> int:
 
 
 def _plain_integer(value: Any) -> Any:
-    """Integers of numpy or torch as Python's, for JSON and messages; the rest as it is."""
+    """Convert integers of numpy or torch to Python's, for JSON and messages; keep other values."""
     if isinstance(value, bool):
         return value
     try:
@@ -311,21 +311,21 @@ def _plain_integer(value: Any) -> Any:
 
 
 def is_integer(value: object) -> bool:
-    """Whether it is a whole number: True and False are integers in Python, and no block ids."""
+    """Whether `value` is an integer but not a bool, because True and False are not block ids."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def refuse_non_orders(order: object) -> None:
-    """Raises `UsageError` for what a beginner may give in the place of an order."""
+    """Raises `UsageError` for values that beginners may pass instead of an order."""
     if hasattr(order, "draw"):
         raise UsageError(
-            f"{order!r} is an order policy, which draws orders and is none itself",
-            hint="give running(model, order) an order of it: "
+            f"{order!r} is an order policy, which draws orders but is not an order itself",
+            hint="pass an order that it draws to running(model, order): "
             "policy.draw(layershuffle.depth_of(model), seed=0, step=0)",
         )
     if not isinstance(order, Iterable):
         raise UsageError(
-            f"{order!r} is no execution order",
-            hint="write the ids of blocks (running(model, '3,0,2')), or leave running out: then "
-            "the blocks run in their own order",
+            f"{order!r} is not an execution order",
+            hint="pass block ids (running(model, '3,0,2')), or omit running: then the blocks run "
+            "in sequential order",
         )

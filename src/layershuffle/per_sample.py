@@ -1,9 +1,9 @@
-"""A different execution order for every sample of one batch.
+"""A separate execution order for every sample of a batch.
 
 Samples with the same order stay together as one group. At each position the groups that need the
 same block next are joined, and every block runs once: the same FLOPs as one shared order. A group
-that shares its block with no other at a position is not copied. That happens in the host's own
-loop, or in place of it.
+that shares its block with no other group is not copied. This happens in the host's own loop, or
+replaces it.
 """
 
 from __future__ import annotations
@@ -40,56 +40,57 @@ def run_grouped(
     call: BlockCall,
     exit_after: int | None = None,
 ) -> Tensor:
-    """`state` `[batch, ...]` after sample i ran along `orders[i]`.
+    """Run sample i of `state` `[batch, ...]` along `orders[i]`, and return the new state.
 
     `call(block, position, chunk, rows)` runs one block on the samples `rows`. Orders may differ in
-    length. Equal to running the samples one by one up to the rounding of batched kernels. With
-    `exit_after`, `[2 * batch, ...]`: the states after so many steps (or all, in shorter orders)
-    follow those at the end. Raises `UsageError` unless there is one order per sample.
+    length. The result equals that of running the samples one by one, up to the rounding of batched
+    kernels. With `exit_after` it is `[2 * batch, ...]`: the final states, followed by the states
+    after this number of steps (or after all, in shorter orders). Raises `UsageError` unless there
+    is one order per sample.
     """
     if len(orders) != state.shape[0]:
         raise UsageError(
             f"{len(orders)} orders were given for a batch of {state.shape[0]} samples",
-            hint="give one order per sample, or a single order for the whole batch (also where the "
+            hint="give one order per sample, or a single order for the whole batch (also if the "
             "blocks do not take one row per sample)",
         )
     rows_of: dict[ExecutionOrder, list[int]] = {}
     for row, order in enumerate(orders):
         rows_of.setdefault(order, []).append(row)
-    # Rows of one group lie together from here on, so that joining and splitting groups are slices.
+    # From here on the rows of a group are adjacent, so that groups are joined and split as slices.
     arranged = [row for rows in rows_of.values() for row in rows]
     chunks = torch.split(_rearranged(state, arranged), list(map(len, rows_of.values())))
     groups = [
         _SampleGroup(order, rows, state if len(chunks) == 1 else chunk)
         for (order, rows), chunk in zip(rows_of.items(), chunks, strict=True)
     ]
-    # As many block runs as with one order, but in smaller calls: 2.7 times the time at width 64,
-    # 1.2 times at width 192 (docs/log.md).
+    # The number of block runs is that of one order, but the calls are smaller: this takes 2.7 times
+    # as long at width 64 and 1.2 times at width 192 (docs/log.md).
     left: list[Tensor] = []
     for position in range(max(map(len, rows_of))):
         if position == exit_after:
-            # No copy: blocks that write into their input run in the host's own loop.
+            # No copy is needed: blocks that write into their input run in the host's own loop.
             left = [group.state for group in groups]
         for block, members in _by_next_block(groups, position).items():
             parts = [group.read(position) for group in members]
-            # torch.cat copies even a single tensor; a group that is alone runs where it lies.
+            # torch.cat copies even a single tensor, so a single group runs in place.
             joined = parts[0] if len(parts) == 1 else torch.cat(parts)
             rows = tuple(row for group in members for row in group.rows)
             out = call(block, position, joined, rows)
             outs = [out] if len(parts) == 1 else torch.split(out, list(map(len, parts)))
             for group, part in zip(members, outs, strict=True):
                 group.advance(position, part)
-    # The inverse permutation, computed on the host: a GPU has nothing to send back.
+    # The inverse permutation, computed on the CPU, so that no data come back from a GPU.
     original = sorted(range(len(arranged)), key=arranged.__getitem__)
     ends = _rearranged(torch.cat([group.state for group in groups]), original)
     if exit_after is None:
         return ends
-    # Without a state that left, all orders are over after `exit_after` steps.
+    # If no state left early, no order has more than `exit_after` steps.
     return torch.cat([ends, _rearranged(torch.cat(left), original) if left else ends])
 
 
 class _SampleGroup:
-    """The samples of one order: their rows in the batch, and how far they came."""
+    """The samples with one order: their rows in the batch and their current state."""
 
     def __init__(self, order: ExecutionOrder, rows: Sequence[int], state: Tensor) -> None:
         self.steps, self.rows, self.state = order.steps, rows, state
@@ -104,33 +105,33 @@ class _SampleGroup:
         return self._read
 
     def advance(self, position: int, out: Tensor) -> None:
-        """The step at `position` made `out` of what it read."""
+        """The step at `position` returned `out`."""
         newest = self.steps[position][1] == position
         self.state = out if newest else added(self.state, read=self._read, out=out)
 
 
 def _by_next_block(groups: Sequence[_SampleGroup], position: int) -> dict[int, list[_SampleGroup]]:
-    """The groups that run a block at `position`, by that block, ascending."""
+    """The groups that run a block at `position`, keyed by that block, ascending."""
     members: dict[int, list[_SampleGroup]] = {}
     for group in groups:
         if position < len(group.steps):
             members.setdefault(group.steps[position][0], []).append(group)
-    # Sorted, so that kernels run in the same sequence whichever sample comes first.
+    # Sorted, so that the sequence of kernels does not depend on which sample comes first.
     return dict(sorted(members.items()))
 
 
 def _rearranged(state: Tensor, rows: Sequence[int]) -> Tensor:
-    """`state[rows]`; the same tensor where nothing moves."""
+    """`state[rows]`; the same tensor if no row moves."""
     if all(row == place for place, row in enumerate(rows)):
         return state
     return state.index_select(0, to_device(torch.tensor(rows), state.device))
 
 
 class SampleOrders:
-    """The entries for an order per sample: a single walk, or position by position.
+    """The entries for an order per sample: a single walk, or one entry per position.
 
     The walk keeps samples of one order together from the first block to the last, and needs a host
-    that does nothing between its blocks. Position by position the host's own loop runs.
+    that does nothing between its blocks. With one entry per position, the host's own loop runs.
     """
 
     def __init__(
@@ -141,7 +142,7 @@ class SampleOrders:
             not is_integer(exit_after) or not 1 <= exit_after <= longest
         ):
             raise UsageError(
-                f"An exit comes after 1 to {longest} steps of these orders, not {exit_after!r}"
+                f"exit_after must be in [1, {longest}] for these orders, got {exit_after!r}"
             )
         self.orders, self.called, self.exit_after = tuple(orders), 0, exit_after
         self._older = any(order.versions is not None for order in self.orders)
@@ -149,8 +150,8 @@ class SampleOrders:
         self._stack = stack
 
     def entries(self, run: Run) -> list[Entry]:
-        """What the host is to call."""
-        # A replay is not inside the model's call, and has to run as its forward did.
+        """The entries for the host."""
+        # A replay happens outside of the model's call, and must run as its forward did.
         if not self.called and not in_backward():
             self.host = None
         if self.host is not None and self.host.chain:
@@ -176,12 +177,12 @@ class SampleOrders:
 
     def _refuse_uneven(self) -> None:
         cause = (
-            "The host model does more between its blocks than hand on the state (or runs in "
+            "The host model does more between its blocks than pass the state on (or runs in "
             "another way than by its own call), so samples "
         )
         if self.exit_after is not None:
             raise StackError(
-                cause + "have no state of their own that could leave the blocks early",
+                cause + "have no state that could leave the blocks early",
                 hint="train without an exit: no exit_after, no --exit-weight, no layershuffle-exit",
             )
         if len(set(map(len, self.orders))) > 1:
@@ -198,21 +199,21 @@ class SampleOrders:
 
 
 class _Position(Walked):
-    """One position of the host's own loop, at which every sample has its block."""
+    """One position of the host's own loop, at which every sample runs its own block."""
 
     one_block = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The state after every sample ran through its block."""
+        """The state after every sample ran its block."""
         out = super().__call__(*args, **kwargs)
         if isinstance(out, tuple | list) and len(out) > 1:
             raise StackError(
-                f"The blocks return {len(out)} values and the host model uses more than the state, "
-                "which cannot be put together again from samples in orders of their own",
+                f"The blocks return {len(out)} values and the host model uses more than the state; "
+                "the others cannot be combined from samples with different orders",
                 hint="use one order for the whole batch",
             )
         if self._host is not None and self._host.writes:
-            # As the blocks do it, for a host that reads the state by another name.
+            # Write in place as the blocks do, for a host with another reference to the state.
             state = state_first(self._module, args=args, kwargs=kwargs)[0]
             return self._host.form.filled(state.copy_(state_of(out)))
         return out
@@ -220,28 +221,28 @@ class _Position(Walked):
 
 @contextmanager
 def calls_seen(model: nn.Module, stack: nn.Module, *, samples: SampleOrders) -> Iterator[None]:
-    """Notes calls of the modules around the stack, and tries once how the host treats it."""
+    """Track calls of the modules around the stack, and try once what the host does around it."""
 
     def ours() -> bool:
-        # The hooks are the model's, and so are called in other threads and in the trial too.
+        # The hooks belong to the model, so other threads and the trial call them too.
         run = PLAIN if torch.compiler.is_compiling() else run_of(stack)
         return run.samples is samples.orders
 
     def before(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> None:
-        # torch adds a hook first and notes that it takes keywords afterwards: a forward of another
-        # thread in between calls it without them, but is never ours.
+        # torch adds a hook first and registers afterwards that it takes keywords. A forward of
+        # another thread in between calls it without them, but is never ours.
         if kwargs is None or not ours():
             return
         samples.called += 1
         _refuse_hidden_states(
             module,
             kwargs,
-            "an order per sample: blocks run on groups of samples, and the states would be those "
-            "of the groups",
+            "an order per sample: blocks run on groups of samples, so the states would be those "
+            "of groups",
         )
-        # The outermost call is tried: what the others get, and what is around them, follows.
+        # Only the outermost call is tried; the calls inside follow from it.
         if samples.called == 1:
             samples.host = host_of_stack(
                 stack,
@@ -261,8 +262,8 @@ def calls_seen(model: nn.Module, stack: nn.Module, *, samples: SampleOrders) -> 
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) != rows:
                 raise StackError(
-                    f"The head of {type(module).__name__} made {len(leaf)} rows of the {rows} "
-                    "states that it was given, so that the answers at the exit are not told apart",
+                    f"The head of {type(module).__name__} returned {len(leaf)} rows for {rows} "
+                    "states, so the answers at the exit cannot be separated from the others",
                     hint="let it take the number of samples from its input, not from the images",
                 )
 
@@ -278,19 +279,19 @@ def calls_seen(model: nn.Module, stack: nn.Module, *, samples: SampleOrders) -> 
 def hidden_states_refused(
     model: nn.Module, stack: nn.Module, *, order: ExecutionOrder
 ) -> Iterator[None]:
-    """Refuses states that a host would record while a step of `order` reads an older one."""
+    """Refuse to let a host record its states while a step of `order` reads an older one."""
 
     def before(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> None:
         del args
-        # As above: the hooks are the model's, and other threads have orders of their own.
+        # As above: the hooks belong to the model, and other threads have their own orders.
         if kwargs is None or torch.compiler.is_compiling() or run_of(stack).order is not order:
             return
         _refuse_hidden_states(
             module,
             kwargs,
-            "blocks side by side: what a block returns is not the state after its step",
+            "blocks side by side: the output of a block is not the state after its step",
         )
 
     with ExitStack() as hooks:
@@ -302,26 +303,26 @@ def hidden_states_refused(
 
 
 def _refuse_hidden_states(module: nn.Module, kwargs: dict[str, Any], why: str) -> None:
-    # transformers records them by hooks on the blocks.
+    # transformers records the states by hooks on the blocks.
     config = getattr(module, "config", None)
     if kwargs.get("output_hidden_states", getattr(config, "output_hidden_states", False)):
         raise UsageError(
             f"output_hidden_states cannot be combined with {why}",
-            hint="record what blocks return with layershuffle.tap(model), whose records name their "
-            "steps and samples, or use one order for the whole batch in which every step reads the "
-            "newest state",
+            hint="record the outputs of blocks with layershuffle.tap(model), whose records name "
+            "their steps and samples, or use one order for the whole batch in which every step "
+            "reads the newest state",
         )
 
 
 def holders(module: nn.Module, stack: nn.Module) -> list[nn.Module]:
-    """`module` and the modules in it that hold `stack`: their calls run it."""
+    """`module` and the modules in it that contain `stack`, whose calls run it."""
     children = [child for child in module._modules.values() if child is not None]
     inner = [h for child in children if child is not stack for h in holders(child, stack)]
     return [module, *inner] if inner or stack in children else []
 
 
 def is_per_sample(order: object) -> bool:
-    """Whether `order` is a sequence of orders, one for each sample, and not an order."""
+    """Whether `order` is a sequence of orders, one per sample, and not a single order."""
     return (
         isinstance(order, Sequence)
         and not isinstance(order, str)

@@ -21,7 +21,7 @@ Choice = Literal["random", "spaced", "first", "last"]
 
 @runtime_checkable
 class OrderPolicy(Protocol):
-    """What every policy below offers."""
+    """The interface of all policies below."""
 
     def draw(
         self, depth: int, *, seed: int, step: int, micro_batch: int = 0, rank: int = 0
@@ -33,8 +33,8 @@ class OrderPolicy(Protocol):
 class Sequential:
     """Always 0..depth-1: ordinary training.
 
-    `parallel=(low, high)`: in rounds of blocks side by side, whose sizes are uniform in [low, high]
-    each; the last round has what is left.
+    `parallel=(low, high)`: the blocks run in rounds, side by side. Each size is uniform in
+    [low, high]; the last round takes the blocks that are left.
     """
 
     parallel: tuple[int, int] | None = None
@@ -45,7 +45,7 @@ class Sequential:
     def draw(
         self, depth: int, *, seed: int, step: int, micro_batch: int = 0, rank: int = 0
     ) -> ExecutionOrder:
-        """The sequential order; the other arguments say the sizes of its rounds, if it has any."""
+        """The sequential order; the other arguments determine the sizes of its rounds, if any."""
         stream = Stream(seed, step, micro_batch=micro_batch, rank=rank)
         return _in_rounds([range(depth)], depth, parallel=self.parallel, stream=stream)
 
@@ -57,10 +57,10 @@ class Shuffled:
     `drop`: each block is left out with this probability (at least one stays).
     `depth=(low, high)`: the number of blocks kept is uniform in [low, high], `high=None` meaning
     all of them; which blocks is uniform too. The two options exclude each other.
-    `parallel=(low, high)`: in rounds, as in `Sequential`, of the blocks that are kept.
-    `sequential_every=n`: where `step + micro_batch` is a multiple of n, all blocks run one after
-    the other in sequential order instead. So exactly one of n groups of a batch does, or one of n
-    steps where a step has one order.
+    `parallel=(low, high)`: the kept blocks run in rounds, as in `Sequential`.
+    `sequential_every=n`: if `step + micro_batch` is a multiple of n, all blocks run one after the
+    other in sequential order instead. This holds for exactly one of n groups of a batch, or for one
+    of n steps if a step has a single order.
     """
 
     drop: float | None = None
@@ -72,8 +72,8 @@ class Shuffled:
         every = self.sequential_every
         if every is not None and (not is_integer(every) or every < 2):
             raise UsageError(
-                f"Every n-th order is sequential for an integer n of at least 2, not {every!r}",
-                hint="sequential_every=4; Sequential() has no other orders",
+                f"sequential_every must be an integer of at least 2, got {every!r}",
+                hint="sequential_every=4; Sequential() draws only the sequential order",
             )
         if self.drop is not None and self.depth is not None:
             raise UsageError("Shuffled takes drop= or depth=, not both")
@@ -88,8 +88,8 @@ class Shuffled:
         self, depth: int, *, seed: int, step: int, micro_batch: int = 0, rank: int = 0
     ) -> ExecutionOrder:
         """A uniform permutation of the kept blocks; `UsageError` if `depth=` does not fit."""
-        # Counted, not drawn: a drawn share would make some batches all sequential and others not at
-        # all, which is the variance that several orders per batch are there to take away.
+        # Counted, not drawn: with a drawn share some batches would be all sequential and others not
+        # at all, and several orders per batch are meant to remove exactly this variance.
         if self.sequential_every is not None and (step + micro_batch) % self.sequential_every == 0:
             return ExecutionOrder.sequential(depth)
         stream = Stream(seed, step, micro_batch=micro_batch, rank=rank)
@@ -126,12 +126,12 @@ class LayerDrop:
 
 @dataclass(frozen=True)
 class Kept:
-    """`k` blocks of the model: which ones by `choose`, run ascending or in a uniform order.
+    """`k` blocks of the model, chosen by `choose`, in ascending or in uniform random order.
 
     `choose`: "random" (a uniform subset), "spaced" (evenly from the first block to the last),
     "first", "last". The paper prunes at test time without saying how it chooses (section 4.2).
-    `passes`: how often they run, in the same order each time. `parallel=(low, high)`: in rounds, as
-    in `Sequential`, none of which is in two passes.
+    `passes`: how often they run, in the same order each time. `parallel=(low, high)`: they run in
+    rounds, as in `Sequential`; no round spans two passes.
     """
 
     k: int
@@ -142,11 +142,11 @@ class Kept:
 
     def __post_init__(self) -> None:
         if not is_integer(self.k):
-            raise UsageError(f"Kept takes a number of blocks, not {self.k!r}", hint="Kept(9)")
+            raise UsageError(f"k must be an integer, got {self.k!r}", hint="Kept(9)")
         _check_word("order", self.order, ("sequential", "arbitrary"))
         _check_word("choose", self.choose, ("random", "spaced", "first", "last"))
         if not is_integer(self.passes) or self.passes < 1:
-            raise UsageError(f"Blocks run in at least 1 pass, not in {self.passes!r}")
+            raise UsageError(f"passes must be an integer of at least 1, got {self.passes!r}")
         object.__setattr__(self, "parallel", _checked_parallel(self.parallel))
 
     def draw(
@@ -155,7 +155,7 @@ class Kept:
         """`k` blocks, `passes` times; raises `UsageError` unless 1 <= k <= depth."""
         if not 1 <= self.k <= depth:
             raise UsageError(
-                f"{self.k} blocks cannot be kept of a model with {depth}",
+                f"Cannot keep {self.k} blocks of a model with {depth}",
                 hint=f"choose a number between 1 and {depth}",
             )
         # One shuffle serves both draws: its first k places are a uniform ordered subset, so the
@@ -166,8 +166,8 @@ class Kept:
         blocks = sorted(chosen)
         if self.order == "arbitrary":
             blocks = [block for block in shuffled if block in chosen]
-        # The same order in every pass: another one scores no better (docs/rounds.md), and so the
-        # orders of one, two and three passes are prefixes of each other.
+        # Every pass has the same order: a new one scores no better (docs/rounds.md), and this way
+        # the orders of one, two and three passes are prefixes of each other.
         return _in_rounds([blocks] * self.passes, depth, parallel=self.parallel, stream=stream)
 
     def _chosen(self, depth: int, shuffled: Sequence[int]) -> tuple[int, ...]:
@@ -207,15 +207,15 @@ POLICIES: dict[str, type[OrderPolicy]] = {
     "kept": Kept,
     "fixed": Fixed,
 }
-# Options that models saved by earlier versions lack, and what they then are.
+# Options that models saved by earlier versions lack, with the values that they had there.
 _LATER = {"parallel": None, "passes": 1, "sequential_every": None}
 
 
 def spaced(k: int, depth: int) -> tuple[int, ...]:
-    """`k` block ids from 0 to depth-1 at even distances, halves rounded up; one alone is 0."""
+    """`k` evenly spaced block ids from 0 to depth-1, halves rounded up; for `k` = 1, block 0."""
     if k == 1:
         return (0,)
-    # In integers, because round() would take halves to the even number.
+    # Integer arithmetic, because round() would round halves to even.
     return tuple((2 * i * (depth - 1) + k - 1) // (2 * (k - 1)) for i in range(k))
 
 
@@ -223,7 +223,7 @@ def policy_to_json(policy: OrderPolicy) -> dict[str, Any]:
     """`{"policy": "shuffled", "drop": null, "depth": [3, null]}`: JSON types only."""
     name = next(name for name, kind in POLICIES.items() if type(policy) is kind)
     fields: dict[str, Any] = asdict(policy)  # type: ignore[call-overload]  # all are dataclasses
-    # Records of models are compared: one from before these options says the same as one of today.
+    # Records of models are compared, so a record from before these options must equal a new one.
     later = [key for key, default in _LATER.items() if fields.get(key) == default]
     return {"policy": name} | {key: value for key, value in fields.items() if key not in later}
 
@@ -231,23 +231,25 @@ def policy_to_json(policy: OrderPolicy) -> dict[str, Any]:
 def policy_from_json(data: Mapping[str, Any]) -> OrderPolicy:
     """The policy that `policy_to_json` wrote. Raises `UsageError` for anything else."""
     if not isinstance(data, Mapping):
-        raise UsageError(f"An order policy is stored as a mapping, not as {data!r}")
+        raise UsageError(f"A stored order policy must be a mapping, got {data!r}")
     fields = dict(data)
     name = fields.pop("policy", None)
     if not isinstance(name, str) or name not in POLICIES:
         raise UsageError(f"{name!r} is not an order policy", hint=f"one of {', '.join(POLICIES)}")
-    # `Kept` has a field of this name too; there it is a word.
+    # `Kept` also has a field named "order", which is a word.
     if isinstance(fields.get("order"), Mapping):
         fields["order"] = ExecutionOrder.from_json(fields["order"])
     try:
         return POLICIES[name](**fields)
     except TypeError as error:
-        raise UsageError(f"The order policy {name!r} has other options: {error}") from error
+        raise UsageError(
+            f"These are not the options of the order policy {name!r}: {error}"
+        ) from error
 
 
 def _survivors(blocks: Sequence[int], p: float, stream: Stream) -> tuple[int, ...]:
     survivors = tuple(block for block in blocks if not stream.chance(p))
-    # An order needs a block. Only this case draws another number, so no other order depends on it.
+    # An order needs a block. Only this case draws one more number, so other orders do not change.
     return survivors or (blocks[stream.below(len(blocks))],)
 
 
@@ -258,7 +260,7 @@ def _in_rounds(
     parallel: tuple[int, int] | None,
     stream: Stream,
 ) -> ExecutionOrder:
-    """The blocks of each pass after those of the one before, in rounds of sizes drawn last."""
+    """The passes one after the other, in rounds whose sizes are drawn after everything else."""
     if parallel is None:
         return ExecutionOrder(tuple(block for blocks in passes for block in blocks), depth)
     low, high = parallel
@@ -288,7 +290,7 @@ def _checked_range(limits: Sequence[int | None]) -> tuple[int, int | None]:
     if len(parts) == 2 and is_integer(parts[0]) and (parts[1] is None or is_integer(parts[1])):
         return parts[0], parts[1]
     raise UsageError(
-        f"Shuffled takes depth=(low, high), not {limits!r}", hint="depth=(3, None) is 3 to all"
+        f"depth must be (low, high), got {limits!r}", hint="depth=(3, None) is 3 to all"
     )
 
 
@@ -300,7 +302,7 @@ def _checked_parallel(limits: Sequence[int] | None) -> tuple[int, int] | None:
     if len(parts) == 2 and all(map(is_integer, parts)) and 1 <= parts[0] <= parts[1]:
         return parts[0], parts[1]
     raise UsageError(
-        f"Rounds have sizes parallel=(low, high) of at least 1, not {limits!r}",
+        f"parallel must be (low, high) with 1 <= low <= high, got {limits!r}",
         hint="parallel=(1, 4) is one to four blocks side by side",
     )
 
@@ -308,9 +310,11 @@ def _checked_parallel(limits: Sequence[int] | None) -> tuple[int, int] | None:
 def _check_probability(p: float) -> None:
     number = isinstance(p, int | float) and not isinstance(p, bool)
     if not number or not 0.0 <= p < 1.0:
-        raise UsageError(f"A drop probability lies in [0, 1), {p} does not", hint="0.2 is usual")
+        raise UsageError(f"A drop probability must be in [0, 1), got {p}", hint="0.2 is usual")
 
 
 def _check_word(field: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
-        raise UsageError(f"Kept has no {field}={value!r}", hint=f"one of {', '.join(allowed)}")
+        raise UsageError(
+            f"{field}={value!r} is not an option of Kept", hint=f"one of {', '.join(allowed)}"
+        )

@@ -1,8 +1,8 @@
 """Layer-position encoding and prediction, beside the host model (paper, sections 3.3 and 3.4).
 
-The parts have parameters of their own and never enter the host's `state_dict`: `PositionedModel`
-holds host and parts, so that one optimiser, `.to()` and `.train()` reach both while the host can
-still be saved alone.
+The parts have their own parameters, which never enter the host's `state_dict`. `PositionedModel`
+holds the host and the parts, so that one optimiser, `.to()` and `.train()` reach both, and the host
+can still be saved alone.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class PositionEncoding(nn.Module):
             _linear(width + form.features, width) for _ in range(depth)
         )
         self.dropout = nn.Dropout(form.dropout)
-        # A generator of its own: adding position parts must not shift the draws of anything else.
+        # A separate generator, so that position parts do not shift any other draws.
         self._initialise(torch.Generator().manual_seed(seed))
 
     def _initialise(self, generator: torch.Generator) -> None:
@@ -58,7 +58,7 @@ class PositionEncoding(nn.Module):
             _initialise_linear(projection, generator, self.form.projection_init)
 
     def before(self, state: Tensor, step: Step) -> Tensor:
-        """`state` `[batch, tokens, width]` with the position mixed in; same shape."""
+        """`state` `[batch, tokens, width]` with the position added; same shape."""
         _check_position(step, self.table.shape[-2], "encoding")
         place = (step.position,) if self.table.dim() == 2 else (step.block, step.position)
         # Under autocast the state may be bf16 while the table stays in fp32.
@@ -68,11 +68,11 @@ class PositionEncoding(nn.Module):
         return state + mixed
 
     def after(self, state: Tensor, step: Step) -> None:
-        """Leaves the output alone."""
+        """Does nothing with the output."""
 
 
 class PositionPrediction(nn.Module):
-    """Guesses a block's position from its output: Linear(LayerNorm(pooled)) -> `depth` logits."""
+    """Predicts a block's position from its output: Linear(LayerNorm(pooled)) -> `depth` logits."""
 
     def __init__(self, depth: int, width: int, *, form: PredictionForm, seed: int) -> None:
         super().__init__()
@@ -100,37 +100,39 @@ class PositionGuess:
 
 @dataclass
 class Guesses:
-    """A block hook that collects what the blocks of the last forward predict of their positions."""
+    """A block hook that collects the position predictions of the last forward."""
 
     prediction: PositionPrediction
     items: list[PositionGuess] = field(default_factory=list)
 
     def before(self, state: Tensor, step: Step) -> Tensor:
-        """Leaves the input alone; a new forward begins a new collection."""
-        # Together the guesses of two forwards would count every sample twice.
+        """Returns the input unchanged; a new forward begins a new collection."""
+        # The guesses of two forwards together would count every sample twice.
         if begins_forward(step, [guess.step for guess in self.items]):
             self.items = []
         return state
 
     def after(self, state: Tensor, step: Step) -> None:
-        """Asks the block's output; a replay computes the same again for the backward pass.
+        """Predict the position from the output; a replay repeats this for the backward pass.
 
         Raises `UsageError` at positions from `depth` on, which orders with repeats can reach.
         """
         _check_position(step, len(self.prediction.norms), "prediction")
         logits = self.prediction(state, step.block)
         if not step.replay:
-            self.items.append(PositionGuess(step, logits.float()))  # their loss is a sum of many
+            self.items.append(
+                PositionGuess(step, logits.float())
+            )  # in fp32, because the loss is a sum of many
 
     def loss(self) -> Tensor:
         """Cross-entropy of the true positions: mean over samples, sum or mean over positions.
 
-        Raises `UsageError` if no forward was made.
+        Raises `UsageError` if no forward was run.
         """
         return position_loss(self.items, self.prediction.form)
 
     def accuracy(self) -> float:
-        """Share of (sample, position) pairs guessed right, in percent; raises as `loss`."""
+        """Percentage of (sample, position) pairs guessed correctly; raises as `loss` does."""
         _check_asked(self.items)
         right = sum(int((g.logits.argmax(-1) == g.step.position).sum()) for g in self.items)
         return 100.0 * right / sum(len(g.logits) for g in self.items)
@@ -139,11 +141,11 @@ class Guesses:
 def position_loss(guesses: Sequence[PositionGuess], form: PredictionForm) -> Tensor:
     """The prediction loss of section 3.4 (a scalar, weight included) for one forward's guesses.
 
-    The mean over samples of the sum (or mean) over the positions that the sample went through, so
-    that samples with orders of their own, of any length, count as if each had run alone.
+    It is the mean over samples of the sum (or mean) over the positions of the sample, so that with
+    an order per sample, of any length, every sample counts as if it had run alone.
     """
     _check_asked(guesses)
-    # How many positions each sample went through: samples with orders of their own may differ.
+    # The number of positions of each sample, which may differ with an order per sample.
     runs = Counter(row for guess in guesses for row in _samples(guess))
     losses = [(_losses(guess) * _share(guess, runs, form)).sum() for guess in guesses]
     return form.weight * torch.stack(losses).sum() / len(runs)
@@ -160,12 +162,12 @@ def _losses(guess: PositionGuess) -> Tensor:
 
 
 def _share(guess: PositionGuess, runs: Mapping[int, int], form: PredictionForm) -> Tensor | float:
-    """What each row's loss at this step counts in the loss of its sample."""
+    """The weight of each row's loss at this step in the loss of its sample."""
     if form.loss == "sum":
         return 1.0
     counts = [runs[row] for row in _samples(guess)]
     if min(counts) == max(counts):
-        return 1.0 / counts[0]  # no tensor, and so no copy to the GPU, in the usual case
+        return 1.0 / counts[0]  # the usual case: no tensor, so no copy to the GPU
     shares = torch.tensor(counts, dtype=guess.logits.dtype).reciprocal()
     return to_device(shares, guess.logits.device)
 
@@ -173,21 +175,21 @@ def _share(guess: PositionGuess, runs: Mapping[int, int], form: PredictionForm) 
 def _check_asked(guesses: Sequence[PositionGuess]) -> None:
     if not guesses:
         raise UsageError(
-            "No position was guessed",
-            hint="call the model inside `with model.guessing() as guesses:` first",
+            "No position was predicted",
+            hint="first call the model inside `with model.guessing() as guesses:`",
         )
 
 
 def _check_position(step: Step, depth: int, part: str) -> None:
     if step.position >= depth:
         raise UsageError(
-            f"The position {part} knows {depth} positions, the order has more",
+            f"The position {part} has {depth} positions, but the order is longer",
             hint="use an order no longer than the model's depth",
         )
 
 
 class PositionedModel(nn.Module):
-    """A wrapped host model with position parts beside it. Call it as you call the host."""
+    """A wrapped host model with position parts. Call it as you would call the host."""
 
     def __init__(
         self,
@@ -202,8 +204,8 @@ class PositionedModel(nn.Module):
         self.prediction = prediction
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The host's own output; with an encoding, every block gets its position."""
-        # Hooks are set around this call alone: the host by itself runs without position parts.
+        """The output of the host; with an encoding, every block receives its position."""
+        # Hooks are set only around this call: the host alone runs without position parts.
         if self.encoding is None:
             return self.host(*args, **kwargs)
         with with_hooks(self.host, self.encoding):
@@ -230,31 +232,31 @@ def add_position(
 ) -> PositionedModel:
     """`model` with freshly initialised position parts of the given forms, on its device and dtype.
 
-    Raises `StackError` if the model's blocks cannot be found or its width is not known,
-    `UsageError` for class-token pooling where there is no class token.
+    Raises `StackError` if the model's blocks or its width cannot be found,
+    `UsageError` for class-token pooling without a class token.
     """
     depth, width = depth_of(wrap(model)), width_of(model)
     if prediction is not None and prediction.pooling == "class" and not has_class_token(model):
         raise UsageError(
-            f"{type(model).__name__} has no class token between its blocks to ask for the position",
+            f"{type(model).__name__} has no class token between its blocks to predict from",
             hint='use pooling="mean" (--prediction.pooling mean)',
         )
     positioned = PositionedModel(
         model,
         encoding=PositionEncoding(depth, width, form=encoding, seed=seed) if encoding else None,
         prediction=(
-            # Another seed: with one seed both parts would begin with the same numbers.
+            # Another seed, because with one seed both parts would begin with the same numbers.
             PositionPrediction(depth, width, form=prediction, seed=seed + 1) if prediction else None
         ),
     )
-    # The new parts join the optimiser, the device and the dtype that the host already has.
+    # The new parts take the device and the dtype of the host.
     reference = next(model.parameters())
     return positioned.to(reference.device, reference.dtype)
 
 
 def width_of(model: nn.Module) -> int:
-    """Width of a wrapped model's stream between the blocks, by the names host libraries use."""
-    # Nearest the blocks first: a model around another one may have widths of its own.
+    """Width of the state between the blocks, by the attribute names that host libraries use."""
+    # From the inside out: a model around another one may have its own widths.
     for owner in reversed(_around_the_stack(model)):
         config = getattr(owner, "config", None)
         for place in (owner, config, getattr(config, "vision_config", None)):
@@ -263,16 +265,16 @@ def width_of(model: nn.Module) -> int:
                 if isinstance(value, int):
                     return value
     raise StackError(
-        f"The width of {type(model).__name__} is not known",
-        hint=f"give it one of the attributes {', '.join(_WIDTH_NAMES)}",
+        f"The width of {type(model).__name__} is unknown",
+        hint=f"set one of the attributes {', '.join(_WIDTH_NAMES)}",
     )
 
 
 def has_class_token(model: nn.Module) -> bool:
     """Whether the first token between the blocks is a class token.
 
-    timm counts such tokens (but XCiT and CaiT add theirs after the blocks, in blocks of their
-    own); in transformers and torchvision the model has one if it has a parameter of that name.
+    Models of timm have a count of such tokens (but XCiT and CaiT add theirs after the blocks, in
+    separate blocks); models of transformers and torchvision have a parameter of that name.
     """
     owners = _around_the_stack(model)
     if any(hasattr(owner, name) for owner in owners for name in _LATE_CLASS_TOKEN):
@@ -289,13 +291,13 @@ def _around_the_stack(model: nn.Module) -> list[nn.Module]:
 
 
 def _linear(inputs: int, outputs: int) -> nn.Linear:
-    # Without initialisation: nn.Linear would draw from torch's global generator.
+    # Skip the initialisation, because nn.Linear would draw from torch's global generator.
     layer: nn.Linear = skip_init(nn.Linear, inputs, outputs)  # type: ignore[no-untyped-call]
     return layer
 
 
 def _initialise_linear(module: nn.Module, generator: torch.Generator, law: str) -> None:
-    """default: torch's own law for Linear (uniform, +-1/sqrt(inputs)); normal; or zero."""
+    """`law`: "default" (torch's for Linear: uniform, +-1/sqrt(inputs)), "normal" or "zero"."""
     weight, bias = module.get_parameter("weight"), module.get_parameter("bias")
     nn.init.zeros_(bias)
     if law == "default":
@@ -303,7 +305,7 @@ def _initialise_linear(module: nn.Module, generator: torch.Generator, law: str) 
         nn.init.uniform_(weight, -bound, bound, generator=generator)
         nn.init.uniform_(bias, -bound, bound, generator=generator)
     elif law == "normal":
-        # The deviation of transformers' ViT, from which the authors' code inherits its law.
+        # The deviation of transformers' ViT, from which the authors' code inherits it.
         nn.init.normal_(weight, std=0.02, generator=generator)
     else:
         nn.init.zeros_(weight)

@@ -1,4 +1,4 @@
-"""The named forms of position encoding and prediction. Plain data, no torch.
+"""The named forms of position encoding and prediction, as plain data without torch.
 
 The encoding follows the paper's text (section 3.3), the prediction the authors' code, which differs
 from the text of section 3.4: the sum of the text costs most of the model's accuracy (docs/log.md).
@@ -25,9 +25,9 @@ _CHOICES = {
 
 @dataclass(frozen=True, kw_only=True)
 class EncodingForm:
-    """How a block's input gets its position (paper, section 3.3)."""
+    """How the position is added to a block's input (paper, section 3.3)."""
 
-    # What pydantic reads where it checks settings; it ignores unknown fields otherwise.
+    # pydantic reads this when it checks settings; otherwise it ignores unknown fields.
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     table: Literal["per-block", "shared"] = "per-block"
@@ -46,7 +46,7 @@ class EncodingForm:
         _check_choices(self)
         if self.features < 1 or not 0.0 <= self.dropout < 1.0:
             raise UsageError(
-                f"A position encoding has at least one feature and a dropout in [0, 1), not "
+                f"A position encoding needs at least one feature and a dropout in [0, 1), got "
                 f"features={self.features} and dropout={self.dropout}"
             )
 

@@ -2,9 +2,9 @@
 
 `wrap(model)` swaps the class of the model's block container for `BlockStack`, an `nn.ModuleList`
 whose `forward`, `__iter__`, `__len__` and `__getitem__` follow the order set by `running`. Keys and
-parameter order of the model's `state_dict` stay as they are, and with no order set it computes
-exactly what it did before. Other designs were tried; each gives wrong results without an error in
-some case: docs/decisions/001-block-stack.md.
+parameter order of the model's `state_dict` do not change, and without an order the model computes
+exactly what it did before. Each of the other designs that were tried gives wrong results without an
+error in some case: docs/decisions/001-block-stack.md.
 
 Drop-path rates belong to a block and travel with it.
 """
@@ -53,9 +53,9 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 
 @dataclass
 class _Forwards:
-    """What the forwards of a stack since its last replay looked like, to judge the next one.
+    """Facts about the forwards of a stack since its last replay, used to check the next replay.
 
-    `replayable` are the orders of those that gradient checkpointing will run again as a whole.
+    `replayable` are the orders of the forwards that gradient checkpointing will rerun as a whole.
     """
 
     ordered: bool = False
@@ -63,7 +63,7 @@ class _Forwards:
     replayable: set[tuple[object, ...]] = field(default_factory=set)
 
 
-# Beside the stack: a copy of a model has run nothing.
+# Stored outside of the stack, because a copy of a model has not run anything.
 _FORWARDS: WeakKeyDictionary[nn.Module, _Forwards] = WeakKeyDictionary()
 _BATCH_NORM_SAID: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
@@ -72,11 +72,11 @@ class BlockStack(nn.ModuleList):
     """The block container of a wrapped model. Made by `wrap`, undone by `unwrap`."""
 
     host_class: type[nn.Module]
-    # Until the host has asked for its blocks, hooks on them wait for one that runs all the same.
+    # Until the host has iterated over the stack, hooks on the blocks catch one that runs anyway.
     _unasked = False
 
     def _run(self) -> Run:
-        """How to run now; every way into the stack passes here."""
+        """The `Run` that is in force now; every access to the stack goes through here."""
         run = run_of(self)
         if torch.compiler.is_compiling():
             return run
@@ -89,9 +89,9 @@ class BlockStack(nn.ModuleList):
         return run
 
     def _entries(self, run: Run) -> list[Callable[..., Any]]:
-        """What the host model is to call, in execution order."""
+        """The callables for the host model, in execution order."""
         blocks = list(self._modules.values())
-        # `is`, not `==`: most forwards have no order, and this check runs before every one of them.
+        # `is` is faster than `==`, and this check runs before every forward; most have no order.
         if run is PLAIN:
             return [*blocks]
         if run.entries is not None:
@@ -99,7 +99,7 @@ class BlockStack(nn.ModuleList):
         order = range(len(blocks)) if run.order is None else run.order
         if run.order is not None and run.order.versions is not None:
             return [*versioned(blocks, run.order, run=run)]
-        # The bare blocks, so that torch.compile and hooks of torch see no wrapper.
+        # Return the bare blocks, so that torch.compile and torch's hooks see no wrapper.
         if not run.hooks and not run.recompute:
             return [blocks[block] for block in order]
         return [
@@ -111,13 +111,13 @@ class BlockStack(nn.ModuleList):
         part = BlockStack()
         part.host_class = self.host_class
         for place, (name, block) in enumerate(list(self._modules.items())[index]):
-            # As the host class does it: a Sequential keeps the names, a ModuleList counts anew.
+            # As in the host class: a Sequential keeps the names, a ModuleList renumbers them.
             key = name if issubclass(self.host_class, nn.Sequential) else str(place)
             part.add_module(key, block)
         return part
 
     def _refuse_replica(self) -> None:
-        # DataParallel runs copies in threads that do not know the order: it would be ignored.
+        # DataParallel runs copies in threads where no order is set, so it would be ignored.
         if getattr(self, "_is_replica", False):
             raise StackError(
                 "nn.DataParallel copies the model into threads where no execution order is set",
@@ -125,15 +125,15 @@ class BlockStack(nn.ModuleList):
             )
 
     def _refuse_lost_order(self, run: Run) -> None:
-        # Checkpointing the whole stack makes the backward pass ask for the order again, where it
-        # may not be set: after `running`, or on GPUs always (autograd has threads of its own). The
-        # blocks have equal shapes, so torch's own check of the replay would not notice.
+        # If the whole stack is checkpointed, the backward pass needs the order again, where it may
+        # not be set: after `running`, or always on GPUs (autograd has its own threads). The blocks
+        # have equal shapes, so torch's own check of the replay would not notice.
         forwards = _FORWARDS.setdefault(self, _Forwards())
         if not in_backward():
             if forwards.replayed:
                 forwards.replayed, forwards.replayable = False, set()
-            # Two are as wrong as many; the orders of a long training would fill the memory. What
-            # stands in for the blocks in a trial of the host has no backward pass.
+            # Two orders are enough for the error; all orders of a long training would fill the
+            # memory. The placeholders for blocks in a trial of the host have no backward pass.
             tried = run.entries is not None and run.samples is None
             if not tried and in_checkpoint() and len(forwards.replayable) < 2:
                 forwards.replayable.add(run.way)
@@ -142,26 +142,26 @@ class BlockStack(nn.ModuleList):
         forwards.replayed = True
         if run is PLAIN and (forwards.ordered or forwards.replayable - {PLAIN.way}):
             raise StackError(
-                "Gradient checkpointing runs the whole stack again in the backward pass, where its "
+                "Gradient checkpointing reruns the whole stack in the backward pass, where its "
                 "execution order is not set",
                 hint="checkpoint the blocks one by one; on a CPU, calling backward() inside "
                 "`with running(...)` is enough",
             )
         if forwards.replayable - {run.way}:
             raise StackError(
-                "Gradient checkpointing runs the whole stack again in the backward pass, and its "
+                "Gradient checkpointing reruns the whole stack in the backward pass, and its "
                 "forwards had several execution orders, of which only one is set now",
                 hint="checkpoint the blocks one by one, or call backward() after each forward, "
-                "inside its `with running(...)`; other forwards belong under torch.no_grad()",
+                "inside its `with running(...)`, and put other forwards under torch.no_grad()",
             )
 
     def block(self, index: int) -> nn.Module:
-        """Block `index` by id, whatever the current order."""
+        """The block with id `index`, independent of the current order."""
         return list(self._modules.values())[index]
 
     @property
     def depth(self) -> int:
-        """Number of blocks, whatever the current order."""
+        """The number of blocks, independent of the current order."""
         return len(self._modules)
 
     def forward(self, state: Any, *args: Any, **kwargs: Any) -> Any:
@@ -181,13 +181,13 @@ class BlockStack(nn.ModuleList):
         return len(self._entries(run_of(self)))
 
     def __getitem__(self, index: int | slice) -> Any:
-        """The entry at a *position*; a slice is a stack again when no order is set."""
+        """The entry at a *position*; without an order, a slice returns a stack."""
         run = self._run()
         entries = self._entries(run)
         if isinstance(index, slice):
             if run is PLAIN:
                 return self._part(index)
-            # Hosts write `blocks[:depth]` for "all": an order with repeats may be longer than that.
+            # Hosts write `blocks[:depth]` for all blocks, but an order with repeats may be longer.
             if index == slice(None, self.depth):
                 index = slice(None)
             if run.asked is not None:
@@ -195,8 +195,8 @@ class BlockStack(nn.ModuleList):
         elif run is not PLAIN:
             if not -len(entries) <= index < len(entries):
                 raise StackError(
-                    f"The host model asks for position {index} of {len(entries)}: it counts its "
-                    "blocks by itself",
+                    f"The host model requests position {index} of {len(entries)}: it uses its own "
+                    "number of blocks",
                     hint="iterate over the stack (for block in self.blocks) in its forward, or up "
                     "to len(self.blocks)",
                 )
@@ -206,7 +206,7 @@ class BlockStack(nn.ModuleList):
 
 
 def _watched_parts(stack: nn.Module) -> Iterator[nn.Module]:
-    """What a host can call of the blocks: a block, or its parts where it is a mere list of them."""
+    """The callable modules of the blocks: each block, or its parts if it is only a list of them."""
     for block in stack._modules.values():
         if block is not None:
             runs = type(block).forward is not nn.Module.forward
@@ -214,27 +214,27 @@ def _watched_parts(stack: nn.Module) -> Iterator[nn.Module]:
 
 
 def _refuse_order(module: nn.Module, _args: object) -> None:
-    """A hook on the blocks of stacks that were never asked: a host that takes them elsewhere."""
+    """A hook on the blocks of unused stacks: it detects a host that gets its blocks elsewhere."""
     if torch.compiler.is_compiling():
         return
     for stack in changed_stacks():
         if any(module is part for part in _watched_parts(stack)):
-            raise _never_asked(f"A block ({type(module).__name__}) runs although the host model")
+            raise _never_asked(f"A block ({type(module).__name__}) runs, but the host model")
 
 
 def _never_asked(subject: str) -> StackError:
     return StackError(
-        f"{subject} never asked its block stack, so the execution order and what is to run around "
-        "blocks would be ignored",
+        f"{subject} never used its block stack, so the execution order and the hooks around blocks "
+        "would be ignored",
         hint="iterate over the container itself (for block in self.blocks) in the forward, not "
-        "over its children() or _modules, nor over a list made before",
+        "over its children(), its _modules or a list made earlier",
     )
 
 
 def _refuse_call(module: nn.Module, *_: object) -> None:
-    """A hook on models whose order or hooks are set: their call ran, and asked for no block.
+    """A hook on models with an order or hooks: it refuses a call that used no block of the stack.
 
-    Of the module, not of a closure, because a copy of a model keeps its hooks.
+    It takes the module as an argument and is no closure, because a copy of a model keeps its hooks.
     """
     if torch.compiler.is_compiling():
         return
@@ -242,7 +242,7 @@ def _refuse_call(module: nn.Module, *_: object) -> None:
         asked = run_of(stack).asked
         if asked is not None and not asked.length:
             around = holders(module, stack)
-            # A compiled model asks while it is compiled, and then runs as it was.
+            # A compiled model uses its stack only while it is being compiled.
             if around and not any(map(is_compiled, around)):
                 raise _never_asked(f"{type(module).__name__} ran and")
 
@@ -268,18 +268,18 @@ def _remove_watches(stack: nn.Module) -> None:
 
 
 def wrap(model: ModelT, blocks: str | None = None, *, may_differ: Collection[str] = ()) -> ModelT:
-    """`model` itself, its blocks ready to run in any order. Already wrapped models pass through.
+    """Prepare the blocks of `model` to run in any order, and return `model` itself.
 
-    `blocks`: path of the block container, found by itself for timm, transformers and torchvision
-    vision transformers. `may_differ`: attributes in which blocks may differ, because what a block
-    computes does not depend on them (`index`, say). Raises `StackError` with the reason if the
-    blocks are not interchangeable.
+    A wrapped model is returned unchanged. `blocks`: path of the block container, found
+    automatically for vision transformers of timm, transformers and torchvision. `may_differ`:
+    attributes in which blocks may differ because a block's output does not depend on them (such as
+    `index`). Raises `StackError` with the reason if the blocks are not interchangeable.
     """
     stacks = _stacks(model)
     if stacks:
         if blocks is not None and dict(model.named_modules()).get(blocks) not in stacks:
             raise StackError(
-                f"{type(model).__name__} is wrapped already, and not at {blocks!r}",
+                f"{type(model).__name__} is already wrapped, but not at {blocks!r}",
                 hint="call layershuffle.unwrap(model) first",
             )
         return model
@@ -295,7 +295,7 @@ def wrap(model: ModelT, blocks: str | None = None, *, may_differ: Collection[str
 
 
 def unwrap(model: ModelT) -> ModelT:
-    """`model` itself with its block container as it was before `wrap`."""
+    """Undo `wrap`, and return `model` itself with its original block container."""
     for stack in _stacks(model):
         _remove_watches(stack)
         vars(stack).pop("_unasked", None)
@@ -309,14 +309,14 @@ def stack_of(model: nn.Module) -> BlockStack:
     stacks = _stacks(model)
     if len(stacks) != 1:
         raise StackError(
-            f"{type(model).__name__} holds {len(stacks)} block stacks, one is needed",
+            f"{type(model).__name__} has {len(stacks)} block stacks, but exactly one is needed",
             hint="call layershuffle.wrap(model) first",
         )
     return stacks[0]
 
 
 def blocks_of(model: nn.Module) -> tuple[nn.Module, ...]:
-    """The blocks by id, whatever the current order."""
+    """The blocks in the order of their ids, independent of the current order."""
     stack = stack_of(model)
     return tuple(stack.block(index) for index in range(stack.depth))
 
@@ -336,14 +336,14 @@ def running(
     """Run `model` along `order` inside the `with` block, in this thread only.
 
     `order` is one order for the whole batch, or a sequence of one per sample (they are regrouped by
-    their next block at every position). Keep `backward` inside too if you checkpoint the stack.
+    their next block at every position). If you checkpoint the stack, call `backward` inside too.
 
-    `exit_after`, for an order per sample: the state after so many steps goes to the head as well.
-    The output has twice as many rows then: those of the whole orders, and behind them those of the
-    orders cut after so many steps. Blocks run once for both.
+    `exit_after`, for an order per sample: the state after this number of steps also goes to the
+    head. The output then has twice as many rows: first those of the whole orders, then those of the
+    orders cut at the exit. Blocks run once for both.
 
-    Raises `UsageError` for orders of another depth, and `StackError` where the host ran its blocks
-    without asking for the whole order, or cannot let a state leave between its blocks.
+    Raises `UsageError` for orders of another depth, and `StackError` if the host ran only a part of
+    the order, or if no state can leave between its blocks.
     """
     refuse_non_orders(order)
     stack, asked = stack_of(model), Asked(depth_of(model))
@@ -372,7 +372,7 @@ def running(
 
 
 def _say_batch_norm(stack: BlockStack, consequence: str) -> None:
-    """Log once that BatchNorm inside of blocks in training sees other batches than before."""
+    """Log once that BatchNorm layers of blocks in training mode see other batches than usual."""
     if stack in _BATCH_NORM_SAID:
         return
     norms = [module for module in stack.modules() if isinstance(module, _BatchNorm)]
@@ -386,9 +386,9 @@ def _say_batch_norm(stack: BlockStack, consequence: str) -> None:
 def walking(model: nn.Module, walk: BlockWalk, *, older: bool = False) -> Iterator[None]:
     """Run `walk(call, state) -> state` in place of the whole stack, in this thread.
 
-    `call(block, position, chunk, rows)` runs one block, hooks included, with the other arguments
-    that the host model gave; `rows` names the samples in `chunk`, `None` meaning all. `older`:
-    whether some step reads an older version of the state than the newest.
+    `call(block, position, chunk, rows)` runs one block, including its hooks, with the other
+    arguments that the host model passed; `rows` are the samples in `chunk`, `None` for all.
+    `older`: whether a step reads an older version of the state than the newest.
     """
     stack = stack_of(model)
     with in_place(stack, lambda run: [Walked(stack, walk, run, HOSTS.get(stack), older=older)]):
@@ -399,8 +399,8 @@ def walking(model: nn.Module, walk: BlockWalk, *, older: bool = False) -> Iterat
 def recomputing(model: nn.Module) -> Iterator[None]:
     """Keep no activations inside blocks; the backward pass computes every block again.
 
-    Gradient checkpointing block by block, for host models that have none of their own too, and
-    under any order or walk.
+    This is gradient checkpointing block by block. It works for every host model and under any order
+    or walk.
     """
     stack = stack_of(model)
     _say_batch_norm(stack, "each batch counts twice in their running statistics")
@@ -419,9 +419,10 @@ def with_hooks(model: nn.Module, *hooks: BlockHook) -> Iterator[None]:
 
 @contextmanager
 def tap(model: nn.Module) -> Iterator[Tap]:
-    """Record (position, block, tensor) of every forward in the `with` block; free when off.
+    """Record (position, block, tensor) of every block run in the `with` block.
 
-    `tap.records` holds the last forward. Records keep their graph and their memory alive.
+    `tap.records` holds the last forward. The records keep their graph and memory alive.
+    Without a tap, nothing is recorded and there is no cost.
     """
     recorder = Tap()
     with with_hooks(model, recorder):
@@ -429,15 +430,15 @@ def tap(model: nn.Module) -> Iterator[Tap]:
 
 
 def _stacks(model: object) -> list[BlockStack]:
-    if not isinstance(model, nn.Module):  # types are not checked where users are new
+    if not isinstance(model, nn.Module):  # new users may not check types
         spec = isinstance(model, str)
         raise StackError(
-            f"A model is needed here, not {model!r}" if spec else f"{type(model)} is no nn.Module",
+            f"A model is needed, got {model!r}" if spec else f"{type(model)} is not an nn.Module",
             hint=f"layershuffle.load({model!r}) builds the model of a spec, wrapped"
             if spec
-            else "give the torch.nn.Module itself",
+            else "pass the torch.nn.Module itself",
         )
-    # Not `model.modules()`: most modules are inside blocks, and this runs for every forward.
+    # `model.modules()` would be slow: most modules are inside blocks, and this runs every forward.
     reached = {model: None}  # a dict keeps the order
     waiting = [model]
     while waiting:

@@ -1,12 +1,12 @@
-"""Many orders over one batch, every shared prefix run once.
+"""Run many orders over one batch, and every shared prefix only once.
 
 Orders are put into a prefix trie; a depth-first walk runs each node's block once, so at most
 `depth` activations are alive. `run_stem` and `run_head` are the two ends of a forward, on either
 side of the blocks. Outputs are bit-equal to running the orders one by one.
 
-What goes through here: `evaluate`, and with it eval, reproduce, merges and soups; ensembles, member
-by member; of the analyses leave-one-out. The others look into the blocks under balanced orders,
-which have every block at every position once: no two of them begin alike, so nothing is shared.
+The trie is used by `evaluate`, and so by eval, reproduce, merges and soups, by ensembles (member by
+member), and by the analysis leave-one-out. The other analyses look into the blocks under balanced
+orders, which have every block at every position once: no two begin alike, so nothing is shared.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from layershuffle.residual import added
 from layershuffle.stack import depth_of, running, stack_of, walking
 
 _log = logging.getLogger("layershuffle")
-# Of a state, on a CPU. Fewer images than these would read the weights too often.
+# Bytes of a state on a CPU, and the fewest images; with fewer the weights are read too often.
 _CACHED_BYTES, _LEAST_IMAGES = 1 << 20, 4
 _LOOPS_SAID: WeakSet[nn.Module] = WeakSet()
 
@@ -36,8 +36,8 @@ _LOOPS_SAID: WeakSet[nn.Module] = WeakSet()
 class TrieNode:
     """A prefix: the steps (block, version) that follow it, and the orders that end here.
 
-    `ends` are their indices. `older` are the versions of the state that steps below read when they
-    are not the newest any more.
+    `ends` are the indices of these orders. `older` are the versions of the state that later steps
+    read after a newer version exists.
     """
 
     children: dict[tuple[int, int], TrieNode] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class TrieNode:
 
 
 def build_trie(orders: Sequence[ExecutionOrder]) -> TrieNode:
-    """The trie of `orders`; their indices stand where they end."""
+    """The trie of `orders`; the node at which an order ends holds its index."""
     root = TrieNode()
     for index, order in enumerate(orders):
         node, last = root, order.last_readers()
@@ -58,7 +58,7 @@ def build_trie(orders: Sequence[ExecutionOrder]) -> TrieNode:
 
 
 def block_executions(node: TrieNode) -> int:
-    """How many block runs a walk of the trie takes."""
+    """The number of block runs in a walk of the trie."""
     return sum(1 + block_executions(child) for child in node.children.values())
 
 
@@ -68,8 +68,8 @@ def forward_trie(
     """(indices of orders, their logits) for every distinct order, depth first.
 
     `model` is wrapped; `forward(images)` calls it and returns logits `[batch, classes]`. Inference
-    only: run it under `torch.inference_mode()`. A model that does more between its blocks than hand
-    on the state runs the orders one by one.
+    only: run it under `torch.inference_mode()`. A model that does more between its blocks than pass
+    the state on runs the orders one by one.
     """
     if not _is_chain(model, images, forward=forward):
         for ends, steps in _orders(trie):
@@ -84,21 +84,21 @@ def forward_trie(
 
 
 def images_at_once(model: nn.Module, images: Tensor, *, forward: Callable[[Tensor], Tensor]) -> int:
-    """How many of `images` a walk should take at a time; `forward` as in `forward_trie`.
+    """The number of `images` that a walk should take at a time; `forward` as in `forward_trie`.
 
-    On a CPU so many that their state stays in its cache while block after block reads it, in even
-    parts: measured best at widths 64, 192 and 768 (docs/log.md). On a GPU all. Logits are those of
-    another batch size, equal up to the rounding of batched kernels.
+    On a CPU the images are split into even parts whose state stays in the cache from block to
+    block: measured best at widths 64, 192 and 768 (docs/log.md). A GPU takes all images. Logits are
+    those of another batch size, equal up to the rounding of batched kernels.
     """
     if images.device.type != "cpu" or len(images) < 2:
         return max(1, len(images))
     if not _is_chain(model, images, forward=forward):
         return len(images)
     state, _ = run_stem(model, images[:1], forward=forward)
-    # Bytes count, not images: parts of 8 to 32 images cost the digits model up to 2.2 times the
-    # time (docs/log.md).
+    # The limit is in bytes, not images: with parts of 8 to 32 images the digits model takes up to
+    # 2.2 times as long (docs/log.md).
     most = max(_LEAST_IMAGES, _CACHED_BYTES // state.nbytes)
-    # Even parts: a rest of one or two images would read all weights for little work.
+    # Even parts, because a rest of one or two images would read all weights for little work.
     parts = -(-len(images) // most)
     return -(-len(images) // parts)
 
@@ -113,8 +113,8 @@ def run_stem(
     """The state `[batch, tokens, width]` that enters the first block, and how to call a block.
 
     `model` is wrapped; `forward(images)` calls it. No block runs. Raises `StackError` for a host
-    that never calls its blocks and, if steps are to read `older` versions of the state than the
-    newest, for blocks that do not add to their state.
+    that never calls its blocks and, if steps read `older` versions of the state than the newest,
+    for blocks that do not add to their state.
     """
 
     def stop(call: BlockCall, state: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ def run_stem(
 def run_head(
     model: nn.Module, images: Tensor, *, state: Tensor, forward: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """What `forward(images)` returns when its blocks leave the state as `state`.
+    """The output of `forward(images)` if its blocks return `state`.
 
     The stem runs once per finished order because the head is only reachable through the host's own
     forward. It is small beside the blocks (0.7 % of the operations of a ViT-B).
@@ -139,7 +139,7 @@ def run_head(
 
     def walk(call: BlockCall, initial: Tensor) -> Tensor:
         del call, initial
-        # A copy: some hosts change the state in place, and the caller may need it again.
+        # A copy, because some hosts change the state in place, and the caller may need it again.
         return torch.clone(state)
 
     with walking(model, walk):
@@ -147,7 +147,7 @@ def run_head(
 
 
 class _Reached(BaseException):
-    """Leaves the host's forward at its blocks. Not an error, so no host may catch it as one."""
+    """Leaves the host's forward at its blocks. It is not an `Exception`, so no host catches it."""
 
     def __init__(self, call: BlockCall, state: Tensor) -> None:
         super().__init__()
@@ -157,9 +157,9 @@ class _Reached(BaseException):
 def _walk(
     node: TrieNode, states: tuple[Tensor, ...], call: BlockCall
 ) -> Iterator[tuple[list[int], Tensor]]:
-    """Run what follows `node`; `states` are the versions of the state up to it."""
+    """Run the steps below `node`; `states` are the versions of the state up to it."""
     position, state = len(states) - 1, states[-1]
-    # An order may end where another goes on, as subsets of one permutation do.
+    # An order may end where another one continues, as subsets of one permutation do.
     if node.ends:
         yield node.ends, state
     readers = len(node.children)
@@ -175,7 +175,7 @@ def _walk(
 def _orders(
     node: TrieNode, steps: tuple[tuple[int, int], ...] = ()
 ) -> Iterator[tuple[list[int], tuple[tuple[int, int], ...]]]:
-    """(indices of orders, their steps) of every distinct order, depth first."""
+    """(indices of orders, their steps) for every distinct order, depth first."""
     if node.ends:
         yield node.ends, steps
     for step, child in node.children.items():
@@ -183,24 +183,23 @@ def _orders(
 
 
 def refuse_loops(model: nn.Module, images: Tensor, *, forward: Callable[[Tensor], Tensor]) -> None:
-    """Raises `StackError` for a host whose stem, blocks and head do not make its forward."""
+    """Raises `StackError` if the host's forward is not just its stem, blocks and head."""
     if not _tried(model, images, forward).chain:
         raise StackError(
-            f"{type(model).__name__} does more between its blocks than hand on the state (several "
-            "states, a read-out, gates ...), so it cannot be taken apart into stem, blocks and "
-            "head",
+            f"{type(model).__name__} does more between its blocks than pass the state on (several "
+            "states, a read-out, gates ...), so it cannot be split into stem, blocks and head",
             hint="whole forwards work: layershuffle.running, fit and eval",
         )
 
 
 def _is_chain(model: nn.Module, images: Tensor, *, forward: Callable[[Tensor], Tensor]) -> bool:
-    """Whether a walk may take the place of the host's loop; says it once where it may not."""
+    """Whether a walk may replace the host's loop; log it once if it may not."""
     stack, chain = stack_of(model), _tried(model, images, forward).chain
     if not chain and stack not in _LOOPS_SAID:
         _LOOPS_SAID.add(stack)
         _log.warning(
-            "%s seems to do more between its blocks than hand on the state, or they write into it, "
-            "so its orders run one by one: the scores are the same, and take longer",
+            "%s seems to do more between its blocks than pass the state on, or its blocks write "
+            "into it, so its orders run one by one: this takes longer, the scores are the same",
             type(model).__name__,
         )
     return chain

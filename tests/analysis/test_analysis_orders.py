@@ -165,7 +165,7 @@ def test_groups_of_the_data_join_the_batches():
     few = replace(split, groups=torch.arange(48)[:, None] % 9)
     nine = replace(subject, data=replace(subject.data, splits={"test": few}))
     assert nine.clusters(48, by_batch=False) is None
-    with pytest.raises(DataError, match="There are 49 images, and groups of 48"):
+    with pytest.raises(DataError, match="There are 49 images, but groups for 48"):
         grouped.clusters(49, by_batch=False)
 
 

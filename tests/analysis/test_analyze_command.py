@@ -138,11 +138,11 @@ def test_errors_are_one_paragraph(capsys, tmp_path, monkeypatch, words, phrase):
 
 def test_other_files_are_not_deleted(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(UsageError, match="Something else than an analysis"):
+    with pytest.raises(UsageError, match="holds files other than an analysis"):
         run_analysis("norms", MODEL, data_spec=DATA, settings=AnalysisSettings(), out=tmp_path)
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
 
 
 def test_nothing_to_read(tmp_path):
-    with pytest.raises(UsageError, match="There is no analysis here"):
+    with pytest.raises(UsageError, match="This directory holds no analysis"):
         read_analysis(tmp_path)

@@ -101,7 +101,7 @@ def test_eval_per_batch_says_so(capsys, fitted):
     [
         (["evel"], 2, "did you mean 'eval'"),
         (["swarm", "upp"], 2, "There is no command 'swarm upp'. Next: did you mean 'up'?"),
-        (["eval", "FITTED", "--data", DATA, "--modes", "kept:9"], 2, "9 blocks cannot be kept"),
+        (["eval", "FITTED", "--data", DATA, "--modes", "kept:9"], 2, "Cannot keep 9 blocks"),
         (["eval", "FITTED", "--data", DATA, "--modes", "shuffled"], 2, "not an evaluation mode"),
         (["eval", "FITTED", "--data", DATA, "--order", "0,7"], 2, "7 is not a block"),
         (["eval", "FITTED", "--data", DATA, "--order", "a"], 2, "'a' in the execution order"),
@@ -192,7 +192,7 @@ def test_unknown_key_in_a_recipe(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("words", "cause", "next_command"),
     [
-        ("reproduce digits-base", "the recipe of one training", "layershuffle fit --recipe "),
+        ("reproduce digits-base", "the recipe of a single training", "layershuffle fit --recipe "),
         ("pretrain digits-quick", "the recipe of a study", "layershuffle reproduce digits-quick"),
         ("fit --recipe digits-quick", "the recipe of a study", "layershuffle reproduce digits-qui"),
     ],
@@ -200,7 +200,7 @@ def test_unknown_key_in_a_recipe(capsys, tmp_path):
 def test_a_recipe_of_another_command(capsys, tmp_path, words, cause, next_command):
     code, _, err = run(capsys, *words.split(), "--out", str(tmp_path / "o"))
     assert code == 2
-    assert f"This is {cause}, and not of " in err
+    assert f"This is {cause}, not of " in err
     assert f"Next: {next_command}" in err
 
 

@@ -88,7 +88,7 @@ def test_only_the_width_of_the_terminal_breaks_a_text(command, monkeypatch):
             assert re.match(r" (-[a-z-]|[A-Z.]+$)", above), (above, line)
             assert "  " not in above.strip(), (above, line)
     if command == "swarm drill":
-        assert any("the other: one of Ray's processes or the gateway" in line for line in lines)
+        assert any("the other: kill one of Ray's processes or the" in line for line in lines)
 
 
 def test_the_flags_are_frozen():

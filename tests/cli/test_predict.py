@@ -96,7 +96,7 @@ def test_lines_name_the_classes_and_the_order(
         (["model"], 2, "There is no image to answer for"),
         (["model", "0.png", "--top", "0"], 2, "top is 1 or more"),
         (["model", "0.png", "--order", "9"], 2, "9 is not a block"),
-        (["model", "0.png", "--mode", "kept:9"], 2, "9 blocks cannot be kept"),
+        (["model", "0.png", "--mode", "kept:9"], 2, "Cannot keep 9 blocks"),
         (["model", "0.png", "--mode", "kept:1-2"], 2, "one order mode; 'kept:1-2' names 2"),
         (["model", "0.png", "--mode", "arbitrary", "--order", "1"], 2, "exclude each other"),
         (["model", "none.png"], 1, "none.png"),

@@ -171,7 +171,7 @@ def test_verify_finds_what_is_wrong(source: Path, capsys, damage: str) -> None:
     out = source.with_name("cached")
     words = ["cache", f"folder:{source}", "--size", "24", "--workers", "0", "--out", str(out)]
     assert main([*words, "--verify"]) == 0
-    assert "All 26 images are what was written" in capsys.readouterr().out
+    assert "All 26 images are as they were written" in capsys.readouterr().out
     path = out / "train" / "bee" / "00000013.jpg"
     content = bytearray(path.read_bytes())
     if damage == "changed":

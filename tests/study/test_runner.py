@@ -221,7 +221,7 @@ def test_what_may_change_and_what_not(tmp_path):
 
 def test_modes_are_checked_before_the_training(tmp_path):
     (task,) = tasks_of(StudySettings(**{**ONE_ARM, "evaluate": {"modes": "kept:9"}}))
-    with pytest.raises(UsageError, match="9 blocks cannot be kept of a model with 4"):
+    with pytest.raises(UsageError, match="Cannot keep 9 blocks of a model with 4"):
         execute(task, tmp_path)
     assert not (task.directory(tmp_path) / "fit").exists()
 

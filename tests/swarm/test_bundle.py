@@ -224,7 +224,7 @@ def test_programs_hold_operations_of_torch_and_nothing_else():
     refused("format 2", format=2)
     refused("not an operation", steps=[["os.system.default", ["true"], {}]])
     refused("has no attribute", steps=[["aten.no_such_thing.default", [], {}]])
-    refused("name is none", steps=[["aten.relu.default", [], {"x=print(1), y": 1}]])
+    refused("not an identifier", steps=[["aten.relu.default", [], {"x=print(1), y": 1}]])
     refused("no type or layout", steps=[["aten.relu.default", [{"torch": "load"}], {}]])
     refused("KeyError", inputs=[["constant", "absent"]])
     with pytest.raises(ModelFileError, match="whole safetensors"):

@@ -330,7 +330,7 @@ def test_times_that_cannot_be_are_not_believed(answer, then, asked):
             await walked(coordinator)
         await until(lambda: condition(coordinator, "a") == then)
         assert coordinator.router.swarm["a"].link == link
-        why = {"shut-out": "times or its batch", "suspect": "longer than its visit"}[then]
+        why = {"shut-out": "times or batch size", "suspect": "longer than its visit"}[then]
         assert why in coordinator.router.swarm["a"].why
 
     coordinated(check, plan=plan_of(a=(0, 1)), nodes=(A,))

@@ -354,7 +354,7 @@ def test_a_plan_grown_to_more_hosts():
     profile = Profile(hosts={"host-2": TIMES}, every=HostTimes(block_ms=9))
     assert profile.times("host-2~3") == profile.times("host-2") == TIMES
     assert profile.times("host-1~2").block_ms == 9
-    with pytest.raises(UsageError, match="5 hosts, 4 are fewer"):
+    with pytest.raises(UsageError, match=r"the plan \(5\), got 4"):
         scaled(spread(5), 4)
 
 

@@ -39,5 +39,5 @@ def with_bounds(value: float, bounds: Interval, *, form: str = ".2f", unit: str 
 
 
 def said_with(sentence: str, intervals: Mapping[str, Interval]) -> str:
-    """The sentence with its full stop, and with a clause where intervals are missing."""
+    """`sentence` with a full stop, and with a remark (`TOO_FEW`) if an interval is missing."""
     return f"{sentence}; {TOO_FEW}." if None in intervals.values() else f"{sentence}."

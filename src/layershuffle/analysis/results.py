@@ -64,7 +64,9 @@ def read_analysis(out: Path) -> Result:
     summary = read_summary(out)
     if summary is None:
         raise UsageError(
-            "There is no analysis here", place=out, hint="layershuffle analyze NAME MODEL --out DIR"
+            "This directory holds no analysis",
+            place=out,
+            hint="layershuffle analyze NAME MODEL --out DIR",
         )
     tables = {
         Path(name).stem: table_from((out / name).read_text(encoding="utf-8"))
@@ -103,7 +105,7 @@ def check_replaceable(out: Path) -> None:
     ours = {SUMMARY, *((read_summary(out) or {}).get("files", ()))}
     if not out.is_dir() or {path.name for path in out.iterdir()} - ours:
         raise UsageError(
-            "Something else than an analysis is here, which writing would delete",
+            "This directory holds files other than an analysis, which writing would delete",
             place=out,
             hint="name a new directory with --out",
         )

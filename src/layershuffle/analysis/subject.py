@@ -145,7 +145,7 @@ class Subject:
         if groups is not None:
             if len(groups) < images:
                 raise DataError(
-                    f"There are {images} images, and groups of {len(groups)}", place=self.data.spec
+                    f"There are {images} images, but groups for {len(groups)}", place=self.data.spec
                 )
             columns.append(groups[:images].numpy() + images)  # apart from the numbers of batches
         if not columns:

@@ -166,7 +166,7 @@ def time_training(
     images = state.job.images_per_forward
     fitting = largest_forward(state, below=images)
     raise TrainingError(
-        f"A step of {images} images does not fit the memory"
+        f"A step of {images} images does not fit into memory"
         + (f"; the largest that did fit, halving it, is {fitting}" if fitting else ""),
         hint=f"--batch {fitting}" if fitting else "a smaller model",
     )

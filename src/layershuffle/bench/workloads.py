@@ -117,7 +117,7 @@ def random_spec(spec: str) -> str:
     asked = parsed.settings.get(name)
     if asked not in (None, False, "none"):
         raise UsageError(
-            f"{spec!r} asks for trained weights; speed is measured with random ones",
+            f"{spec!r} requests trained weights, but speed is measured with random ones",
             hint=f"leave {name} out",
         )
     if name in parsed.settings:

@@ -1,7 +1,7 @@
 """The command line: it parses arguments, calls one function of the library and prints the outcome.
 
-Exit codes: 0 done, 1 failure, 2 wrong usage, 130 interrupted, 141 nobody reads the output any more,
-143 stopped by a signal after a checkpoint was saved.
+Exit codes: 0 done, 1 failure, 2 wrong usage, 130 interrupted, 141 broken pipe (the reader of the
+output has gone), 143 stopped by a signal after a checkpoint was saved.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from layershuffle.text import did_you_mean, listing, one_line
 
 @dataclass(frozen=True, kw_only=True)
 class CommandGroup:
-    """Commands under one word, each with a line about it.
+    """A group of commands, each with a line of description.
 
     A command is named as "module:class" and imported only when it is chosen, so that `--help` stays
     under half a second.
@@ -40,7 +40,7 @@ SWARM = CommandGroup(
         "up": ("start a whole swarm on this machine", "swarm.serving:UpCommand"),
         "demo": ("classify, kill a third of the hosts, classify again", "swarm.demo:DemoCommand"),
         "head": ("start the head of a swarm of several machines", "swarm.machines:HeadCommand"),
-        "host": ("let this machine hold blocks for a head", "swarm.machines:HostCommand"),
+        "host": ("serve blocks on this machine for a head", "swarm.machines:HostCommand"),
         "deploy": ("serve a plan from the machines of a head", "swarm.serving:DeployCommand"),
         "status": ("show the hosts of a running swarm", "swarm.asking:StatusCommand"),
         "drain": ("let a host finish its work and take no more", "swarm.admin:DrainCommand"),
@@ -59,12 +59,12 @@ ROOT = CommandGroup(
     about="Vision transformers whose blocks run in any order (arXiv 2407.04513).",
     first_step="layershuffle predict bundled:digits-swarm bundled:digit-pair.png",
     commands={
-        "demo": ("take a model apart on a page, and watch it answer", "demo:PageCommand"),
+        "demo": ("rearrange a model's blocks on a page and watch it answer", "demo:PageCommand"),
         "fit": ("refine a model so that its blocks run in any order", "fit:FitCommand"),
         "predict": ("name the classes of images", "predict:PredictCommand"),
         "eval": ("score a model under many execution orders", "eval:EvalCommand"),
         "cache": ("copy images at the size that training needs", "cache:CacheCommand"),
-        "analyze": ("ask what the blocks of a model learnt", "analyze:AnalyzeCommand"),
+        "analyze": ("analyse what the blocks of a model learnt", "analyze:AnalyzeCommand"),
         "merge": ("build models from the blocks of several models", "merge:MergeCommand"),
         "ensemble": ("score the mean of several models' answers", "merge:EnsembleCommand"),
         "reproduce": ("run a study of the paper and write its report", "study:ReproduceCommand"),
@@ -72,7 +72,7 @@ ROOT = CommandGroup(
         "pretrain": ("train a base model from a recipe", "fit:PretrainCommand"),
         "bench": ("measure how fast this machine trains and evaluates", "bench:BenchCommand"),
         "swarm": ("serve a model from hosts that may fail", SWARM),
-        "classify": ("ask a running swarm", "swarm.asking:ClassifyCommand"),
+        "classify": ("classify images on a running swarm", "swarm.asking:ClassifyCommand"),
         "completion": ("complete commands and flags in a shell", "completion:CompletionCommand"),
         "doctor": ("check this machine and say what to type next", "doctor:DoctorCommand"),
     },
@@ -82,13 +82,13 @@ ROOT = CommandGroup(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    # Cut out by hand: parsing itself may fail, and groups have no parser that would take it.
+    # Removed by hand, because parsing itself may fail, and groups have no parser.
     debug = "--debug" in arguments
     arguments = [word for word in arguments if word != "--debug"]
     try:
         with _log_to_stderr():
             code = _dispatch(arguments)
-        # A closed pipe has to fail here, inside of the `try`, and not when Python exits.
+        # A closed pipe must fail here, inside the `try`, and not when Python exits.
         print(end="", flush=True)
         return code
     except LayerShuffleError as error:
@@ -102,11 +102,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     # The last line of defence: users get one paragraph, developers get --debug.
     except Exception as error:
-        # A lost connection raises the same error, and is a failure like any other.
+        # A lost connection raises the same error, but is an ordinary failure.
         if isinstance(error, BrokenPipeError) and _output_is_closed():
-            # Whoever pipes help into `head` has read as much of it as was wanted.
+            # A user who pipes help into `head` expects the pipe to break.
             if arguments and not {"-h", "--help"} & set(arguments):
-                print("stopped: nobody reads the output any more", file=sys.stderr)
+                print("stopped: broken pipe, the reader of the output has gone", file=sys.stderr)
             return 141
         if debug:
             raise
@@ -119,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(arguments: Sequence[str]) -> int:
-    """Walk down the groups to the command that the first words name, parse the rest, run it."""
+    """Find the command that the first words name, parse the rest of the words and run it."""
     group, path, words = ROOT, ["layershuffle"], list(arguments)
     if words == ["--version"]:
         print(__version__)
@@ -158,26 +158,26 @@ def _group_help(group: CommandGroup, path: str) -> str:
 
 
 def _output_is_closed() -> bool:
-    """Whether the reader of our output has gone, as `head` does; nothing more is written then."""
+    """Whether the reader of the output has closed the pipe, as `head` does; if so, stop writing."""
     try:
         output, poll = sys.stdout.fileno(), select.poll()
     except OSError:  # not a file, as in a notebook
         return False
     poll.register(output, 0)
-    # On the writing end of a pipe POLLERR says that the reader has closed its end.
+    # On the writing end of a pipe, POLLERR means that the reader has closed its end.
     closed = any(event & select.POLLERR for _, event in poll.poll(0))
     if closed:
-        # Python flushes what it still buffers when it exits, which would fail once more.
+        # Python flushes its buffers when it exits, which would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), output)
     return closed
 
 
 @contextmanager
 def _log_to_stderr() -> Iterator[None]:
-    """Our own warnings on standard error; other libraries show theirs themselves."""
+    """Show the warnings of this package on standard error; other libraries show their own."""
     log, handler = logging.getLogger("layershuffle"), logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
-    # Taken off again below: tests and notebooks call `main` many times in one process.
+    # Removed below, because tests and notebooks call `main` many times in one process.
     log.addHandler(handler)
     try:
         yield

@@ -18,7 +18,7 @@ from layershuffle.text import listing
 
 @dataclass(frozen=True, kw_only=True)
 class AnalyzeCommand(ComputingCommand):
-    """Ask one question about what the blocks of a model learnt, or every question that applies."""
+    """Analyse what the blocks of a model learnt: one question, or all that apply."""
 
     name: Annotated[str | None, tyro.conf.Positional, required(metavar="NAME")] = None
     """The question: umap, norms, attention, attribution, leave-one-out, cka or position; all asks
@@ -29,7 +29,7 @@ class AnalyzeCommand(ComputingCommand):
     """Images: digit-pairs, formula, folder:DIR, hf:NAME_OR_DIR, cifar100:DIR, wds:SHARDS."""
     out: Annotated[Path | None, required()] = None
     """Directory for tables, figures and the summary; with all, one directory in it per question."""
-    # --list alone is a whole command, which is why tyro does not require the arguments above.
+    # --list needs no other argument, so tyro does not require the arguments above.
     list: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print the questions and stop; nothing else is needed."""
     json: bool = False
@@ -37,7 +37,7 @@ class AnalyzeCommand(ComputingCommand):
     settings: Inline[AnalysisSettings]
 
     def run(self) -> int:
-        """Run the analyses; print what they say and where their files are."""
+        """Run the analyses; print their sentences and the paths of their files."""
         if self.list:
             print(listing([(name, analysis.question) for name, analysis in ANALYSES.items()]))
             return 0
@@ -53,10 +53,10 @@ class AnalyzeCommand(ComputingCommand):
                 print(json.dumps(answer, indent=2))
             return 0
 
-        # Imported late because torch comes with it.
+        # Imported late, because it imports torch.
         from layershuffle.analysis.subject import DoesNotApply
 
-        # A mixer has no attention to look at: what does not apply is named, and is no failure.
+        # A mixer has no attention, for example; an analysis that does not apply is not a failure.
         answers, refused = [], {}
         for name in ANALYSES:
             try:
@@ -84,7 +84,7 @@ class AnalyzeCommand(ComputingCommand):
                 device=self.device,
                 progress=progress,
             )
-        # Read back, so that what is printed is what the files hold.
+        # Read back, so that the printed answer is the one in the files.
         result = read_analysis(out)
         if not self.json:
             print(f"{result.title}\n{result.paragraph}")

@@ -16,7 +16,7 @@ from layershuffle.text import did_you_mean
 
 @dataclass(frozen=True, kw_only=True)
 class BenchCommand(Command):
-    """Measure speed and memory, with random weights and generated images; nothing is downloaded."""
+    """Measure speed and memory with random weights and generated images, without downloads."""
 
     kind: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="KIND")]
     """What is measured: train, eval, orders, input or merge."""
@@ -28,7 +28,7 @@ class BenchCommand(Command):
         """Measure and print a report or JSON."""
         if self.kind not in KINDS:
             raise UsageError(
-                f"bench measures {', '.join(KINDS)}, not {self.kind!r}",
+                f"KIND must be one of {', '.join(KINDS)}, got {self.kind!r}",
                 hint=did_you_mean(self.kind, KINDS, otherwise="layershuffle bench --help"),
             )
 

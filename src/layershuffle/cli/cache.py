@@ -31,7 +31,7 @@ class CacheCommand(Command):
     settings: Inline[CacheSettings]
 
     def run(self) -> int:
-        """Make the cache, or say that it is there; check it if asked to."""
+        """Make the cache, or report that it exists; verify it if --verify is given."""
         from layershuffle.cli.progress import shown_progress
         from layershuffle.data.cache import build_cache, default_out, verify_cache
         from layershuffle.data.loading import loader_processes
@@ -53,7 +53,7 @@ class CacheCommand(Command):
             processes = loader_processes() if settings.workers is None else settings.workers
             with shown_progress("verify") as progress:
                 count = verify_cache(out, processes=processes, progress=progress)
-            print(f"All {count:,} images are what was written")
-        # Quoted: names of directories may hold spaces, and the line is there to be copied.
+            print(f"All {count:,} images are as they were written")
+        # Quoted, because directory names may hold spaces and the line is meant to be copied.
         print(f"Next: layershuffle fit --data {quote(f'folder:{out}')} ...")
         return 0

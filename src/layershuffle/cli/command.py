@@ -30,18 +30,18 @@ Inline = Annotated[AnySettings, tyro.conf.arg(name="")]
 
 
 def required(when: str = "", *, metavar: str | None = None) -> Any:
-    """The mark of an argument that `run` asks for, as tyro asks for none of it: it has a default,
-    or is a tuple. `when` is the case in which it is needed, if that is not always."""
+    """Mark an argument as required in the help. tyro itself does not require it, because it has a
+    default or is a tuple; `run` checks it. `when` names the case in which it is required."""
     return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"({f'required {when}'.strip()})")
 
 
 TYRO_RULES = ConstructorRegistry()
-"""Give these to every `tyro.cli` that prints help: they say how arguments are shown."""
+"""Pass these to every `tyro.cli` that prints help: they say how arguments are shown."""
 _asks_tyro = ContextVar("_asks_tyro", default=False)
 
 
-# tyro 1.0.17 joins the lines of a docstring before it takes their indentation away, and takes an
-# indented line for a list that has to keep its breaks. So the lines are joined here.
+# tyro 1.0.17 joins the lines of a docstring before it removes their indentation, and treats an
+# indented line as a list item that must keep its line break. So the lines are joined here.
 @TYRO_RULES.struct_rule
 def _for_readers(info: StructTypeInfo) -> StructConstructorSpec | None:
     """What tyro's own rules make of a dataclass or of settings, with each text in one line. What
@@ -85,7 +85,7 @@ def _shown(field: StructFieldSpec) -> StructFieldSpec:
 
 
 def _one_line(text: str | Callable[[], str | None] | None) -> Callable[[], str | None]:
-    """The text without line breaks. It is read when it is shown, as reading takes time."""
+    """The text without line breaks, read only when it is shown, because reading takes time."""
 
     def joined() -> str | None:
         read = text() if callable(text) else text
@@ -95,7 +95,7 @@ def _one_line(text: str | Callable[[], str | None] | None) -> Callable[[], str |
 
 
 def asked(words: Sequence[str]) -> list[str]:
-    """`words`, or --help alone where it is among them: tyro's help leaves out what was given."""
+    """`words`, or only --help if they contain it: tyro omits flags that are given from its help."""
     return ["--help"] if {"-h", "--help"} & set(words) else list(words)
 
 
@@ -109,7 +109,7 @@ class Command:
     """Show the whole Python traceback of a failure."""
 
     def run(self) -> int:
-        """Do what the command is for, print the outcome; returns the exit code."""
+        """Run the command and print the outcome; returns the exit code."""
         raise NotImplementedError
 
     @classmethod
@@ -122,7 +122,7 @@ class Command:
         try:
             return tyro.cli(cls, args=asked(words), prog=prog, registry=TYRO_RULES)
         except SettingsError as error:
-            # Not chained: the first error says the same without the next command to type.
+            # Not chained: the first error has the same text without the next command.
             raise SettingsError(error.cause, hint=f"{prog} --help") from None
 
 
@@ -137,16 +137,16 @@ class ComputingCommand(Command):
 
     @contextmanager
     def computing(self, title: str) -> Iterator[Progress]:
-        """With as many threads as asked for; the progress is shown under `title`."""
+        """Compute with the requested number of threads, and show the progress under `title`."""
         from layershuffle.cli.progress import shown_progress
 
         if self.threads is not None and self.threads < 1:
-            raise UsageError(f"--threads is 1 or more, not {self.threads}")
+            raise UsageError(f"--threads must be at least 1, got {self.threads}")
         with threads_of(self.threads), shown_progress(title) as progress:
             yield progress
 
 
 def threads_of(number: int | None) -> AbstractContextManager[None]:
-    """Torch computes with `number` threads inside; `None` leaves it its own choice."""
-    # Not even set to what it is: torch's choice depends on the machine and may change.
+    """Set torch's threads to `number` in the `with` block; `None` keeps torch's own choice."""
+    # `None` sets nothing, because torch's choice depends on the machine and may change.
     return torch_threads(number) if number else nullcontext()

@@ -29,12 +29,12 @@ class EvalCommand(ComputingCommand):
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """Directory of a fit, or any model spec: bundled:digits, timm:NAME, dir:PATH and others."""
     data: str
-    """Images to score, of which the test split is read: digit-pairs, formula, folder:DIR,
+    """Images to score; their test split is read: digit-pairs, formula, folder:DIR,
     hf:NAME_OR_DIR, cifar100:DIR, wds:SHARDS."""
     order: str | None = None
     """Score this one execution order ("3,0,2") instead of the modes."""
     json: bool = False
-    """Print JSON that holds every drawn order with its scores."""
+    """Print JSON with every drawn order and its scores."""
     settings: Inline[EvalSettings]
 
     def run(self) -> int:

@@ -31,18 +31,18 @@ class _Training(Command):
 
     @classmethod
     def recipe_in(cls, words: Sequence[str]) -> Path | None:
-        """The recipe that these words name. It is read before they are parsed: it has defaults."""
+        """The recipe that `words` name. It is read before they are parsed, as it sets defaults."""
         raise NotImplementedError
 
     @classmethod
     def parse(cls, words: Sequence[str], *, prog: str) -> Self:
         """As `Command.parse`, with the recipe's settings as defaults.
 
-        A misspelt key is refused here, before tyro asks for what is missing because of it.
+        A misspelt key is refused here, before tyro reports the missing setting that it causes.
         """
         recipe = cls.recipe_in(words)
         try:
-            # MISSING makes tyro ask for the value as if the field had no default.
+            # MISSING makes tyro require the value as if the field had no default.
             default = cls(
                 out=tyro.MISSING, recipe=recipe or cls.no_recipe, settings=_defaults(recipe)
             )
@@ -51,7 +51,7 @@ class _Training(Command):
             raise SettingsError(error.cause, place=recipe, hint=f"{prog} --help") from None
 
     def run(self) -> int:
-        """Train; print what came out and what to type next."""
+        """Train, then print the result and the next command."""
         from layershuffle.cli.progress import progress_listener
         from layershuffle.training import fit, is_first_process
 
@@ -67,7 +67,7 @@ class _Training(Command):
             f"({result.hardware['gpu'] or result.hardware['processor']}, "
             f"{result.hardware['precision']}, batch {self.settings.batch_size})\n"
             f"Model: {self.out}/model\n"
-            # Quoted, because specs hold "?" and "&", which a shell would take for its own.
+            # Quoted, because specs hold "?" and "&", which a shell would interpret.
             f"Next: layershuffle eval {quote(str(self.out))} --data {quote(self.settings.data)}"
         )
         return 0
@@ -77,13 +77,13 @@ class _Training(Command):
 class FitCommand(_Training):
     """Refine a model so that its blocks run in any order.
 
-    Settings that are marked as required may also stand in the recipe. You can stop this command at
+    Settings that are marked as required may also be in the recipe. You can stop this command at
     any time; run it again to continue.
     """
 
     recipe: Path | None = None
-    """YAML file of settings, which have the names of the flags, or a recipe of this package by its
-    name; a flag wins over it."""
+    """YAML file of settings with the names of the flags, or the name of a recipe of this package;
+    flags override it."""
 
     @classmethod
     def recipe_in(cls, words: Sequence[str]) -> Path | None:
@@ -106,20 +106,20 @@ class PretrainCommand(_Training):
     """Train a base model from a recipe, as the shipped digits checkpoint was trained.
 
     The recipe is one for the method `baseline` whose model starts from random weights, for example
-    digits-base, which is in this package. Settings that are marked as required may stand in the
+    digits-base, which is in this package. Settings that are marked as required may be in the
     recipe. You can stop this command at any time; run it again to continue.
     """
 
     recipe: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")]
-    """YAML file of settings, which have the names of the flags, or a recipe of this package by its
-    name; a flag wins over it. It comes before all flags."""
+    """YAML file of settings with the names of the flags, or the name of a recipe of this package;
+    flags override it. It comes before all flags."""
 
     no_recipe: ClassVar[Any] = tyro.MISSING
 
     @classmethod
     def recipe_in(cls, words: Sequence[str]) -> Path | None:
         """The first word. Raises `UsageError` if that is a flag other than --help."""
-        # Flags take values of their own, so without a parser only the first word is certain.
+        # Flags take values, so without a parser only the first word is certain to be the recipe.
         if words and not words[0].startswith("-"):
             return Path(words[0])
         if {"-h", "--help"} & set(words):
@@ -128,11 +128,11 @@ class PretrainCommand(_Training):
 
 
 def _defaults(recipe: Path | None) -> FitSettings:
-    """The recipe's settings over the defaults, unchecked as a whole: flags may complete them."""
+    """The recipe's settings over the defaults, not checked as a whole: flags may complete them."""
     fields = read_recipe(recipe_file(recipe)) if recipe else {}
     if "arms" in fields:
         raise UsageError(
-            "This is the recipe of a study, and not of one training",
+            "This is the recipe of a study, not of a single training",
             place=recipe,
             hint=f"layershuffle reproduce {quote(str(recipe))}",
         )
@@ -141,7 +141,7 @@ def _defaults(recipe: Path | None) -> FitSettings:
     for name, field in FitSettings.model_fields.items():
         default: Any = field.get_default(call_default_factory=True)
         if name in fields:
-            # Checked here, so that a wrong value is named as one of the recipe, not of a flag.
+            # Checked here, so that the error names the recipe and not a flag.
             values[name] = field_value(FitSettings, name, value=fields[name])
         else:
             values[name] = tyro.MISSING if default is PydanticUndefined else default

@@ -1,4 +1,4 @@
-"""`layershuffle merge` and `layershuffle ensemble`: what several models are worth together."""
+"""`layershuffle merge` and `layershuffle ensemble`: combine several models."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ class MergeCommand(ComputingCommand):
     them beside their donors, soups and ensembles.
     """
 
-    # tyro cannot ask for one form or the other: what a form needs is checked in `run`.
+    # tyro cannot require one form or the other, so `run` checks what a form needs.
     models: Annotated[tuple[str, ...], tyro.conf.Positional, required(metavar="MODEL...")] = ()
     """The recipe, a YAML file; or with --random the donors: directories of fits or model specs."""
     out: Annotated[Path | None, required("with a recipe")] = None
     """Directory of the model that a recipe makes; with --random a CSV file for every score."""
     overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Replace what is at --out: an older model, or with --random a file. A donor never is."""
+    """Replace an older model at --out, or with --random a file. Donors are never replaced."""
     merges: Annotated[int | None, tyro.conf.arg(aliases=["--random"])] = None
     """Draw this many merges, no two alike, and score them (the paper: 100)."""
     data: Annotated[str | None, required("with --random")] = None
-    """--random: images to score, of which the test split is read (greedy soups also read held-out
-    images)."""
+    """--random: images to score; their test split is read (and held-out images for greedy
+    soups)."""
     mode: Literal["sequential", "arbitrary"] = "arbitrary"
     """--random: order mode in which every model runs."""
     base: str | None = None
@@ -65,7 +65,7 @@ class MergeCommand(ComputingCommand):
     def _run_random(self, merges: int) -> int:
         if self.data is None or not self.models:
             raise UsageError("merge --random needs models and --data SPEC")
-        # Built anew, not copied: a count of 0 must be refused.
+        # Built anew, because a copy would not refuse a count of 0.
         settings = MergingSettings(**dict(self.options), merges=merges)
 
         from layershuffle.files import write_text
@@ -73,10 +73,12 @@ class MergeCommand(ComputingCommand):
         from layershuffle.models.output import check_output
 
         if self.out is not None:
-            # Before hours of scoring, whose outcome could not be written.
+            # Checked before hours of scoring whose results could not be written.
             check_output(self.out, reads=self.models, overwrite=self.overwrite)
             if self.out.is_dir():
-                raise UsageError("--out is the file of the scores here", place=self.out)
+                raise UsageError(
+                    "--out must be a file for the scores, not a directory", place=self.out
+                )
         notes: list[str] = []
         with self.computing("merge") as progress:
             rows = score_merging(
@@ -123,7 +125,7 @@ def _merge_by_recipe(path: Path, out: Path, *, overwrite: bool) -> int:
 def _merging_group(rows: Sequence[MergingRow]) -> dict[str, Any]:
     """Means per model, then over models: the interval covers models where there are several."""
     first = rows[0]
-    # The name of a donor is its own, and a group of donors has many.
+    # Donors have different names, so a group of donors has none.
     name = "" if first.kind == "donor" else first.name
     what = " ".join(word for word in (first.kind, first.ends, name) if word)
     return {
@@ -137,7 +139,7 @@ def _merging_text(report: dict[str, Any]) -> str:
     rows = []
     for group in report["groups"]:
         top1 = group["top1"]
-        # Of a single model only its orders can differ, as the legend below the table says.
+        # A single model differs only between orders, as the legend below the table says.
         spread = top1["sd_models"] if top1["models"] > 1 else top1["sd_orders"]
         rows.append(
             (
@@ -178,9 +180,9 @@ class EnsembleCommand(ComputingCommand):
     models: Annotated[tuple[str, ...], tyro.conf.Positional, required(metavar="MODEL...")]
     """Members of the ensemble: directories of fits or model specs."""
     data: str
-    """Images to score, of which the test split is read."""
+    """Images to score; their test split is read."""
     json: bool = False
-    """Print JSON that holds every draw with the orders of its members."""
+    """Print JSON with every draw and the orders of its members."""
     settings: Inline[EnsembleSettings]
 
     def run(self) -> int:

@@ -27,7 +27,7 @@ class PredictCommand(ComputingCommand):
     """Directory of a fit, or any model spec: bundled:digits-swarm, timm:NAME, dir:PATH and
     others."""
     images: Annotated[tuple[Path, ...], tyro.conf.Positional, required(metavar="IMAGE...")]
-    """Image files; bundled:digit-pair.png is one of this package."""
+    """Image files; bundled:digit-pair.png is included in this package."""
     order: str | None = None
     """Run these blocks in this order ("3,0,2")."""
     mode: str | None = None
@@ -60,7 +60,7 @@ class PredictCommand(ComputingCommand):
         with self.computing("predict") as progress:
             model.to(device_of(self.device))
             predicted = predict_files(model, images, order=order, top=self.top, progress=progress)
-        # By the names that were given: a packaged picture has a long one of its own.
+        # Under the given names, because the path of a packaged picture is long.
         pairs = zip(self.images, predicted, strict=True)
         predictions = [replace(prediction, image=str(image)) for image, prediction in pairs]
         if self.json:

@@ -1,6 +1,6 @@
 """Progress of long commands: a live display on a terminal, plain lines elsewhere.
 
-Three things report progress: one training (`progress_listener`), the tasks of a study
+Three kinds of work report progress: one training (`progress_listener`), the tasks of a study
 (`study_watcher`), and anything that counts (`shown_progress`).
 """
 
@@ -29,7 +29,7 @@ _MOST_ROWS = 20
 
 
 def _live() -> bool:
-    # NO_COLOR asks for plain text, and a live display is made of escape sequences.
+    # NO_COLOR requests plain text, but a live display consists of escape sequences.
     return sys.stderr.isatty() and "NO_COLOR" not in os.environ
 
 
@@ -40,9 +40,9 @@ def clock(seconds: float) -> str:
 
 
 class Countdown:
-    """The speed of some work and the time left, from what was done since it was started here.
+    """The speed of some work and the time left, measured since the start of this object.
 
-    What an earlier, interrupted command did is not counted: it took none of this one's time.
+    The work of an earlier, interrupted command does not count, because it took none of this time.
     """
 
     def __init__(self, done: float = 0.0, *, clock: Clock = time.monotonic) -> None:
@@ -60,9 +60,9 @@ class Countdown:
 
 
 def pace_text(per_second: float, unit: str) -> str:
-    """As in "1,200 images/s"; per minute or hour where that takes two digits or more."""
+    """A rate such as "1,200 images/s", per minute or per hour if it is small."""
     for seconds, name in ((1, "s"), (60, "min")):
-        # A pass of a large model takes seconds: "0 passes/s" would say nothing.
+        # A pass of a large model takes seconds, and "0 passes/s" would be useless.
         if per_second * seconds >= 10:
             return f"{per_second * seconds:,.0f} {unit}/{name}"
     return f"{per_second * 3600:,.3g} {unit}/h"
@@ -100,7 +100,7 @@ def _of(done: float, total: float) -> str:
 
 
 def _number(count: float) -> str:
-    """Whole numbers as such; of a few, the tenth counts."""
+    """`count` as an integer, or with one decimal if it is fractional and below 100."""
     return f"{count:,.1f}" if count % 1 and count < 100 else f"{count:,.0f}"
 
 
@@ -108,7 +108,7 @@ def _number(count: float) -> str:
 def shown_progress(title: str) -> Iterator[Progress]:
     """A `Progress` on standard error: a bar on a terminal, a line every 20 seconds elsewhere.
 
-    `title` says what the command is doing, as "eval". The bar goes when the work ends.
+    `title` names the work, such as "eval". The bar disappears when the work ends.
     """
     if not _live():
         yield progress_lines(title)
@@ -134,15 +134,15 @@ def progress_lines(title: str, *, clock: Clock = time.monotonic) -> Progress:
 def progress_bar(
     title: str, console: Console, *, clock: Clock = time.monotonic
 ) -> Iterator[Progress]:
-    """The `Progress` of a terminal: a bar on `console`, which is gone afterwards."""
+    """The `Progress` of a terminal: a bar on `console`, which is removed afterwards."""
     from rich.progress import BarColumn, TextColumn
     from rich.progress import Progress as Bars
 
-    # Without markup: rich would take brackets in paths for tags of its own.
+    # Without markup, because rich would parse brackets in paths as tags.
     title_column = TextColumn("{task.description}", markup=False)
     columns = (title_column, BarColumn(bar_width=12), TextColumn("{task.fields[text]}"))
     stage = StageText(every=_DRAW_SECONDS, clock=clock)
-    # Drawn from calls alone: a thread that draws would take time from what `bench` measures.
+    # Drawn only in calls: a drawing thread would take time from what `bench` measures.
     with Bars(*columns, console=console, transient=True, auto_refresh=False) as bars:
         task = bars.add_task(title, total=None, text="")
         bars.refresh()
@@ -184,7 +184,7 @@ def progress_listener() -> Iterator[Listener]:
 
         def listen(event: dict[str, Any]) -> None:
             if event["kind"] == "data":
-                # Without markup: rich would take brackets in paths for tags of its own.
+                # Without markup, because rich would parse brackets in paths as tags.
                 progress.print(_describe_data(event), highlight=False, markup=False)
             elif event["kind"] == "start":
                 progress.update(task, total=event["steps"], completed=event["at"])

@@ -32,10 +32,10 @@ class ReproduceCommand(Command):
     """
 
     recipe: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")]
-    """Recipe of a study: a YAML file, or one of this package by its name: digits-quick,
-    digits-paper, imagenet-paper, cifar100-paper and others."""
+    """Recipe of a study: a YAML file, or the name of a recipe of this package (digits-quick,
+    digits-paper, imagenet-paper, cifar100-paper and others)."""
     data: str | None = None
-    """Images in place of those that the recipe names, as folder:DIR."""
+    """Images to use instead of those in the recipe, such as folder:DIR."""
     out: Path | None = None
     """Directory of the study (default: runs/NAME)."""
     workers: int | None = None
@@ -47,14 +47,14 @@ class ReproduceCommand(Command):
     """Run on a Ray cluster: its address, or auto for the one of this machine. --out must be on a
     disk that all its machines share."""
     dry_run: bool = False
-    """Print the tasks with the work and disk that they will take, and the time once a run is
-    finished. Needs no weights and no network; what is not there is estimated."""
+    """Print the tasks, the work and the disk space that they need, and the time once a run is
+    finished. Needs no weights and no network; sizes of missing data are estimated."""
 
     def run(self) -> int:
         """Run the study; raises `LayerShuffleError` if a run failed (the others are reported)."""
         if self.workers is not None and self.workers < 1:
             raise UsageError(
-                f"--workers is a number of processes, not {self.workers}",
+                f"--workers must be at least 1, got {self.workers}",
                 hint="leave it out for one per GPU or core",
             )
         study = _read_study(recipe_file(self.recipe), data=self.data)
@@ -88,7 +88,7 @@ class ReproduceCommand(Command):
                 make_pool=make_pool,
             )
         _write_report(out)
-        # The report comes first: what did finish is worth reading, and it names what did not.
+        # The report comes first: it shows what finished, and names what did not.
         if failed:
             raise LayerShuffleError(
                 f"{len(failed)} of the tasks failed: {', '.join(failed)}",
@@ -117,14 +117,14 @@ def _read_study(recipe: Path, *, data: str | None) -> StudySettings:
     fields = read_recipe(recipe)
     if "method" in fields and "arms" not in fields:
         raise UsageError(
-            "This is the recipe of one training, and not of a study",
+            "This is the recipe of a single training, not of a study",
             place=recipe,
             hint=f"layershuffle fit --recipe {quote(str(recipe))} --out DIR",
         )
     if data is not None:
         fields["data"] = data
     try:
-        # Misspelt keys before missing ones: the former are often the reason for the latter.
+        # Check misspelt keys before missing ones, because they are often the cause.
         check_known(StudySettings, fields)
         return StudySettings(**fields)
     except SettingsError as error:

@@ -113,7 +113,7 @@ def form_of(
         # A dataclass takes values of any type; pydantic checks those of its fields.
         TypeAdapter(kind).validate_python(dict(data))
         if isinstance(form, EncodingForm) and not 0 <= form.dropout <= 1:
-            raise UsageError(f"dropout lies in [0, 1], {form.dropout} does not")
+            raise UsageError(f"dropout must be in [0, 1], got {form.dropout}")
     except (UsageError, ValidationError, TypeError) as error:
         raise ModelFileError(
             f"The position part is not a {kind.__name__} ({one_line(error)})",

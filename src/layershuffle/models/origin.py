@@ -184,7 +184,7 @@ def unknown_name(kind: str, name: str, *, names: list[str], listing: str) -> Usa
 
 
 def hub_silence() -> str:
-    """Why the hub cannot be asked."""
+    """The reason why the hub cannot be reached."""
     if constants.HF_HUB_OFFLINE:
         return "offline mode is set (HF_HUB_OFFLINE)"
     return "the hub cannot be reached over the network"
@@ -193,7 +193,7 @@ def hub_silence() -> str:
 def weights_missing(
     model: str, why: str, *, download: str, random: str, place: str = constants.HF_HUB_CACHE
 ) -> ModelFileError:
-    """The error for weights that are neither in the cache `place` nor to be had from elsewhere."""
+    """The error for weights that are not in the cache `place` and cannot be downloaded."""
     return ModelFileError(
         f"The weights of {model} are not in the cache of this machine, and {why}",
         place=place,

@@ -69,7 +69,7 @@ class Habit:
 class AuditDraw:
     """Chooses visits to audit, from the secret generator `chance`; `passed` counts honest ones.
 
-    A new process is trusted the more, the more of its visits were found right.
+    The more visits of a new process passed an audit, the more it is trusted.
     """
 
     def __init__(self, chance: np.random.Generator) -> None:
@@ -79,27 +79,28 @@ class AuditDraw:
 
     @property
     def traces(self) -> set[str]:
-        """Names of the hosts that anything is kept of."""
+        """Names of the hosts about which anything is stored."""
         return {*self._passed, *self._habits}
 
     def chosen(self, host: str, blocks: int, *, before: State, after: State, share: float) -> bool:
         """Whether a visit to `host` of so many blocks is audited.
 
-        `before`, `after`: states `[images, tokens, width]` around it. Of many visits a share
-        `share` is: half of these for their oddness if the share is small, none if it is 1.
+        `before`, `after`: states `[images, tokens, width]` around it. In the long run a fraction
+        `share` of visits is audited; if it is small, half of these are chosen for their oddness,
+        and none if it is 1.
         """
         for_oddness = share * (1 - share) / 2
         habit = self._habits.setdefault(host, {}).setdefault(blocks, Habit())
         odd = habit.is_odd(measures(before, after), share=for_oddness)
         chance = max(share - for_oddness, 1 / (1 + self._passed[host]))
-        # Drawn in any case, so that what a host answers does not move the draws of the others.
+        # Always drawn, so that the answers of one host do not shift the draws of the others.
         return bool(self._chance.random() < chance) or odd
 
     def passed(self, host: str) -> None:
-        """An audit found a visit of `host` right."""
+        """A visit of `host` passed an audit."""
         self._passed[host] += 1
 
     def drop(self, host: str) -> None:
-        """Forget `host`, because it has left or begins anew."""
+        """Forget `host`, because it left or restarted."""
         self._passed.pop(host, None)
         self._habits.pop(host, None)

@@ -146,7 +146,7 @@ class ChannelServer:
 
 
 class _Served:
-    """The connection of one gateway to this host."""
+    """The host's end of the connection of one gateway."""
 
     def __init__(self, server: ChannelServer) -> None:
         self._server = server

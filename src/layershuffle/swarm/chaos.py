@@ -94,7 +94,8 @@ def crashes(hosts: Sequence[str], *, share: float, requests: int, seed: int) -> 
     """
     if not 0 < share <= 1:
         raise UsageError(
-            f"{share:g} is no share of the hosts", hint="0.34 is about a third of them"
+            f"The share of hosts to kill must be in (0, 1], got {share:g}",
+            hint="0.34 is about a third of them",
         )
     stream = Stream(seed, 0)
     count = max(1, int(len(hosts) * share))

@@ -84,7 +84,7 @@ class Coordinator:
 
     @property
     def traces(self) -> set[str]:
-        """Names of the hosts that anything is kept of: one that has left leaves no trace."""
+        """Names of the hosts about which anything is stored; hosts that left are forgotten."""
         return {*self.hosts, *self._starting, *self._locks, *self.health.traces}
 
     async def run(self) -> None:

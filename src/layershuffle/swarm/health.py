@@ -184,7 +184,7 @@ class HealthMonitor:
 
     @property
     def traces(self) -> set[str]:
-        """Names of the hosts that anything is kept of: a dropped one leaves no trace."""
+        """Names of the hosts about which anything is stored; dropped hosts are forgotten."""
         return {
             *self._expected,
             *self._since,

@@ -227,7 +227,7 @@ class BlockHost:
         now = self._clock()
         with self._lock:
             job = QueuedVisit(self._steps(blocks, packet), packet, now, now + budget_ms / _MILLI)
-            self._drop_the_dead(now)
+            self._drop_expired(now)
             if len(self._jobs) - len(self._turn_of) >= self._limits.max_queue:
                 raise HostUnavailable(
                     f"Host {self.name} is full: {self._limits.max_queue} visits wait"
@@ -251,8 +251,8 @@ class BlockHost:
             )
         return steps
 
-    def _drop_the_dead(self, now: float) -> None:
-        """Drop the visits that were cancelled or cannot be in time any more."""
+    def _drop_expired(self, now: float) -> None:
+        """Drop the visits that were cancelled or can no longer meet their deadline."""
         for job in self._jobs:
             if now >= job.expires and job not in self._turn_of:
                 self._end(job, WorkExpired(f"Host {self.name} had no time for it in its budget"))
@@ -280,7 +280,7 @@ class BlockHost:
     def _turn(self) -> None:
         """Run one block on the visits that go next."""
         with self._lock:
-            self._drop_the_dead(self._clock())
+            self._drop_expired(self._clock())
             if not self._jobs:
                 return
             jobs = self._turn_of = next_batch(self._jobs, images=self._limits.max_batch)

@@ -98,17 +98,17 @@ class Limits(Settings):
     max_queue: Positive = 256
     """Visits that a host holds before it turns new ones away."""
 
-    # Canaries travel as float32, and a block in a batch differs from one alone by 1e-5 at most
-    # (decision 009): no honest host comes near this.
+    # Canaries travel as float32, and a block gives the same result in a batch as alone to within
+    # 1e-5 (decision 009), so no honest host comes near this.
     tolerance: Annotated[float, Field(ge=0)] = 1e-3
-    """Largest difference of an answer from the known one, relative to its largest value."""
+    """Largest difference between an answer and the known result, relative to its largest value."""
 
 
 def restart_pause(tries: int, *, ran: float, limits: Limits) -> tuple[int, float]:
-    """How often a process has now ended in a row, and the seconds until it is started again.
+    """The number of consecutive ends of a process, and the seconds until it is restarted.
 
-    `tries`: how often it had ended in a row before; `ran`: for how many seconds it was up, 0 if its
-    start failed.
+    `tries`: the number of consecutive ends before this one; `ran`: the seconds for which the
+    process ran, 0 if its start failed.
     """
     if ran >= limits.stable_ms / _MILLI:
         tries = 0

@@ -78,10 +78,11 @@ def unpack(packet: Packet) -> State:
 
 
 def pack_answer(after: State, asked: Packet) -> Packet:
-    """What answers a visit that brought `asked`, when its blocks made `after` of it.
+    """The answer to a visit that brought `asked` and whose blocks returned `after`.
 
-    On a narrow wire what they added, not the state: it is smaller, and so are its errors. The
-    router adds it to the state that it has, which no wire has rounded.
+    On a narrow wire it holds what the blocks added, and not the state: the residual is smaller, and
+    so are its rounding errors. The router adds it to its own copy of the state, which was never
+    rounded.
     """
     return pack(after if asked.wire == "fp32" else after - unpack(asked), asked.wire)
 

@@ -75,7 +75,7 @@ class Steps:
         return self.ran[position + 1] > self.ran[position]
 
     def ready(self) -> Iterator[int]:
-        """Positions that are not over and have no answer yet, but the state that they read."""
+        """Positions without an answer whose input state exists and that are not over."""
         for position, (_, version) in enumerate(self.order.steps):
             if position >= self.over >= version and position not in self.answered:
                 yield position
@@ -91,7 +91,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class PassOver:
-    """Go on without the first step that is not over."""
+    """Skip the first step that is not over."""
 
 
 def decide_step(

@@ -273,9 +273,9 @@ def _free_offer(moment: Moment) -> Offer | None:
 
 
 def _turn(host: HostView, work: int) -> float:
-    """When it is a host's turn: requests' worth of its share, this work included.
+    """The work of a host relative to its share, with `work` included: a rank for scheduling.
 
-    The least goes first (weighted fair queueing); hosts without a share come before all.
+    The host with the lowest rank is next (weighted fair queueing); hosts without a share rank 0.
     """
     if host.share is None:
         return 0.0
@@ -352,10 +352,10 @@ def hedges(late: Visit, visit: Visit) -> bool:
 
 
 def strikes(visit: Visit, outcome: Outcome, *, over: bool, again: bool) -> bool:
-    """Whether a visit that failed is held against its host.
+    """Whether a failed visit counts against its host.
 
-    `over`: its limit was. `again`: it was held against the host already, and only a death is news.
-    A lateness that the deadline caused is not.
+    `over`: the visit's limit has passed. `again`: the visit has been counted already, so only the
+    death of the host still counts. A visit that was late because of the deadline does not count.
     """
     if outcome == "lost":
         return True

@@ -151,7 +151,8 @@ def _compiled(inputs: int, steps: Sequence[Sequence[Any]], *, output: int) -> Ca
     nodes = [graph.placeholder(f"input_{number}") for number in range(inputs)]
     for target, args, named in steps:
         if not all(name.isidentifier() for name in named):
-            raise ValueError("an argument's name is none")  # torch.fx writes it into source code
+            # torch.fx writes the name into source code.
+            raise ValueError("an argument's name is not an identifier")
         kwargs = {name: _decoded(value, nodes) for name, value in named.items()}
         arguments = tuple(_decoded(value, nodes) for value in args)
         nodes.append(graph.call_function(_operation(target), arguments, kwargs))

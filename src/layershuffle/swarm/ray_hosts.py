@@ -125,7 +125,7 @@ class RayTransport:
         except VisitError:
             raise
         except BrokenFrame as error:
-            _log.warning("Host %s sent what is no answer: %s", host, error.cause)
+            _log.warning("Host %s sent an invalid answer: %s", host, error.cause)
             raise HostFailed(f"The answer of host {host} cannot be read") from error
         except LayerShuffleError as error:
             raise HostFailed(f"Host {host} failed: {error.cause}") from error

@@ -44,10 +44,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RayFailure:
-    """What of Ray is gone, as a sentence.
+    """A lost part of Ray; `what` describes it in a sentence.
 
-    `renewable`: whether a new connection brings it back. `revive` does so under the connections
-    that there are, and may raise `LayerShuffleError`.
+    `renewable`: whether a new connection restores it. `revive` restores it and keeps the existing
+    connections; it may raise `LayerShuffleError`.
     """
 
     what: str

@@ -128,10 +128,10 @@ def late_last(blocks: Sequence[int], age: int, *, depth: int) -> ExecutionOrder:
 
 
 def cell_of(steps: Sequence[VersionedStep]) -> Cell:
-    """The cell of an answer with these steps, of at least one.
+    """The cell of an answer with these steps (at least one).
 
-    `parallel` is the least number under way by which states are as old as these were, or older, in
-    the sum over all steps. A pass counts once all of its blocks ran.
+    `parallel` is the smallest number of blocks in flight at which the ages of the states, summed
+    over all steps, are at least those of this answer. A pass counts once all of its blocks ran.
     """
     kept = len({block for block, _ in steps})
     passes, ran = 0, set[int]()
@@ -143,26 +143,26 @@ def cell_of(steps: Sequence[VersionedStep]) -> Cell:
     for parallel in range(1, kept + 1):
         if age <= _age(len(steps), kept=kept, parallel=parallel):
             return Cell(kept, passes, parallel)
-    # Answers came later than any number under way explains, and no calibration has such a cell.
+    # No number of blocks in flight explains such old states, and no calibration has such a cell.
     return Cell(kept, passes, UNEXPLAINED)
 
 
 def _age(steps: int, *, kept: int, parallel: int) -> int:
-    """How old the states of so many steps are, in sum, with `parallel` always under way."""
+    """Sum of the ages of the states over `steps` steps with `parallel` blocks always in flight."""
     return sum(min(position % kept, parallel - 1) for position in range(steps))
 
 
 def cell_of_named(order: ExecutionOrder) -> Cell | None:
-    """The cell of steps that somebody named; `None` unless they are whole passes through their
+    """The cell of steps that a client named; `None` unless they are whole passes through their
     blocks, because nothing else is measured.
 
-    The oldest state that was read counts, not the sum over all steps. In rounds of n blocks it is
-    as old as with n under way, and the others are newer, but the accuracy is that of n under way.
+    The age of the oldest state counts, not the sum over all steps. In rounds of n blocks it equals
+    that of n blocks in flight; the other states are newer, but the accuracy is the same.
     """
     kept, steps = len(set(order)), order.steps
     passes = [order.blocks[at : at + kept] for at in range(0, len(order), kept)]
     if any(len(set(blocks)) < kept for blocks in passes):
         return None
     oldest = max(position - version for position, (_, version) in enumerate(steps))
-    # Older than a whole pass is nothing that is measured.
+    # States older than a whole pass are not measured.
     return Cell(kept, len(passes), oldest + 1 if oldest < kept else UNEXPLAINED)

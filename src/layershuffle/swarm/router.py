@@ -331,9 +331,9 @@ def unpacked(answer: Answer, *, like: State, ms: float) -> tuple[State, str]:
     """The state in a host's answer to the state `like`, and what is wrong with it, or "".
 
     An answer is wrong if it cannot be read, has another shape, or holds numbers that are not finite
-    (`NOT_FINITE`) or so large that no block made them. If it cannot be read, the state is `like`.
-    So are times and batches that are none, and times of more than the `ms` milliseconds that the
-    visit took (`TOO_LONG`), by which a far host would look near.
+    (`NOT_FINITE`) or so large that no block produced them. If it cannot be read, the state is
+    `like`. An answer is also wrong if its times or batch size are invalid, or if its times exceed
+    the `ms` milliseconds of the visit (`TOO_LONG`), which would make a distant host look near.
     """
     try:
         after = unpack_answer(answer.packet, before=like)
@@ -353,11 +353,11 @@ def unpacked(answer: Answer, *, like: State, ms: float) -> tuple[State, str]:
 
 
 def _reported_ms(answer: Answer) -> float:
-    """How long the visit was at its host, as the host says. Raises `ValueError` for nonsense."""
+    """Milliseconds at the host, as it reports them. Raises `ValueError` for invalid numbers."""
     times = (answer.compute_ms, answer.queue_ms)
-    # The averages are divided by the batch, which has an image at least.
+    # Averages are divided by the batch size, which is at least 1.
     if not all(map(math.isfinite, (*times, answer.batch))) or min(*times, answer.batch - 1) < 0:
-        raise ValueError("its times or its batch are none")
+        raise ValueError("its times or batch size are invalid")
     return sum(times)
 
 

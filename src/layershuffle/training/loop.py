@@ -129,7 +129,7 @@ def train(
 
 
 class _Sums:
-    """Loss and right answers since the last log; on the device, for reading makes the host wait."""
+    """Loss and hits since the last log; kept on the device, because reading makes the host wait."""
 
     def __init__(self, device: torch.device, *, step: int) -> None:
         self.loss = torch.zeros((), device=device)

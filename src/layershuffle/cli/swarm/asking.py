@@ -28,12 +28,12 @@ KEY_VARIABLE = "LAYERSHUFFLE_API_KEY"
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions(Command):
-    """Flags about the server that is asked."""
+    """Flags about the server that receives the requests."""
 
     address: str = "http://127.0.0.1:8000"
     """Address of the server, http:// or https://."""
     api_key_file: Path | None = None
-    """File with the API key, if the server wants one; only its owner may read it (mode 0600).
+    """File with the API key, if the server requires one; only its owner may read it (mode 0600).
     Default: the environment variable LAYERSHUFFLE_API_KEY."""
     api_key: str | None = None
     """The API key itself. Other users of this machine can see it while the command runs."""
@@ -42,17 +42,17 @@ class ServerOptions(Command):
 
 
 def client_options(server: ServerOptions) -> dict[str, Any]:
-    """The keyword arguments of a client that these flags stand for.
+    """The keyword arguments of a client for these flags.
 
     Raises `UsageError` for two keys, and for a key file that others may read or that does not hold
     exactly one key.
     """
-    # A file before the variable: who names a file means it. A key on the command line beside it is
-    # refused, since one of the two would be ignored.
+    # A named file takes precedence over the variable. A key on the command line beside it is
+    # refused, because one of the two would be ignored.
     key = server.api_key or os.environ.get(KEY_VARIABLE) or None
     if server.api_key_file is not None:
         if server.api_key is not None:
-            raise UsageError("The API key is given twice", hint="leave --api-key out")
+            raise UsageError("The API key is given twice", hint="omit --api-key")
         keys = read_keys(server.api_key_file)
         # The file of a server may hold many keys; we do not guess which of them is meant.
         if len(keys) != 1:
@@ -125,7 +125,7 @@ def describe_answer(answer: Classification, image: Path) -> str:
         for hop in answer.route
     )
     order = ExecutionOrder(tuple(answer.blocks), answer.depth, tuple(answer.versions))
-    # Hops alone do not say which blocks ran side by side, and which again.
+    # Hops alone do not show which blocks ran side by side or again.
     plain = order.versions is None and not order.has_repeats
     lines.append(
         f"{len(set(order))} of {answer.depth} blocks in {answer.ms.total:.0f} ms"
@@ -137,13 +137,13 @@ def describe_answer(answer: Classification, image: Path) -> str:
 
 
 def _describe_expected(expected: Expected | None, why: str) -> str:
-    """The accuracy of answers with as many blocks: of their mean, and of single orders.
+    """The expected accuracy of answers with this number of blocks: the mean, and single orders.
 
-    It was measured on some images, and says nothing of a picture of another kind.
+    It was measured on certain images and does not hold for other kinds of images.
     """
     if expected is None:
-        # Said, not left out: without a number users would take the answer for a certain one.
-        return f"Accuracy to expect is not known: {why}"
+        # Printed explicitly, because without a number users would think the answer certain.
+        return f"The accuracy to expect is unknown: {why}"
     ran = f"{expected.kept} blocks in any order"
     if expected.parallel > 1:
         ran += f", {expected.parallel} side by side"
@@ -151,7 +151,7 @@ def _describe_expected(expected: Expected | None, why: str) -> str:
         ran += f", {expected.passes} times over"
     return (
         f"On images like {expected.data}, {expected.top1:.1f} % of answers with {ran} "
-        f"are right ({expected.low:.1f} to {expected.high:.1f} over "
+        f"are correct ({expected.low:.1f} to {expected.high:.1f} over "
         f"{expected.images:,} images, {counted_as([expected.effective])}); nine of ten orders lie "
         f"between {expected.orders_low:.1f} and {expected.orders_high:.1f} %. Of other images "
         "nothing is known."
@@ -178,10 +178,10 @@ class StatusCommand(ServerOptions):
 
 
 def status_table(swarm: SwarmAnswer) -> str:
-    """One line per host, and one for each that visits reach over Ray, not its data channel."""
+    """One line per host, and one more for each host that is reached over Ray."""
     rows = []
     for host in swarm.hosts:
-        # A host that has answered nothing yet has no times, and 0 would look like a fast one.
+        # A host without an answer has no times yet, and 0 would look fast.
         times = ["-" if ms is None else f"{ms:.1f}" for ms in (host.compute_ms, host.link_ms)]
         blocks = ", ".join(map(str, host.blocks)) + (f" ({host.why})" if host.why else "")
         over = host.carrier or "-"

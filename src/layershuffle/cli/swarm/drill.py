@@ -26,17 +26,17 @@ if TYPE_CHECKING:
     from layershuffle.swarm.plan import SwarmPlan
     from layershuffle.swarm.server.admin import Operator
 
-# Longer than a start may take (`Limits.start_ms`) after the longest pause before it
-# (`Limits.restart_max_ms`): hosts of a slow machine that are on their way are not given up.
+# Longer than the longest pause (`Limits.restart_max_ms`) and the start after it
+# (`Limits.start_ms`), so that hosts of a slow machine that are starting are not given up.
 _BACK_SECONDS, _POLL_SECONDS = 180.0, 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class DrillCommand(ServerOptions):
-    """Send labelled images to a running swarm while its hosts fail as a seeded plan says.
+    """Send labelled images to a running swarm while its hosts fail according to a seeded plan.
 
-    Then bring the hosts back, and print what happened beside what was to be expected. Run this on
-    the machine of the server.
+    Then bring the hosts back, and print what happened beside what was expected. Run this on the
+    machine of the server.
     """
 
     plan: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="PLAN")] = None
@@ -48,16 +48,17 @@ class DrillCommand(ServerOptions):
     scenarios: Annotated[
         tuple[ScenarioFlag, ...], tyro.conf.arg(help_behavior_hint="(default: none)")
     ] = ()
-    """Instead of --kinds, what the swarm is to put right by itself, one after the other: one of
-    Ray's processes or the gateway killed, all hosts or all but one killed, a host that always lies,
-    in 1 % of its answers, or in all but canaries, and connections that never read their answers."""
+    """Instead of --kinds, run these failures, from which the swarm must recover by itself, one
+    after the other: kill one of Ray's processes or the gateway; kill all hosts, or all but one; let
+    a host answer wrongly always, in 1 % of its answers, or always except for canaries; open
+    connections that never read their answers."""
     kill: float | None = None
-    """Instead of --kinds, kill this share of the hosts at random moments; none comes back."""
+    """Instead of --kinds, kill this share of the hosts at random moments, for good."""
     routings: tuple[RoutingFlag, ...] = ("order-free",)
     """Routings to compare, under the same requests and failures."""
     data: str | None = None
-    """Labelled images: the test split of this data. Default: what the model was calibrated on; of
-    other images its accuracy is not known."""
+    """Labelled images: the test split of this data. Default: the data of the calibration; the
+    accuracy on other images is not known."""
     deadline_ms: float = 2000.0
     """Deadline of every request, in milliseconds."""
     concurrency: int = 4
@@ -67,7 +68,7 @@ class DrillCommand(ServerOptions):
     state: str | None = None
     """Directory of the operator's socket (default: ~/.local/state/layershuffle/swarm)."""
     json: bool = False
-    """Print JSON when all is over; what happens meanwhile goes to standard error."""
+    """Print JSON at the end; progress goes to standard error."""
 
     def run(self) -> int:
         """Drill; exit code 1 if a request was lost or late in free order."""
@@ -80,7 +81,7 @@ class DrillCommand(ServerOptions):
             raise UsageError("--scenarios and --kill exclude each other", hint="give one of them")
         with operator_of(self.state) as operator:
             plan = SwarmPlan(**operator.plan())
-            # What is to be expected is computed from the plan, so it has to be the right one.
+            # The expected numbers are computed from the plan, so it must be the one that runs.
             if self.plan is not None and read_swarm_plan(self.plan) != plan:
                 raise UsageError("The swarm runs another plan", place=self.plan)
             return asyncio.run(self.drill(plan, operator))

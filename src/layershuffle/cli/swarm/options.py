@@ -1,4 +1,4 @@
-"""Flags that several commands of a swarm share, and what they stand for once they are checked."""
+"""Flags that several commands of a swarm share, and their values after the checks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class TlsOptions(Command):
 
 
 def context_of(options: HttpsOptions) -> ssl.SSLContext | None:
-    """The encryption that the flags ask for; `None` for plain http. Raises `UsageError` for one
+    """The encryption that the flags request; `None` for plain http. Raises `UsageError` for one
     file without the other, and for files that cannot be used."""
     from layershuffle.swarm.server.tls import server_context
 
@@ -75,7 +75,7 @@ def tls_of(options: TlsOptions) -> Tls | None:
 
 
 def read_keys(path: Path | None) -> tuple[str, ...]:
-    """The lines of a file of API keys, none without a file.
+    """The lines of a file of API keys; empty without a file.
 
     Raises `UsageError` if it cannot be read, holds none, or others may read it.
     """
@@ -83,7 +83,7 @@ def read_keys(path: Path | None) -> tuple[str, ...]:
 
     if path is None:
         return ()
-    # Before they are read: keys that others can read are no secret any more.
+    # Checked before they are read, because keys that others can read are not secret.
     check_secret(path, what="API keys", hint="one key per line, mode 0600")
     try:
         return tuple(path.read_text(encoding="utf-8").split())
@@ -92,14 +92,16 @@ def read_keys(path: Path | None) -> tuple[str, ...]:
 
 
 def check_reports(directory: Path | None, *, keyed: bool) -> None:
-    """Raises `UsageError` for a directory that is none, and for reports behind API keys."""
+    """Raises `UsageError` if `directory` is not a directory, and for reports behind API keys."""
     if directory is None:
         return
     if not directory.is_dir():
-        raise UsageError("There is no directory of studies", place=directory, hint="make one")
-    # Links are followed without a key, and what needs none would be open to everybody.
+        raise UsageError(
+            "The directory of studies does not exist", place=directory, hint="create it"
+        )
+    # Links are followed without a key, so the reports would be open to everyone.
     if keyed:
         raise UsageError(
-            "Reports are opened by links, which carry no API key",
+            "Reports are opened through links, which send no API key",
             hint="leave --reports out, or --keys",
         )

@@ -24,25 +24,25 @@ if TYPE_CHECKING:
 class PlanCommand(Command):
     """Find which host should hold which blocks of a model, and what to expect of that plan.
 
-    The figures come from a simulation of the plan; those of a fixed order stand beside them.
+    The figures come from a simulation of the plan, and are shown beside those of a fixed order.
     """
 
     hosts: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="HOSTS")]
-    """The hosts and how large, fast, far away and reliable they are: a YAML file that has under
-    hosts an entry for each, such as pi-1: {memory_mb: 500, speed: 0.2, availability: 0.95}."""
+    """YAML file with the hosts and their memory, speed, distance and reliability: an entry for each
+    host under hosts, such as pi-1: {memory_mb: 500, speed: 0.2, availability: 0.95}."""
     model: str = DEFAULT_MODEL
     """Model to serve."""
     # Spelled out: the planner's own type comes with scipy, which would add 0.4 s to --help.
     objective: Literal["throughput", "latency", "lifetime"] = "latency"
-    """throughput, latency, or lifetime (the smallest battery lasts longest)."""
+    """What to optimise: throughput, latency, or lifetime (of the host that runs out first)."""
     replicas: int = 1
     """Hosts that hold each block."""
     reach: float | None = None
-    """Probability with which each block is to be reachable."""
+    """Required probability that each block is reachable."""
     floor: float | None = None
-    """lifetime: requests may leave out blocks while this accuracy (percent) is still reached."""
+    """lifetime: requests may leave out blocks as long as this accuracy (percent) is reached."""
     wire: WireFlag = "fp32"
-    """Type of states on the wire."""
+    """Number format of states on the wire."""
     time_limit: float = 20.0
     """Seconds for the exact solver."""
     out: Path | None = None
@@ -72,7 +72,7 @@ class PlanCommand(Command):
             wire=self.wire,
         )
         print(
-            # Said, because speeds in the file are relative to this machine's.
+            # Printed, because speeds in the file are relative to this machine.
             f"A block of one image takes {facts.block_ms:.3g} ms here: that is `speed: 1` "
             "(block_ms or blocks_per_s in the file override it). It was measured once and is kept "
             f"in {store_path()}; delete that file to measure again.\n"
@@ -83,7 +83,7 @@ class PlanCommand(Command):
             out = quote(str(self.out))
             print(
                 f"In {self.out}. Next: layershuffle swarm simulate {out} --profile "
-                f"{quote(str(self.hosts))}\nThen, of a head: layershuffle swarm deploy {out} "
+                f"{quote(str(self.hosts))}\nThen, on a head: layershuffle swarm deploy {out} "
                 "--address ADDRESS"
             )
         return 0
@@ -93,27 +93,27 @@ class PlanCommand(Command):
 class SimulateCommand(Command):
     """Run a plan in virtual time with the policy of the real router.
 
-    Hosts die and come back and requests arrive as the flags say; every routing gets the same
+    The flags set how hosts die and come back and how requests arrive; every routing gets the same
     failures and requests.
     """
 
     plan: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="PLAN")]
     """The plan, as for `swarm deploy`."""
     profile: Path | None = None
-    """HOSTS.yaml that the plan was made from: how fast its hosts are. Default: 5 ms per block, 5 ms
-    per visit."""
+    """HOSTS.yaml from which the plan was made, with the speeds of its hosts. Default: 5 ms per
+    block, 5 ms per visit."""
     hosts: int | None = None
-    """Number of hosts: the hosts of the plan are repeated in turn until there are as many."""
+    """Number of hosts: the hosts of the plan are repeated in turn up to this number."""
     requests: int = 1000
     """Number of requests."""
     churn: tuple[float, float] | None = None
-    """Mean seconds that a host is up, and down."""
+    """Mean seconds for which a host is up, and for which it is down."""
     rate: float | None = None
     """Requests per second, at random times; replaces --clients."""
     clients: int = 4
-    """Clients that each send the next request when the last one has ended."""
+    """Clients, each of which sends its next request when the last one has ended."""
     kill: float | None = None
-    """Kill this share of the hosts at random moments; none comes back."""
+    """Kill this share of the hosts at random moments, for good."""
     routings: tuple[RoutingFlag, ...] = ROUTINGS
     """Routings to compare."""
     min_blocks: int = 1
@@ -150,7 +150,7 @@ class SimulateCommand(Command):
             plan = scaled(plan, self.hosts)
         if self.churn is not None and self.kill is not None:
             raise UsageError("--churn and --kill exclude each other", hint="choose one")
-        # The same failures for every routing: they are compared under one fate.
+        # The same failures for every routing, so that they can be compared.
         names: list[str] = list(plan.hosts)
         faults: tuple[Fault, ...] = ()
         if self.kill is not None:
@@ -189,11 +189,11 @@ class SimulateCommand(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateCommand(ComputingCommand):
-    """Measure the accuracy of a model with 1 to all blocks in arbitrary order on test images, one
-    after the other and side by side, once and again.
+    """Measure the accuracy of a model with 1 to all blocks in arbitrary order on test images:
+    one block after the other and several side by side, in one pass and in two.
 
-    The result is stored beside the model. A swarm tells it with its answers, and by it runs blocks
-    side by side and again as far as that pays.
+    The result is stored beside the model. A swarm reports it with its answers, and uses it to
+    decide how many blocks run side by side and whether they run twice.
     """
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")] = DEFAULT_MODEL

@@ -1,4 +1,4 @@
-"""`layershuffle swarm up` and `deploy`: a swarm that answers clients until it is told to end.
+"""`layershuffle swarm up` and `deploy`: a swarm that answers clients until it is stopped.
 
 The server takes the requests of clients. The operator's socket takes those of `drain`, `readmit`,
 `swap` and `drill`, from the owner of this process alone.
@@ -39,12 +39,12 @@ if TYPE_CHECKING:
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """SIGTERM ends what is inside as Ctrl-C does: everything is cleaned up, exit code 143."""
+    """SIGTERM ends the `with` block as Ctrl-C does, with cleanup and exit code 143."""
 
     def stop(number: int, frame: Any) -> None:
         del number, frame
-        # An exception and no exit: the blocks around it end Ray and the hosts.
-        raise Interrupted("The swarm was told to end; its hosts have ended with it")
+        # An exception instead of an exit, so that the surrounding blocks end Ray and the hosts.
+        raise Interrupted("The swarm was stopped, together with its hosts")
 
     before = signal.signal(signal.SIGTERM, stop)
     try:
@@ -54,10 +54,10 @@ def ended_by_signals() -> Iterator[None]:
 
 
 def describe_service(service: Service, url: str, *, state: str | None, keyed: bool = False) -> str:
-    """What a user should know once a swarm answers, and what to type next."""
+    """A description of a running swarm for its user, with the next commands."""
     plan = service.plan
     hosts = [(name, f"blocks {', '.join(map(str, h.blocks))}") for name, h in plan.hosts.items()]
-    # With all flags that the address needs, so that the printed lines can be copied as they are.
+    # With all flags that the address needs, so that the printed lines can be copied.
     address = f" --address {url}"
     if url.startswith("https:"):
         address += " --authority FILE"
@@ -78,13 +78,13 @@ def describe_service(service: Service, url: str, *, state: str | None, keyed: bo
 
 
 def state_flag(state: str | None) -> str:
-    """The flag, with a space before it, that names the operator's directory in a printed command;
-    nothing for the default one."""
+    """The flag for the operator's directory in a printed command, with a leading space; empty for
+    the default directory."""
     return f" --state {quote(state)}" if state else ""
 
 
 def steps() -> Callable[[str], None]:
-    """What prints the steps of a start, each with the seconds since this call."""
+    """A function that prints a step of a start with the seconds since this call."""
     import time
 
     begun = time.monotonic()
@@ -97,12 +97,12 @@ def steps() -> Callable[[str], None]:
 
 @dataclass(frozen=True, kw_only=True)
 class _ServingCommand(HttpsOptions):
-    """What `up` and `deploy` have in common."""
+    """The flags and methods that `up` and `deploy` share."""
 
     port: int = 8000
     """Port of the server; 0 takes a free one."""
     threads: int | None = None
-    """Threads of torch in each host (default: what `swarm host --threads` says on its machine)."""
+    """Threads of torch in each host (default: the value of `swarm host --threads` there)."""
     state: str | None = None
     """Directory of the operator's socket (default: ~/.local/state/layershuffle/swarm)."""
     page: bool = True
@@ -111,12 +111,12 @@ class _ServingCommand(HttpsOptions):
     """Directory of studies whose reports the page links."""
 
     def announce(self, text: str, url: str) -> None:
-        """Say that the server answers at `url`."""
+        """Print that the server answers at `url`."""
         del url
         print(text, flush=True)
 
     def serving(self) -> Serving:
-        """The settings that these flags are. Raises `UsageError` if a swarm has that state."""
+        """The settings of these flags. Raises `UsageError` if a swarm uses that state directory."""
         from layershuffle.swarm.server.admin import free_socket, state_directory
         from layershuffle.swarm.server.start import Serving
 
@@ -156,14 +156,14 @@ class _ServingCommand(HttpsOptions):
 class UpCommand(_ServingCommand):
     """Start a swarm on this machine: Ray, a process per block host, router and server.
 
-    It listens on the loopback network alone. Prints the address and what to type next.
+    It listens only on the loopback network. Prints the address and the next commands.
     """
 
     model: str = DEFAULT_MODEL
-    """Model to serve, best one refined by layershuffle-depth."""
+    """Model to serve, preferably one refined by layershuffle-depth."""
     plan: Path | None = None
-    """A plan to start instead of an even one; it replaces --model, --hosts, --replicas, --routing
-    and --wire."""
+    """A plan to start instead of an even distribution of the blocks; it replaces --model, --hosts,
+    --replicas, --routing and --wire."""
     hosts: int = 4
     """Number of block hosts."""
     threads: int | None = 1
@@ -174,12 +174,12 @@ class UpCommand(_ServingCommand):
     """How blocks are ordered: order-free, order-free-serial (one visit at a time), sequential (a
     classical pipeline) or replicated-sequential (the same over several holders of each block)."""
     wire: WireFlag = "fp32"
-    """Type of states on the wire."""
+    """Number format of states on the wire."""
     page_may_break: bool = False
-    """Let visitors of the page kill, freeze and slow down these hosts, from this machine alone."""
+    """Let visitors of the page kill, freeze and slow down these hosts, only from this machine."""
 
     def run(self) -> int:
-        """Start it, print where it answers, and wait for Ctrl-C."""
+        """Start the swarm, print its address, and wait for Ctrl-C."""
         require("swarm")
 
         from layershuffle.swarm.ray_session import local_ray
@@ -201,14 +201,14 @@ class UpCommand(_ServingCommand):
         if self.plan is not None:
             return read_swarm_plan(self.plan)
         if (depth := noted_depth(self.model)) is None:
-            say(f"Loading {self.model}, to see how many blocks it has ...")
+            say(f"Loading {self.model} to count its blocks ...")
 
             from layershuffle.models import load
             from layershuffle.stack import depth_of
 
             depth = depth_of(load(self.model))
         plan = even_plan(depth, self.hosts, model=self.model, replicas=self.replicas)
-        # Built anew, not copied: a copy of a pydantic model would not check the two values.
+        # Built anew, because a copy of a pydantic model would not check the two values.
         return SwarmPlan(**{**dict(plan), "routing": self.routing, "wire": self.wire})
 
 
@@ -216,7 +216,7 @@ class UpCommand(_ServingCommand):
 class DeployCommand(TlsOptions, _ServingCommand):
     """Serve a plan from the machines that joined a head; run this on the machine of the head.
 
-    Hosts may come and go at any time. Hosts that come are given their blocks; the swarm goes on
+    Hosts may join and leave at any time. Hosts that join receive their blocks; the swarm continues
     without those that leave.
     """
 
@@ -225,18 +225,18 @@ class DeployCommand(TlsOptions, _ServingCommand):
     address: str
     """Address of the head, as the head printed it."""
     bind: str = "127.0.0.1"
-    """Address on which the server listens; addresses that other machines reach need --keys. Nothing
-    is encrypted on the way there without --https-certificate."""
+    """Address on which the server listens; addresses that other machines can reach need --keys.
+    Without --https-certificate nothing is encrypted on the way there."""
     keys: Path | None = None
     """File with the API keys of the clients, one per line; only its owner may read it (mode
     0600)."""
     public: bool = False
-    """Answer everybody who reaches --bind, without a key."""
+    """Answer every client that reaches --bind, without a key."""
     wait: float = 120.0
     """Seconds to wait for the hosts of the plan; then the server starts with those that are up."""
 
     def run(self) -> int:
-        """Serve until told to end."""
+        """Serve until stopped."""
         require("swarm")
 
         from layershuffle.swarm.plan import read_swarm_plan

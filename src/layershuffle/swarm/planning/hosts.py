@@ -312,14 +312,14 @@ class PlacementProblem:
 
     @cached_property
     def certainty(self) -> Numbers:
-        """-ln of the probability that a host is away, [hosts]; adds up over a block's holders."""
+        """-ln of the probability that a host is away, [hosts]; additive over a block's hosts."""
         away = 1 - self.column("availability")
-        # A host that is always there fulfils any target alone.
+        # A host that is always available meets any target alone.
         return np.minimum(-np.log(np.maximum(away, 1e-300)), max(self.certainty_needed, 1.0))
 
     @cached_property
     def certainty_needed(self) -> float:
-        """What a block's holders must add up to."""
+        """The sum of `certainty` that the holders of a block must reach."""
         return 0.0 if self.reach is None else -math.log(1 - self.reach)
 
     def loads(self, objective: Objective) -> tuple[Load, ...]:

@@ -1,6 +1,6 @@
-"""Which host holds which blocks: placements by an exact programme and by a greedy one.
+"""Which host holds which blocks: placements by a mixed-integer program and greedy ones.
 
-The exact one is a mixed-integer linear programme, solved by HiGHS (scipy's `milp`). For hosts h and
+The first is a mixed-integer linear program, solved by HiGHS (scipy's `milp`). For hosts h and
 blocks b of size s_b, the unknowns are
 
     x_hb in {0, 1}   h holds b
@@ -90,7 +90,7 @@ def solve(
     # In units around 1, because the solver's tolerances are absolute.
     scale = least or _any_load(problem, objective)
     # With the closed-form bound as the least L the solver stops when it gets there.
-    result = _programme(
+    result = _solve_program(
         problem, objective, fixed=fixed, scale=scale, least=least / scale, time_limit=time_limit
     )
     if result.status == _INFEASIBLE:
@@ -98,7 +98,7 @@ def solve(
         hint = "add hosts or memory, or ask for fewer replicas"
         if problem.reach is not None:
             without = replace(problem, reach=None)
-            if _programme(without, "latency", time_limit=time_limit).status != _INFEASIBLE:
+            if _solve_program(without, "latency", time_limit=time_limit).status != _INFEASIBLE:
                 cause = f"A reach of {problem.reach:g} needs more copies than the memory holds"
                 hint = "add hosts or memory, or lower the reach"
         raise UsageError(cause, hint=hint)
@@ -128,7 +128,7 @@ def _any_load(problem: PlacementProblem, objective: Objective) -> float:
     return float(loads[loads > 0].min(initial=math.inf)) if (loads > 0).any() else 1.0
 
 
-def _programme(
+def _solve_program(
     problem: PlacementProblem,
     objective: Objective,
     *,

@@ -89,9 +89,9 @@ def plan(
             f"There is no objective {objective!r}", hint=f"choose {', '.join(OBJECTIVES)}"
         )
     if replicas < 1:
-        raise UsageError(f"{replicas} replicas are none", hint="ask for 1 or more")
+        raise UsageError(f"replicas must be at least 1, got {replicas}", hint="give 1 or more")
     if reach is not None and not 0 < reach < 1:
-        raise UsageError(f"A reach of {reach:g} is not between 0 and 1")
+        raise UsageError(f"reach must be between 0 and 1, got {reach:g}")
     if floor is not None and objective != "lifetime":
         raise UsageError(
             "An accuracy floor belongs to the objective lifetime", hint="leave one of them out"
@@ -114,7 +114,7 @@ def _best(problem: PlacementProblem, objective: Objective, *, time_limit: float)
     greedy = refusal = exact = None
     try:
         greedy = place(problem, objective)
-    except UsageError as error:  # the exact programme may find room where the greedy one did not
+    except UsageError as error:  # the exact solver may find room where the greedy one did not
         refusal = error
     if greedy is not None and greedy.value <= greedy.bound * (1 + GAP):
         return greedy

@@ -170,7 +170,8 @@ def _cell(value: float | None, form: str) -> str:
 
 def _notes(plan: SwarmPlan, planned: Planned, free: Figures) -> list[str]:
     problem, unit = planned.problem, _UNITS[planned.objective]
-    how = "an exact programme" if planned.solution.solver == "exact" else "greedy placement"
+    exact = planned.solution.solver == "exact"
+    how = "a mixed-integer linear program" if exact else "greedy placement"
     value, bound = (f"{_cell(n, ',.2f')} {unit}" for n in (planned.value, planned.bound))
     quality = "which no placement can beat"
     if planned.gap >= 1e-4:

@@ -147,7 +147,7 @@ class GatewayPage:
                 return JSONResponse({}, headers=HEADERS)
         # Hosts that came from elsewhere are others' processes, on others' machines.
         raise UsageError(
-            f"There is no {kind[:20]!r} for a host {host[:80]!r} that this swarm started",
+            f"{kind[:20]!r} is not a failure that can be injected into host {host[:80]!r}",
             hint=f"one of {', '.join(BREAKS)}, for {', '.join(sorted(self.options.breakable))}",
         )
 

@@ -115,8 +115,8 @@ def scaled(plan: SwarmPlan, hosts: int) -> SwarmPlan:
     names = list(plan.hosts)
     if hosts < len(names):
         raise UsageError(
-            f"The plan has {len(names)} hosts, {hosts} are fewer",
-            hint="blocks would be missing: take as many or more, or another plan",
+            f"The number of hosts must be at least that of the plan ({len(names)}), got {hosts}",
+            hint="with fewer hosts blocks would be missing; simulate more hosts or another plan",
         )
     copies = {
         names[i % len(names)] + (f"{_COPY}{i // len(names) + 1}" if i >= len(names) else ""): i
