@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from channel_site import CREDENTIALS, LIMITS, STATE, DoublingHost, run, served, visit
+from channel_site import CREDENTIALS, HASTY, LIMITS, STATE, DoublingHost, run, served, visit
 
 from layershuffle.swarm.channel import (
     ChannelLink,
@@ -133,6 +133,8 @@ def test_a_stranger_is_cut_off(sent, says, caplog):
 
     async def check():
         async with served() as (server, host, good):
+            if says == "no proof in time":
+                server.limits = HASTY
             reader, writer = await raw(good.address)
             writer.write(sent)
             with pytest.raises(asyncio.IncompleteReadError) as cut:
