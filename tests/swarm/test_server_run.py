@@ -207,8 +207,9 @@ def test_connections_in_use_stay():
     begun, free = asyncio.Event(), asyncio.Event()
 
     async def waits(scope, receive, send):
-        begun.set()
-        await free.wait()
+        if scope["type"] == "http":
+            begun.set()
+            await free.wait()
         await plain(scope, receive, send)
 
     async def go():
