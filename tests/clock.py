@@ -1,6 +1,7 @@
 """Virtual time for tests: they neither wait nor feel a busy machine."""
 
 import asyncio
+from concurrent.futures import Executor, Future
 
 from layershuffle.swarm.simulation.clock import VirtualTimeLoop
 
@@ -16,6 +17,33 @@ class ThreadlessLoop(VirtualTimeLoop):
         except BaseException as error:  # noqa: BLE001 -- whatever it is, its caller awaits it
             result.set_exception(error)
         return result
+
+
+class AtOnce(Executor):
+    """Runs work where it is handed over: what has threads of its own needs it in virtual time."""
+
+    def submit(self, fn, /, *args, **options):
+        result = Future()
+        try:
+            result.set_result(fn(*args, **options))
+        except BaseException as error:  # noqa: BLE001 -- whatever it is, its caller awaits it
+            result.set_exception(error)
+        return result
+
+
+class SkippingLoop(asyncio.SelectorEventLoop):
+    """A loop in real time, for work in real threads and over sockets, whose clock a test moves.
+
+    So that a deadline passes when the test says so, a test sets one that no machine reaches.
+    """
+
+    skipped = 0.0
+
+    def time(self):
+        return super().time() + self.skipped
+
+    def skip(self, seconds):
+        self.skipped += seconds
 
 
 def run_virtual(work):

@@ -8,7 +8,6 @@ import statistics
 
 import pytest
 import timm
-import yaml
 
 from layershuffle.bundled import asset
 from layershuffle.swarm.calibration import read_calibration
@@ -53,22 +52,6 @@ def test_the_readme_table_is_the_measured_one(repository, rows, label):
         if len(scores) > 1:
             expected += f" &plusmn;{statistics.stdev(scores):.1f}"
         assert cell == expected, f"{label}, {mode}, {kept} kept"
-
-
-def test_the_measured_table_keeps_its_promises(rows):
-    """The bounds that the quick study must meet (expected on any machine)."""
-
-    def mean(arm, mode):
-        top1 = [
-            float(row["top1"])
-            for row in rows
-            if (row["method"], row["mode"], row["kept"]) == (arm, mode, "12")
-        ]
-        return statistics.mean(top1)
-
-    assert mean("baseline", "arbitrary") <= 10
-    assert mean("layershuffle", "arbitrary") >= 65
-    assert mean("layershuffle", "sequential") >= 78
 
 
 def test_links_lead_somewhere(repository):
@@ -172,24 +155,6 @@ def test_the_results_are_small(repository):
     """A repository holds what a reader reads: `layershuffle report` makes the page from it."""
     files = [path for path in (repository / "docs" / "results").rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files if path.name != "report.html") < 3.4e6
-
-
-def test_the_learning_rates_of_the_paper_study_are_the_tuned_ones(repository):
-    """The lowest cross-entropy on held-out data, per method (recipes/digits-tune.yaml)."""
-    stored = json.loads((repository / "docs/results/digits-tune/runs.json").read_text())
-    runs = stored["runs"]
-    assert "lr" not in stored["shared"]["settings"]
-    recipe = yaml.safe_load(asset("recipes", "digits-paper.yaml").read_text())
-    arms = {arm.get("name", arm["method"]): arm.get("fit", {}) for arm in recipe["arms"]}
-    own = {arm: fit["lr"] for arm, fit in arms.items() if "lr" in fit}
-    # The arm whose models are merged is there for its smaller rate.
-    assert own.pop("layershuffle-lr1e-3") == 1e-3
-    assert set(own) == {"layershuffle-position", "layershuffle-predict-sum"}
-    for arm in ("baseline", "layershuffle", *own):
-        tried = [run for run in runs if run["arm"].startswith(f"{arm}-lr")]
-        best = min(tried, key=lambda run: run["selected"]["value"])
-        assert best["settings"]["lr"] == own.get(arm, recipe["fit"]["lr"]), arm
-        assert len(tried) >= 3
 
 
 PAPER_ARMS = {

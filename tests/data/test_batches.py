@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from layershuffle.data import ImageView, Split
-from layershuffle.data.batches import GPU_SHARE, DeviceBatches, place_for
+from layershuffle.data.batches import DeviceBatches, place_for
 from layershuffle.data.transforms import PixelFinish
 
 VIEW = ImageView(channels=3, height=6, width=5, mean=(0.5, 0.4, 0.3), std=(0.2, 0.25, 0.3))
@@ -135,7 +135,6 @@ def test_a_pass_that_breaks_off_keeps_nothing() -> None:
     ],
 )
 def test_where_a_split_is_kept(size: int, gpu_free: int | None, host: int, place: object) -> None:
-    assert GPU_SHARE == 0.25  # as docs/commands/fit.md says
     assert place_for(size, gpu_free=gpu_free, host_bytes=host) == place
 
 

@@ -17,7 +17,7 @@ from layershuffle.cli import main
 
 def kill_when_training(cluster, nodes, out):
     """Take the node whose run trains down without a word."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while not (busy := [node for node in nodes if trains(node, out)]):
         assert time.monotonic() < deadline
         time.sleep(0.02)

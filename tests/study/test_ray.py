@@ -37,7 +37,7 @@ def on_cluster(recipe, out):
         capture_output=True,
         text=True,
         env=environment,
-        timeout=300,
+        timeout=900,
         check=False,
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import html
 import re
 import statistics
 from collections import Counter
@@ -425,12 +424,3 @@ def test_flatten_names_every_value():
     nested = {"a": {"b": 1, "c": {}}, "d": [1, 2], "e": [{"f": "x"}], "g": None, "h": True}
     flat = {"a.b": "1", "a.c": "{}", "d": "[1, 2]", "e.0.f": "x", "g": "none", "h": "true"}
     assert flatten(nested) == flat
-
-
-def test_the_template_ships_with_the_package(report: Report):
-    from importlib.resources import files
-
-    template = files("layershuffle.study") / "templates" / "report.html.j2"
-    assert "<!DOCTYPE html>" in template.read_text()
-    assert report.html.read_text().startswith("<!DOCTYPE html>")
-    assert html.escape(report.summary.study.settings.name) in report.html.read_text()

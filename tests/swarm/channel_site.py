@@ -17,7 +17,8 @@ from layershuffle.swarm.messages import (
 )
 from waiting import HANGS
 
-LIMITS = Limits(channel_ms=300, suspect_ms=20, suspect_max_ms=40)
+LIMITS = Limits(channel_ms=1000 * HANGS, suspect_ms=20, suspect_max_ms=40)
+HASTY = LIMITS.model_copy(update={"channel_ms": 300})  # for peers that stay silent
 CREDENTIALS = Credentials(b"token")
 STATE = np.arange(24, dtype=np.float32).reshape(2, 3, 4) - 7
 WIRES = ("fp32", "fp16", "int8")

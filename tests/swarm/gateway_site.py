@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from clock import AtOnce, ThreadlessLoop
 from common import DEPTH, FAMILIES, SIZE
 from layershuffle.stack import blocks_of
 from layershuffle.swarm.limits import Limits
@@ -103,7 +104,8 @@ async def site(
 ) -> AsyncIterator[Site]:
     """A gateway on this event loop to the model of `make`; `options` go to `create_app`."""
     transport = Blocks(make())
-    router = Router(transport, depth=DEPTH, limits=swarm)
+    clock = asyncio.get_running_loop().time
+    router = Router(transport, depth=DEPTH, limits=swarm, clock=clock)
     router.swarm = Swarm(HostView(name, frozenset(blocks)) for name, blocks in hosts.items())
     remote_model = RemoteModel(make(), router)
     app = create_app(remote_model, **options)
@@ -130,14 +132,25 @@ async def listening(
             await running
 
 
-def run(test: Callable[[Site], Awaitable[T]], *args: Any, **options: Any) -> T:
-    """`test(site)` on a fresh gateway."""
+def run(
+    test: Callable[[Site], Awaitable[T]],
+    *args: Any,
+    loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop,
+    **options: Any,
+) -> T:
+    """`test(site)` on a fresh gateway, whose clock is that of the event loop that `loop` makes."""
 
     async def go() -> T:
         async with site(*args, **options) as place:
             return await test(place)
 
-    return asyncio.run(go())
+    with asyncio.Runner(loop_factory=loop) as runner:
+        return runner.run(go())
+
+
+def run_in_virtual_time(test: Callable[[Site], Awaitable[T]], *args: Any, **options: Any) -> T:
+    """As `run`; all that computes takes no time, so that deadlines come to the millisecond."""
+    return run(test, *args, loop=ThreadlessLoop, decoder_threads=AtOnce(), **options)
 
 
 def certify(place: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 from gateway_site import listening
 
 from layershuffle.swarm.server.limits import GatewayLimits
+from waiting import HANGS
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 WIDE, NARROW = {"width": 1600, "height": 1000}, {"width": 360, "height": 780}
@@ -167,6 +168,7 @@ def chromium() -> Iterator[Any]:
 def visit(browser: Any, address: str, **options: Any) -> Iterator[Visit]:
     """A tab on the page, closed in the end; it saw no error and asked nobody else."""
     context = browser.new_context(**{"viewport": WIDE, **options})
+    context.set_default_timeout(1000 * HANGS)
     tab = context.new_page()
     seen = Visit(tab, address)
     tab.on("pageerror", lambda error: seen.errors.append(str(error)))

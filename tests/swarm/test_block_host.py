@@ -326,6 +326,8 @@ def test_leaving_in_good_order(calls):
         calls.gate.clear()
         under_way = [visit(host, [0, 1], state) for state in states(2)]
         await until(calls.begun)
+        assert host.info().computing + host.info().waiting == 2
+        assert host.info().computing >= 1
         host.unload([0])
         host.drain()
         assert host.info().draining

@@ -5,7 +5,17 @@ import subprocess
 
 import numpy as np
 import pytest
-from channel_site import CREDENTIALS, LIMITS, STATE, WIRES, DoublingHost, run, served, visit
+from channel_site import (
+    CREDENTIALS,
+    HASTY,
+    LIMITS,
+    STATE,
+    WIRES,
+    DoublingHost,
+    run,
+    served,
+    visit,
+)
 
 from layershuffle.errors import LayerShuffleError
 from layershuffle.swarm.channel import ChannelLink, ChannelLost, ChannelServer, credentials_in
@@ -133,7 +143,7 @@ def test_with_certificates_the_channel_is_encrypted(certificates):
             assert link.open, link.why
             answer = await visit(link, 1)
             assert np.array_equal(unpack(answer.packet), 2 * STATE)
-            plain = ChannelLink("a", link.address, credentials=CREDENTIALS, limits=LIMITS)
+            plain = ChannelLink("a", link.address, credentials=CREDENTIALS, limits=HASTY)
             await plain.tried()
             assert not plain.open
             await plain.close()

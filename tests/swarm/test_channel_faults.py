@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from channel_site import CREDENTIALS, LIMITS, STATE, DoublingHost, run, served, visit
+from channel_site import CREDENTIALS, HASTY, LIMITS, STATE, DoublingHost, run, served, visit
 
 from layershuffle.swarm.channel import (
     ChannelLink,
@@ -133,6 +133,8 @@ def test_a_stranger_is_cut_off(sent, says, caplog):
 
     async def check():
         async with served() as (server, host, good):
+            if says == "no proof in time":
+                server.limits = HASTY
             reader, writer = await raw(good.address)
             writer.write(sent)
             with pytest.raises(asyncio.IncompleteReadError) as cut:
@@ -238,11 +240,13 @@ def test_an_answer_to_no_visit_is_ignored():
     run(check)
 
 
-def test_a_stalled_host_is_cut_off_before_it_fills_the_memory():
+def test_a_stalled_host_is_cut_off_before_it_fills_the_memory(monkeypatch):
     """It reads nothing, as a process that is stopped: what it is to get waits here, up to a bound.
 
     The visits themselves end by the router's limits.
     """
+    # Or the kernel ends the connection first, where so many bytes take three seconds.
+    monkeypatch.setattr("layershuffle.swarm.frames._SILENCE_S", 100)
     over = asyncio.Event()
 
     async def stalled(reader, writer):

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import math
-import time
+import threading
 from statistics import NormalDist
 from types import SimpleNamespace
 
@@ -30,6 +30,7 @@ from layershuffle.swarm.drill import (
 )
 from layershuffle.swarm.load_client import labelled_images
 from layershuffle.swarm.plan import DEFAULT_MODEL, HostPlan, SwarmPlan
+from waiting import HANGS, until
 
 
 class Noting:
@@ -236,15 +237,16 @@ class FakeOperator:
     def __init__(self, *refuses):
         self.told, self.refuses = [], refuses
         self.conditions = dict.fromkeys("abc", "healthy")
-        self.seconds, self.asked = 0.0, False
+        self.asked, self.goes_on = threading.Event(), threading.Event()
+        self.goes_on.set()
 
     def routing(self, routing):
         self.told.append(("routing", routing))
         return "sequential"
 
     def fault(self, host, kind):
-        self.asked = True
-        time.sleep(self.seconds)
+        self.asked.set()
+        assert kind == "rejoin" or self.goes_on.wait(HANGS)
         self.told.append((kind, host))
         if (kind, host) in self.refuses:
             raise LayerShuffleError(f"{host} cannot {kind}")
@@ -324,14 +326,16 @@ def test_a_drill_that_breaks_mends_what_it_broke(monkeypatch):
 def test_ctrl_c_mends_too_and_after_the_fault_under_way(monkeypatch):
     """The order for the fault runs in a thread, which nothing stops."""
     operator = FakeOperator()
-    operator.seconds = 0.3
+    operator.goes_on.clear()
 
     async def go():
         task = asyncio.create_task(drilled(monkeypatch, operator, answered, requests=40))
-        while not operator.asked:
-            await asyncio.sleep(0.01)
+        await until(operator.asked.is_set)
         assert not operator.told[2:], "still under way"
         task.cancel()
+        for _ in range(100):  # in which a drill that did not wait would mend
+            await asyncio.sleep(0)
+        operator.goes_on.set()
         await task
 
     with pytest.raises(asyncio.CancelledError):

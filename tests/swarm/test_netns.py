@@ -36,13 +36,14 @@ from layershuffle.swarm.ray_config import (
     new_token,
 )
 from once import once
+from waiting import HANGS
 
 pytestmark = [
     pytest.mark.netns,
     pytest.mark.skipif(bool(netns.unavailable()), reason=netns.unavailable() or "available"),
 ]
 
-DEADLINE = 1.0
+DEADLINE = 5.0  # a hop costs 0.6 s at most, and a busy machine as much again
 PART_SECONDS = 300.0
 HERE = Path(__file__).parent
 BLOCKS = {"h1": (0, 2), "h2": (1, 3)}
@@ -124,7 +125,7 @@ def pull_a_cable(network, directory, marks):
     marks["cut"] = time.monotonic()
     network.cut("h1")
     until(network, directory, lambda log: any(condition(log, "h1", "gone", since=marks["cut"])))
-    time.sleep(1.0)
+    answer_some(network, directory)
     marks["mended"] = time.monotonic()
     network.mend("h1")
     until(
@@ -132,14 +133,14 @@ def pull_a_cable(network, directory, marks):
     )
     marks["back"] = time.monotonic()
     marks["actors"] = len(network.running("h1", "ray::BlockHost"))
-    time.sleep(0.5)
+    answer_some(network, directory)
 
 
 def kill_a_host(network, directory, marks):
     marks["killed"] = time.monotonic()
     network.kill("h2")
     until(network, directory, lambda log: any(condition(log, "h2", "gone", since=marks["killed"])))
-    time.sleep(1.0)
+    answer_some(network, directory)
     marks["killed_ended"] = time.monotonic()
 
 
@@ -175,6 +176,12 @@ def until(network, directory, true):
             )
             raise TimeoutError(f"ended: {ended}\n{logs}\n{lines(directory)[-5:]}")
         time.sleep(0.1)
+
+
+def answer_some(network, directory):
+    """Wait until 20 requests that begin from now on are answered."""
+    now = time.monotonic()
+    until(network, directory, lambda log: sum(line.get("begun", 0) > now for line in log) >= 20)
 
 
 def count(log, what):
@@ -278,8 +285,8 @@ def test_a_killed_host_costs_a_hop_and_no_request(story):
     print(f"killed: given up after {first_failed_hop(story, 'h2', story.killed):.2f} s", end="")
     gone = next(condition(story.log, "h2", "gone", since=story.killed)) - story.killed
     print(f", Ray knew after {gone:.2f} s")
-    assert first_failed_hop(story, "h2", story.killed) < 1.0
-    assert gone < 10.0
+    assert first_failed_hop(story, "h2", story.killed) < DEADLINE
+    assert gone < HANGS
     assert any(line["skipped"].keys() == {"1", "3"} for line in answered)
 
 

@@ -41,7 +41,7 @@ def test_it_equals_the_forward_of_the_route(family):
         router = router_of(FAMILIES[family].wrapped())
         router.swarm = Swarm(HostView(name, frozenset(blocks)) for name, blocks in HOSTS.items())
         remote_model = RemoteModel(FAMILIES[family].wrapped(), router)
-        deadline = router.clock() + 5
+        deadline = router.clock() + HANGS
         free = await remote_model.classify(batch, deadline=deadline)
         ordered = await remote_model.classify(batch, deadline=deadline, order=(3, 0, 1))
         remote_model.close()

@@ -19,6 +19,7 @@ from waiting import until
 HEAD = b"GET /healthz HTTP/1.1\r\nHost: gateway\r\n\r\n"
 QUICK = GatewayLimits(head_ms=200)
 PATIENCE = 60  # seconds that a test waits for what takes a fraction of one
+LONG = GatewayLimits(head_ms=1000 * PATIENCE)  # a test tells the server when they are over
 
 
 # --- in virtual time ------------------------------------------------------------------------------
@@ -124,11 +125,9 @@ def test_the_server_believes_no_forwarded_address():
 
 
 async def plain(scope, receive, send):
-    """Answers "/wait" after half a second, "/large" with 20 MB, all else at once."""
+    """Answers "/large" with 20 MB, all else with two bytes."""
     if scope["type"] == "lifespan":
         return
-    if scope["path"] == "/wait":
-        await asyncio.sleep(0.5)
     body = bytes(20_000_000 if scope["path"] == "/large" else 2)
     head = [(b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": head})
@@ -141,6 +140,17 @@ async def closed(reader):
         with suppress(ConnectionError):
             while await reader.read(1 << 16):
                 pass
+
+
+class Later:
+    """Lets a server look at its connections again, each time as if its patience had passed."""
+
+    def __init__(self, server):
+        self.server, self.now = server, asyncio.get_running_loop().time()
+
+    def look(self):
+        self.now += PATIENCE
+        self.server.cut_waiting(self.now)
 
 
 async def answered(reader, writer, path="/"):
@@ -194,10 +204,22 @@ def test_silent_connections_are_closed():
 def test_connections_in_use_stay():
     """A request may take longer than its head, and several may come at once."""
 
+    begun, free = asyncio.Event(), asyncio.Event()
+
+    async def waits(scope, receive, send):
+        if scope["type"] == "http":
+            begun.set()
+            await free.wait()
+        await plain(scope, receive, send)
+
     async def go():
-        async with listening(plain, QUICK) as (_, port), connected(port) as (reader, writer):
-            assert await answered(reader, writer, "/wait")
-            writer.write(HEAD * 3)  # pipelined, without a pause in which a busy test could be cut
+        async with listening(waits, LONG) as (server, port), connected(port) as (reader, writer):
+            writer.write(HEAD * 3)
+            await begun.wait()
+            later = Later(server)
+            for _ in range(3):
+                later.look()
+            free.set()
             for _ in range(3):
                 await reader.readuntil(b"\r\n\r\n\0\0")
 
@@ -266,10 +288,15 @@ def test_a_client_that_never_says_goodbye_ends_neither_the_server_nor_its_place(
     tls = server_context(tmp_path / "cert.pem", tmp_path / "key.pem")
 
     async def go():
-        # So long that the server looks several times between its goodbye and the end of its wait.
-        async with listening(plain, GatewayLimits(head_ms=2000), tls=tls) as (server, port):
+        async with listening(plain, LONG, tls=tls) as (server, port):
             with await asyncio.to_thread(mute_client, port, tmp_path / "ca.pem"):
                 await until(lambda: server.server_state.connections)
+                later = Later(server)
+                later.look()
+                later.look()  # it says goodbye
+                for _ in range(3):  # nothing has come back yet
+                    server.cut_waiting(later.now)
+                later.look()
                 await until(lambda: not server.server_state.connections)
                 trusted = client_context(tmp_path / "ca.pem")
                 async with connected(port, ssl=trusted, server_hostname="127.0.0.1") as other:

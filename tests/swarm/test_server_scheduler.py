@@ -4,8 +4,17 @@ import asyncio
 import threading
 
 import pytest
-from gateway_site import HOSTS, classify, file_of, picture, run
+from gateway_site import (
+    HOSTS,
+    LIMITS,
+    classify,
+    file_of,
+    picture,
+    run,
+    run_in_virtual_time,
+)
 
+from clock import SkippingLoop
 from common import DEPTH, SIZE
 from layershuffle.swarm.calibration import Calibration, Row
 from layershuffle.swarm.messages import HostGone
@@ -15,8 +24,8 @@ from layershuffle.swarm.state import HostView
 from waiting import HANGS, until
 
 FILE = file_of(picture())
-# A deadline that passes soon, and within which ten busy processes leave time for an image.
-BUSY_MS = 1500
+# A deadline that no machine reaches by itself: a test moves the clock beyond it.
+FAR_MS = 30_000
 
 
 def calibrated(**options):
@@ -82,25 +91,25 @@ def test_the_time_left_is_used_before_an_answer_of_few_blocks():
 
     async def go(place):
         place.blocks.faults["b"] = HostGone("its process is dead")
-        few = await place.classify(FILE, deadline_ms=BUSY_MS)
-        refused = await place.classify(FILE, deadline_ms=BUSY_MS, min_blocks=2)
+        few = await place.classify(FILE, deadline_ms=1500)
+        refused = await place.classify(FILE, deadline_ms=1500, min_blocks=2)
         content = await place.classify(FILE, deadline_ms=9000, min_blocks=1)
         swarm = (await place.client.get("/v1/swarm")).json()
         waiting = asyncio.ensure_future(place.classify(FILE, deadline_ms=9000))
-        await until(lambda: place.router.swarm["a"].served == 3)
+        await until(lambda: place.router.swarm["a"].served == 4)
         place.blocks.faults.clear()
         place.router.update("b", lambda host: HostView("b", host.blocks))
         return few, refused, content, swarm, await waiting
 
     hosts = {"a": {0}, "b": {1, 2, 3}}
-    few, refused, content, swarm, waited = run(go, hosts, **calibrated())
+    few, refused, content, swarm, waited = run_in_virtual_time(go, hosts, **calibrated())
     assert few.json()["blocks"] == [0]
     assert few.json()["expected"]["top1"] == 20.0
-    assert few.json()["ms"]["total"] == pytest.approx(BUSY_MS, rel=0.3)
+    assert few.json()["ms"]["total"] == pytest.approx(1500 - LIMITS.reserve_ms)
     assert refused.status_code == 503
     assert "1 of 4 blocks could be run, 2 are needed" in refused.json()["error"]["cause"]
     assert content.json()["blocks"] == [0]
-    assert content.json()["ms"]["total"] < 9000
+    assert content.json()["ms"]["total"] == 0
     assert (swarm["expected"]["kept"], swarm["expected"]["orders_high"]) == (1, 88.0)
     assert sorted(waited.json()["blocks"]) == [0, 1, 2, 3]
 
@@ -125,15 +134,13 @@ def test_too_many_at_once():
         place.blocks.gate = asyncio.Event()
         first = asyncio.ensure_future(place.classify(FILE))
         await until(lambda: place.blocks.visits)
-        waiting = [
-            asyncio.ensure_future(place.classify(FILE, deadline_ms=BUSY_MS)) for _ in range(2)
-        ]
+        waiting = [asyncio.ensure_future(place.classify(FILE, deadline_ms=1500)) for _ in range(2)]
         late, refused = sorted(await asyncio.gather(*waiting), key=lambda r: -r.status_code)
         place.blocks.gate.set()
         return await first, late, refused
 
     limits = GatewayLimits(running=1, waiting=1)
-    first, late, refused = run(go, {"a": range(DEPTH)}, limits=limits)
+    first, late, refused = run_in_virtual_time(go, {"a": range(DEPTH)}, limits=limits)
     assert first.status_code == 200
     assert late.status_code == 503
     assert "before it was the request's turn" in late.json()["error"]["cause"]
@@ -158,6 +165,11 @@ class SlowDecoding:
 
         monkeypatch.setattr(Decoder, "decode", decode)
 
+    async def outlasts_its_deadline(self):
+        """Wait until a thread decodes, then move the clock beyond the deadline of its request."""
+        await until(lambda: self.begun)
+        asyncio.get_running_loop().skip(FAR_MS / 1000)
+
 
 SLOW = file_of(picture(size=(SlowDecoding.WIDTH, 32)))
 TOO_LATE = "The deadline passed before the images were decoded"
@@ -168,7 +180,7 @@ def test_the_wait_for_a_decoder_ends_at_the_deadline(monkeypatch):
     decoding = SlowDecoding(monkeypatch)
 
     async def go(place):
-        first = asyncio.ensure_future(place.classify(SLOW, deadline_ms=30_000))
+        first = asyncio.ensure_future(place.classify(SLOW, deadline_ms=FAR_MS))
         await until(lambda: decoding.begun)
         late = await place.classify(FILE, deadline_ms=100)
         decoding.free.set()  # only now: it did not wait for the first to be decoded
@@ -188,12 +200,14 @@ def test_decoding_ends_with_its_deadline(monkeypatch):
     decoding = SlowDecoding(monkeypatch)
 
     async def go(place):
-        late = await place.classify(SLOW, FILE, deadline_ms=100)
+        late = asyncio.ensure_future(place.classify(SLOW, FILE, deadline_ms=FAR_MS))
+        await decoding.outlasts_its_deadline()
+        status = (await late).status_code
         decoding.free.set()
         small = await place.classify(file_of(picture(size=(40, 40))))
-        return late.status_code, small.status_code
+        return status, small.status_code
 
-    assert run(go, limits=GatewayLimits(decoders=1)) == (503, 200)
+    assert run(go, loop=SkippingLoop, limits=GatewayLimits(decoders=1)) == (503, 200)
     assert decoding.begun == [SlowDecoding.WIDTH, 40]  # not the second image of the first
 
 
@@ -203,14 +217,17 @@ def test_one_client_leaves_decoders_for_others(monkeypatch):
 
     async def go(place):
         async with place.client_at("10.0.0.1") as greedy, place.client_at("10.0.0.2") as other:
-            late = [(await classify(greedy, SLOW, deadline_ms=100)).status_code for _ in range(3)]
+            first = asyncio.ensure_future(classify(greedy, SLOW, deadline_ms=FAR_MS))
+            await decoding.outlasts_its_deadline()
+            late = [(await first).status_code]
+            late += [(await classify(greedy, SLOW, deadline_ms=100)).status_code for _ in range(2)]
             answered = await classify(other, FILE)
             begun = list(decoding.begun)
             decoding.free.set()
             again = await classify(greedy, FILE)
         return late, begun, answered.status_code, again.status_code
 
-    result = run(go, limits=GatewayLimits(decoders=2))
+    result = run(go, loop=SkippingLoop, limits=GatewayLimits(decoders=2))
     assert result == ([503] * 3, [SlowDecoding.WIDTH, SIZE], 200, 200)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
+from pico_hosts import PATIENT
 
 import layershuffle as ls
 from common import FAMILIES, images, logits_of, redraw
@@ -170,7 +171,11 @@ def test_what_ray_opens_to_others_does_not_keep_a_machine_from_starting_again(mo
         assert scratch.parent.stat().st_mode & 0o777 == 0o700
 
 
-PLAN = SwarmPlan(model="pico", hosts={"a": HostPlan(blocks=(0, 2)), "b": HostPlan(blocks=(1, 3))})
+PLAN = SwarmPlan(
+    model="pico",
+    hosts={"a": HostPlan(blocks=(0, 2)), "b": HostPlan(blocks=(1, 3))},
+    limits=PATIENT,
+)
 
 
 # The event loop of the swarm, for work that runs in a thread beside it.
@@ -296,7 +301,7 @@ def siblings(tmp_path):
 
 def answer(service, batch, **asked):
     """What the swarm says."""
-    coroutine = service.remote_model.classify(batch, deadline=service.router.clock() + 5, **asked)
+    coroutine = service.remote_model.classify(batch, deadline=service.router.clock() + 30, **asked)
     return asyncio.run_coroutine_threadsafe(coroutine, LOOP.get()).result(HANGS)
 
 

@@ -6,6 +6,7 @@ import asyncio
 
 import torch
 from engines import pico
+from pico_hosts import PATIENT
 
 import layershuffle as ls
 from layershuffle.models.tying import tie
@@ -44,7 +45,7 @@ def test_the_last_host_of_three_answers_like_the_whole_model() -> None:
 
     held = {"a": (0, 2), "b": (1,), "c": (3,)}
     hosts = {name: HostPlan(blocks=blocks) for name, blocks in held.items()}
-    plan = SwarmPlan(model="pico", hosts=hosts)
+    plan = SwarmPlan(model="pico", hosts=hosts, limits=PATIENT)
 
     async def go() -> Classified:
         cargo = Cargo(model, {"pico": make_bundle(model)}, None)

@@ -43,14 +43,15 @@ MAX_SKIPS = 8
 class HostInfo:
     """A host's report about itself. `blocks`: SHA-256 of each block's tensors.
 
-    `waiting`: visits that are not being computed now. `channel`: address and port of its data
-    channel, "" without one.
+    `waiting`: visits that are not being computed now; `computing`: those that are. `channel`:
+    address and port of its data channel, "" without one.
     """
 
     name: str
     blocks: dict[int, str]
     pid: int
     waiting: int
+    computing: int
     draining: bool
     channel: str = ""
 
@@ -192,11 +193,14 @@ class BlockHost:
     def info(self) -> HostInfo:
         """What the host holds and does now."""
         with self._lock:
-            jobs = [job for job in self._jobs if job not in self._turn_of]
+            jobs, computing = [*self._jobs], [*self._turn_of]
             blocks = {id_: block.digest for id_, block in sorted(self._blocks.items())}
             draining = self._draining
-        waiting = sum(not job.future.cancelled() for job in jobs)
-        return HostInfo(self.name, blocks, os.getpid(), waiting, draining, self.channel)
+        wanted = [job for job in jobs if not job.future.cancelled()]
+        waiting = sum(job not in computing for job in wanted)
+        return HostInfo(
+            self.name, blocks, os.getpid(), waiting, len(wanted) - waiting, draining, self.channel
+        )
 
     def drain(self) -> None:
         """Take no new visits; those that are here finish."""

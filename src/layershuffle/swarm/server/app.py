@@ -14,6 +14,7 @@ import asyncio
 import hashlib
 import hmac
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from typing import Any
@@ -80,6 +81,7 @@ def create_app(
     carriers: Callable[[], Mapping[str, Carrier]] = dict,
     trouble: Callable[[], str] = str,
     page: PageOptions | None = None,
+    decoder_threads: Executor | None = None,
 ) -> FastAPI:
     """The gateway to `remote_model`, which it closes when the server ends.
 
@@ -88,8 +90,9 @@ def create_app(
     `foreign_blocks`: the blocks, with their hosts, of another model than the calibrated one;
     `watching`: whether somebody watches over the hosts; `audits`: visits that were repeated, and
     those of them that differed; `carriers`: how visits get to each host; `trouble`: what is wrong
-    with what runs the hosts; `page`: what the page at / offers, `None` for no page. Raises
-    `UsageError` for short keys, and for labels or a calibration of another model.
+    with what runs the hosts; `page`: what the page at / offers, `None` for no page;
+    `decoder_threads`: what decodes images (default: threads of its own). Raises `UsageError` for
+    short keys, and for labels or a calibration of another model.
     """
     names = _labels(remote_model, labels=labels, calibration=calibration)
     scheduler = RequestScheduler(
@@ -98,6 +101,7 @@ def create_app(
         labels=names,
         calibration=calibration,
         foreign_blocks=foreign_blocks,
+        decoder_threads=decoder_threads,
     )
     metrics = Metrics(remote_model.router, watching=watching, audits=audits, trouble=trouble)
     gateway = _Gateway(scheduler, keys=Keys(keys), model=model, metrics=metrics, carriers=carriers)

@@ -10,7 +10,7 @@ import asyncio
 import threading
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -73,7 +73,7 @@ class Client:
         self._paid_until = begin + 1 / self._limits.rate
         return 0.0
 
-    async def decode(self, pool: ThreadPoolExecutor, work: Callable[[], _T]) -> _T:
+    async def decode(self, pool: Executor, work: Callable[[], _T]) -> _T:
         """What `work` returns, done in a thread of `pool` once this client has a place there.
 
         Being cancelled gives up the wait. A thread that has begun goes on, and keeps its place
@@ -142,6 +142,7 @@ class RequestScheduler:
 
     The class names in `labels` stand in the order of the model's logits. `foreign_blocks` returns
     the blocks that are of another model than the one that `calibration` was measured on.
+    `decoder_threads`: what decodes images (default: as many threads as the limits say).
     """
 
     def __init__(
@@ -152,6 +153,7 @@ class RequestScheduler:
         labels: Sequence[str],
         calibration: Calibration | None,
         foreign_blocks: Callable[[], ForeignBlocks],
+        decoder_threads: Executor | None = None,
     ) -> None:
         self.remote_model, self.limits, self.labels = remote_model, limits, labels
         self.calibration, self.clients = calibration, Clients(limits)
@@ -165,7 +167,9 @@ class RequestScheduler:
         )
         model = remote_model.model
         self._decoder = Decoder(file_view(model), limits)
-        self._decoder_threads = ThreadPoolExecutor(limits.decoders, thread_name_prefix="decoder")
+        self._decoder_threads = decoder_threads or ThreadPoolExecutor(
+            limits.decoders, thread_name_prefix="decoder"
+        )
         self._walks = asyncio.Semaphore(limits.running)
         self._open = 0
         self._free_bytes = limits.held_bytes
