@@ -162,6 +162,8 @@ for seed in ("0", "1"):
     check(0, "fit", "--method", "layershuffle", "--model", model, *short, "--seed", seed,
           "--out", f"run{seed}")
 check(0, "eval", "run0", "--data", "folder:.", "--num-orders", "2")
+# A model of timm was trained and scored without what only models of transformers need.
+assert "transformers.modeling_utils" not in sys.modules
 check(0, "merge", "run0", "run1", "--random", "1", "--num-orders", "1", "--data", "folder:.")
 check(0, "predict", "run0", "val/a/0.png")
 check(0, "predict", "bundled:digits-swarm", "bundled:digit-pair.png")

@@ -46,10 +46,12 @@ def tasks_of(raylet):
 def run(recipe, out):
     # Nobody looks at a dashboard, and its server takes as long to start as the rest of the head.
     # Without a CPU, no task goes to the head, which has to stay.
-    head = {"num_cpus": 0, "num_gpus": 0, "include_dashboard": False}
+    # Nor does anybody read logs of a cluster that grows by itself.
+    bare = {"include_log_monitor": False, "no_monitor": True, "num_gpus": 0}
+    head = {"num_cpus": 0, "include_dashboard": False, **bare}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
-        nodes = [cluster.add_node(num_cpus=1, num_gpus=0) for _ in range(2)]
+        nodes = [cluster.add_node(num_cpus=1, **bare) for _ in range(2)]
         cluster.wait_for_nodes()
         threading.Thread(
             target=kill_when_training, args=(cluster, nodes, Path(out)), daemon=True

@@ -1,6 +1,7 @@
 """Bundles of tiny models, hosts that hold them, and the models themselves as the slow path."""
 
 import asyncio
+import copy
 import time
 from functools import cache
 
@@ -16,6 +17,8 @@ from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import (
     pack,
 )
+from layershuffle.swarm.remote_model import RemoteModel
+from layershuffle.swarm.rounds import QUEUE, Rounds, Way
 from waiting import HANGS
 
 LONG = 60_000.0  # ms
@@ -63,6 +66,21 @@ def replay_error(model, batch, got):
     order = ls.ExecutionOrder(got.route.order, got.route.depth, got.route.versions)
     with torch.no_grad(), ls.running(model, order):
         return float((got.logits - ls.models.logits_of(model(batch))).abs().max())
+
+
+async def check_side_by_side(model, router, *, reached, steps):
+    """`reached` blocks contribute, and of the steps that a client names `steps` are left."""
+    batch, remote = images(2), RemoteModel(copy.deepcopy(model), router)
+    router.rounds = Rounds(otherwise=Way(2, 2), max_age=4)
+    got = await remote.classify(batch, deadline=router.clock() + HANGS)
+    assert (got.route.kept, len(got.route.order)) == (reached, 4)
+    assert replay_error(model, batch, got) == 0
+    deadline = router.clock() + HANGS
+    got = await remote.classify(batch, deadline=deadline, order="0+1+3,2,1")
+    assert got.route.steps == steps
+    assert replay_error(model, batch, got) == 0
+    router.rounds = QUEUE
+    remote.close()
 
 
 class Clock:

@@ -288,6 +288,13 @@ def logits_of(output: Any) -> Tensor:
     return logits
 
 
+# Without which the library makes no model: accelerate imports `transformers` without its models,
+# and importing these takes most of a second.
+_MODEL_MODULES = {
+    "transformers": "transformers.modeling_utils",
+    "torchvision": "torchvision",
+    "timm": "timm",
+}
 _BUILDERS = {"timm": "timm", "hf": "transformers", "torchvision": "torchvision"}
 
 
@@ -307,9 +314,9 @@ def _library(name: str) -> HostLibrary:
 def library_of(host: nn.Module) -> HostLibrary:
     """The adapter of the library that made `host`; raises `UsageError` for other models."""
     # transformers first: its wrapper around timm models has attributes of both.
-    for name in ("transformers", "torchvision", "timm"):
+    for name, needed in _MODEL_MODULES.items():
         # A library that was never imported made no model.
-        if name in sys.modules and _library(name).owns(host):
+        if needed in sys.modules and _library(name).owns(host):
             return _library(name)
     raise UsageError(
         f"{type(host).__name__} is not a model of timm, transformers or torchvision",

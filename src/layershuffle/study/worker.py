@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from layershuffle.analysis.settings import AnalysisSettings
 from layershuffle.draws import Stream
 from layershuffle.errors import Interrupted, LayerShuffleError
 from layershuffle.files import write_text
+from layershuffle.machine import imports_stay
 from layershuffle.merging.settings import MergingSettings
 from layershuffle.settings import digest
 from layershuffle.study.plan import (
@@ -34,6 +36,12 @@ from layershuffle.study.plan import (
     tasks_of,
 )
 
+# What each kind of task computes with; no more, as a study starts a process for every task.
+_MODULES = {
+    RunSpec: ("layershuffle.training", "layershuffle.evaluation"),
+    MergingSpec: ("layershuffle.merging.scoring",),
+    AnalysisSpec: ("layershuffle.analysis",),
+}
 PROGRESS_FILE = "progress.json"
 SCHEMA = 1
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -47,6 +55,9 @@ def main(argv: list[str]) -> int:
     task = next(task for task in tasks_of(read_study_plan(out)) if task.name == name)
     directory = task.directory(out)
     try:
+        with imports_stay():
+            for module in _MODULES[type(task)]:
+                import_module(module)
         execute(task, out)
     except Interrupted as stopped:
         print(stopped, flush=True)
@@ -230,4 +241,8 @@ def _write_progress(directory: Path, progress: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # All that counts is on the disk: torch would take another second to leave in good order.
+    os._exit(code)

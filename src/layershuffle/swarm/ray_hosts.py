@@ -20,6 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from layershuffle.errors import LayerShuffleError
+from layershuffle.machine import imports_stay
 from layershuffle.swarm.channel import ChannelLink, ChannelLost, ChannelServer, credentials_in
 from layershuffle.swarm.frames import (
     BrokenFrame,
@@ -57,7 +58,9 @@ class BlockHostActor:
     """A `BlockHost` in a process of its own. What it imports is torch and light."""
 
     def __init__(self, name: str, *, limits: Mapping[str, Any], threads: int | None) -> None:
-        from layershuffle.swarm.host import BlockHost
+        # A third of the time until a host holds its blocks is that of importing torch.
+        with imports_stay():
+            from layershuffle.swarm.host import BlockHost
 
         self._limits = Limits(**limits)
         self._host = BlockHost(name, limits=self._limits, threads=threads)
