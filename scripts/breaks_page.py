@@ -5,19 +5,24 @@ python scripts/breaks_page.py
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from breaks import TIED
-from open_questions import PAGE, rows_of
-from science_page import with_marked
+from open_questions import FORWARDS, PAGE, averaged_verdict, rows_of
+from science_page import interval as words_of
+from science_page import verdict, with_marked
 
 from layershuffle.files import write_text
-from layershuffle.stats import mean, t_interval, wilson_interval
+from layershuffle.stats import Difference, compare, mean, t_interval, wilson_interval
 from layershuffle.text import markdown_table
 
 REFERENCE, NO_PARTS = ("data", "20000 pairs"), "none (prediction, detached)"
 CHANCE = 1.0
+PAIRS = 3
+"""With so many pairs of models the interval over their seeds decides, with fewer every pair."""
 NOTHING_LEARNT = "nothing learnt"
 NOT_MEASURED = "Not measured yet: `python scripts/breaks.py runs/breaks` goes on where it stopped."
 CONDITIONS = {
@@ -26,8 +31,7 @@ CONDITIONS = {
     ("breaks", "depth 4"): "4 blocks",
     ("breaks", "depth 6"): "6 blocks",
     ("breaks", "depth 24"): "24 blocks",
-    ("breaks", "skip 0.5"): "skip connections times 0.5",
-    ("breaks", "skip 0.25"): "skip connections times 0.25",
+    **{("breaks", f"skip {s}"): f"skip connections times {s}" for s in (0.9, 0.75, 0.5, 0.25)},
     ("breaks", "skip 0"): "no skip connections",
     ("breaks", "MLP-Mixer"): "MLP-Mixer",
     ("breaks", "MLP-Mixer, 1e-3"): "MLP-Mixer, refined at 1e-3",
@@ -63,7 +67,8 @@ class Scores:
     guessed: float | None
 
 
-Models = Mapping[tuple[str, str, str], Mapping[int, Scores]]  # question, case, arm; by seed
+Group = Mapping[int, Scores]  # by seed
+Models = Mapping[tuple[str, str, str], Group]  # question, case, arm
 
 
 def read_models() -> Models:
@@ -90,57 +95,77 @@ def interval(values: Sequence[float], independent: float) -> Interval:
     return Interval(mean=centre, low=low, high=high)
 
 
-def broken(shuffled: Interval, ordinary: Interval) -> str:
-    """The criterion, for one pair of models: any order against half of the ordinary model."""
-    if ordinary.low <= 2 * CHANCE:
+def broken_in_pair(ordinary: Scores, shuffled: Scores) -> str:
+    """Of one pair of models: any order against half of the ordinary model, over orders and images.
+
+    Says nothing of other pairs, and is decided more often than an interval over seeds.
+    """
+    usual = interval([ordinary.in_order], ordinary.independent)
+    free = interval(shuffled.any_order, shuffled.independent)
+    if usual.low <= 2 * CHANCE:
         return NOTHING_LEARNT
-    if shuffled.high < ordinary.low / 2:
+    if free.high < usual.low / 2:
         return "breaks down"
-    return "holds" if shuffled.low > ordinary.high / 2 else "not told apart"
+    return "holds" if free.low > usual.high / 2 else "not told apart"
 
 
-def agreed(verdicts: Sequence[str]) -> str:
+def above_half(ordinary: Group, shuffled: Group) -> Difference:
+    """LayerShuffle in any order less half of ordinary training in order, in pairs over seeds."""
+    halves = {seed: in_order(scores) / 2 for seed, scores in ordinary.items()}
+    return compare({seed: any_order(scores) for seed, scores in shuffled.items()}, halves)
+
+
+def broken(ordinary: Group, shuffled: Group) -> str:
+    """The criterion: the 95 % interval of `above_half` excludes zero, of three pairs or more.
+
+    Of fewer pairs `broken_in_pair` has to say the same of each, and the verdict says so.
+    """
+    seeds = sorted(ordinary.keys() & shuffled.keys())
+    of_pairs = [broken_in_pair(ordinary[seed], shuffled[seed]) for seed in seeds]
+    if len(seeds) < PAIRS or set(of_pairs) == {NOTHING_LEARNT}:
+        return agreed(of_pairs)
+    words = {"better": "holds", "worse": "breaks down"}
+    judged = verdict(above_half(ordinary, shuffled))
+    return words.get(judged, judged)
+
+
+def agreed(of_pairs: Sequence[str]) -> str:
     """What every pair of models says; else nothing is told apart."""
-    return verdicts[0] if len(set(verdicts)) == 1 else "not told apart"
-
-
-def verdict_on(models: Models, case: tuple[str, str]) -> str:
-    """Whether shuffling breaks down in a case."""
-    ordinary, shuffled = models[*case, "baseline"], models[*case, "layershuffle"]
-    verdicts = []
-    for seed in sorted(ordinary.keys() & shuffled.keys()):
-        reference, scores = ordinary[seed], shuffled[seed]
-        verdicts.append(
-            broken(
-                interval(scores.any_order, scores.independent),
-                interval([reference.in_order], reference.independent),
-            )
-        )
-    return agreed(verdicts)
+    first = of_pairs[0]
+    if len(set(of_pairs)) > 1 or first == "not told apart":
+        return "not told apart"
+    return first if first == NOTHING_LEARNT else f"{first} in each pair"
 
 
 def break_table(models: Models, cases: Mapping[tuple[str, str], str], name: str) -> str:
     """Ordinary training and LayerShuffle in each case that was measured."""
     head = [name, "seeds", "ordinary training: in order", "any order"]
-    head += ["LayerShuffle: in order", "any order", "gap", "share", "shuffling"]
+    head += ["LayerShuffle: in order", "any order", "gap", "share", "above half", "shuffling"]
     rows = []
     for case, label in cases.items():
         ordinary, shuffled = (models.get((*case, arm), {}) for arm in ("baseline", "layershuffle"))
         seeds = sorted(ordinary.keys() & shuffled.keys())
         if not seeds:
             continue
-        cells = [
-            mean([of(group[seed]) for seed in seeds])
-            for group in (ordinary, shuffled)
-            for of in (in_order, any_order)
-        ]
+        cells = means_of((ordinary, shuffled), seeds)
         gap = round(cells[2] - cells[3], 1) + 0.0  # never "-0.0"
         numbers = [f"{cell:.1f}" for cell in (*cells, gap)]
-        verdict = verdict_on(models, case)
+        judged = broken(ordinary, shuffled)
         # Of chance there is no share.
-        share = "" if verdict == NOTHING_LEARNT else f"{100 * cells[3] / cells[0]:.0f} %"
-        rows.append([label, len(seeds), *numbers, share, f"**{verdict}**"])
-    return markdown_table(head, rows, align="lrrrrrrrl") if rows else NOT_MEASURED
+        is_learnt = judged != NOTHING_LEARNT
+        share = f"{100 * cells[3] / cells[0]:.0f} %" if is_learnt else ""
+        above = words_of(above_half(ordinary, shuffled)) if len(seeds) >= PAIRS else ""
+        rows.append([label, len(seeds), *numbers, share, above, f"**{judged}**"])
+    return markdown_table(head, rows, align="lrrrrrrrll") if rows else NOT_MEASURED
+
+
+def means_of(groups: Sequence[Group], seeds: Sequence[int]) -> list[float]:
+    """Top-1 of every group over `seeds`, in order and in any order."""
+    return [
+        mean([of(group[seed]) for seed in seeds])
+        for group in groups
+        for of in (in_order, any_order)
+    ]
 
 
 def in_order(scores: Scores) -> float:
@@ -153,40 +178,47 @@ def any_order(scores: Scores) -> float:
     return mean(scores.any_order)
 
 
-def moved(sample: Scores, reference: Scores) -> tuple[float, float, float]:
-    """Any order minus any order, in pairs over the drawn orders, with its 95 % interval."""
+def difference(sample: Group, reference: Group, of: Callable[[Scores], float]) -> Difference:
+    """Top-1 of `sample` less `reference`, in points and in pairs over the seeds of both."""
+    seeds = sample.keys() & reference.keys()
+    return compare(
+        {seed: of(sample[seed]) for seed in seeds}, {seed: of(reference[seed]) for seed in seeds}
+    )
+
+
+def moved_in_pair(sample: Scores, reference: Scores) -> str:
+    """Of one pair of models: any order, by the 95 % interval in pairs over the drawn orders."""
     gaps = [a - b for a, b in zip(sample.any_order, reference.any_order, strict=True)]
-    return mean(gaps), *t_interval(gaps)
+    low, high = t_interval(gaps)
+    return verdict(Difference(points=mean(gaps), low=low, high=high, seeds=0))
 
 
-def moved_verdict(sample: Mapping[int, Scores], reference: Mapping[int, Scores]) -> str:
-    """The criterion: over the orders of every pair of models the interval excludes zero."""
-    verdicts = []
-    for seed in sorted(sample.keys() & reference.keys()):
-        _, low, high = moved(sample[seed], reference[seed])
-        verdicts.append("better" if low > 0 else "worse" if high < 0 else "not told apart")
-    return agreed(verdicts)
+def moved(sample: Group, reference: Group) -> tuple[str, str]:
+    """The difference in any order and the criterion: its interval over seeds excludes zero.
+
+    Of fewer than three pairs `moved_in_pair` has to say the same of each, and the verdict says so.
+    """
+    gap, seeds = difference(sample, reference, any_order), sorted(sample.keys() & reference.keys())
+    if len(seeds) >= PAIRS:
+        return words_of(gap), verdict(gap)
+    return f"{gap.points:+.1f}", agreed([moved_in_pair(sample[s], reference[s]) for s in seeds])
 
 
 def tied_table(models: Models) -> str:
     """Three tied blocks beside LayerShuffle with twelve different ones, on the same data."""
     head = ["training data", "seeds", "LayerShuffle: in order", "any order"]
-    head += ["three tied blocks: in order", "any order", "difference in any order", "tied is"]
+    head += ["three tied blocks: in order", "any order", "tied in order", "tied in any order"]
     rows = []
     for case, label in DATA.items():
         twelve, three = (models.get((*case, arm), {}) for arm in ("layershuffle", TIED))
         seeds = sorted(twelve.keys() & three.keys())
         if not seeds:
             continue
-        cells = [
-            mean([of(group[seed]) for seed in seeds])
-            for group in (twelve, three)
-            for of in (in_order, any_order)
-        ]
-        numbers = [f"{cell:.1f}" for cell in cells]
-        gap, verdict = f"{cells[3] - cells[1]:+.1f}", moved_verdict(three, twelve)
-        rows.append([label, len(seeds), *numbers, gap, f"**{verdict}**"])
-    return markdown_table(head, rows, align="lrrrrrrl") if rows else NOT_MEASURED
+        numbers = [f"{cell:.1f}" for cell in means_of((twelve, three), seeds)]
+        ordered, (free, judged) = difference(three, twelve, in_order), moved(three, twelve)
+        numbers += [f"{words_of(ordered)} **{verdict(ordered)}**", f"{free} **{judged}**"]
+        rows.append([label, len(seeds), *numbers])
+    return markdown_table(head, rows, align="lrrrrrll") if rows else NOT_MEASURED
 
 
 def position_table(models: Models) -> str:
@@ -196,20 +228,48 @@ def position_table(models: Models) -> str:
     head += ["in any order", "positions guessed"]
     rows = []
     for (question, case, _), of_seed in models.items():
-        if question != "position":
-            continue
         seeds = sorted(of_seed.keys() & reference.keys())
-        if not seeds:
+        if question != "position" or not seeds:
             continue
-        ordered = mean([in_order(of_seed[seed]) for seed in seeds])
-        arbitrary = mean([any_order(of_seed[seed]) for seed in seeds])
-        gap = arbitrary - mean([any_order(reference[seed]) for seed in seeds])
         guesses = [g for seed in seeds if (g := of_seed[seed].guessed) is not None]
-        cells = [case, str(len(seeds)), f"{ordered:.1f}", f"{arbitrary:.1f}"]
-        verdict = moved_verdict(of_seed, reference)
-        cells += ["", ""] if case == NO_PARTS else [f"{gap:+.1f}", f"**{verdict}**"]
+        gap, judged = moved(of_seed, reference)
+        cells = [case, str(len(seeds)), *(f"{cell:.1f}" for cell in means_of([of_seed], seeds))]
+        cells += ["", ""] if case == NO_PARTS else [gap, f"**{judged}**"]
         rows.append([*cells, f"{mean(guesses):.1f}" if guesses else ""])
-    return markdown_table(head, rows, align="lrrrrlr") if rows else NOT_MEASURED
+    return markdown_table(head, rows, align="lrrrllr") if rows else NOT_MEASURED
+
+
+def soup_table() -> str:
+    """Orders of a soup against as many orders of one model, and against one order."""
+    values: dict[tuple[bool, int], list[float]] = defaultdict(list)
+    for row in rows_of("averaged.csv"):
+        if "+" not in row["members"]:
+            values["*" in row["members"], int(row["forwards"])].append(float(row["top1"]))
+    words = {"several models": "better", "several orders": "worse"}
+    rows = []
+    for forwards in FORWARDS:
+        judged = [
+            averaged_verdict(values[True, forwards], values[False, orders])
+            for orders in (forwards, 1)
+        ]
+        rows.append([forwards, *(f"**{words.get(name, name)}**" for name in judged)])
+    head = ["orders of the soup", "beside as many orders of one model", "beside one order of it"]
+    return markdown_table(head, rows, align="rll")
+
+
+def chance_words(page: str) -> str:
+    """How many comparisons the tables of `page` make, and as how many its images count."""
+    tables = "\n".join(line for line in page.splitlines() if line.startswith("|"))
+    verdicts = re.findall(r"\*\*[a-z ]+\*\*", tables)
+    count = sum(name != f"**{NOTHING_LEARNT}**" for name in verdicts)
+    images = [float(row["independent"]) for row in rows_of("breaks.csv")]
+    least, most = min(images), max(images)
+    return (
+        f"The tables make {count} comparisons, most of them at 95 %: about {count / 20:.0f} would\n"
+        "be told apart by chance if nothing differed anywhere. Digits repeat among the test\n"
+        f"pairs, so that 1,000 of them count as {least:.0f} to {most:.0f} independent ones\n"
+        "(`independent` in `breaks.csv`)."
+    )
 
 
 def with_tables(page: str) -> str:
@@ -218,7 +278,9 @@ def with_tables(page: str) -> str:
     page = with_marked(page, "breaks", break_table(models, CONDITIONS, "model"))
     page = with_marked(page, "data", break_table(models, DATA, "training data"))
     page = with_marked(page, "tied data", tied_table(models))
-    return with_marked(page, "parts", position_table(models))
+    page = with_marked(page, "parts", position_table(models))
+    page = with_marked(page, "soup", soup_table())
+    return with_marked(page, "comparisons", chance_words(page))
 
 
 if __name__ == "__main__":

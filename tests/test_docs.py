@@ -9,7 +9,6 @@ import statistics
 import pytest
 import timm
 
-from layershuffle.bundled import asset
 from layershuffle.swarm.calibration import read_calibration
 from layershuffle.swarm.expectations import useful_blocks
 

@@ -126,3 +126,32 @@ def test_the_error_is_the_mean_over_changes_and_strengths() -> None:
     rows = [row | {"change": "blur"}, row | {"change": "noise"} | {"at1": "89"}]
     assert robustness.error_of(rows, "a", "o", ["blur", "noise"]) == {1: 4.0}  # 3 and 5
     assert robustness.error_of(rows, "a", "o", ["blur"]) == {1: 3.0}
+
+
+def test_errors_are_judged_in_all_and_where_fewer_are_better() -> None:
+    usual = {0: 40.0, 1: 41.0, 2: 42.0}
+    # The gaps are 3, 4 and 5: t(0.975, 2) = 4.3027 over the root of 3 is 2.484 to either side.
+    assert robustness.more_errors({0: 43, 1: 45, 2: 47}, usual) == "+4.0 (+1.5 to +6.5) **worse**"
+    assert robustness.more_errors({0: 37, 1: 37, 2: 37}, usual) == "-4.0 (-6.5 to -1.5) **better**"
+    assert robustness.more_errors({0: 41, 1: 43, 2: 45}, usual).endswith("**not told apart**")
+
+
+def test_an_arm_may_err_more_and_add_no_more(monkeypatch) -> None:
+    def rows(arm: str, order: str, errors: dict[str, int]) -> list[dict[str, str]]:
+        return [
+            {"arm": arm, "order": order, "seed": str(seed), "change": change}
+            | {f"at{k}": str(100 - error) for k in range(1, 6)}
+            for seed in range(3)
+            for change, error in errors.items()
+        ]
+
+    changes = [*robustness.CORRUPTIONS, *robustness.SHIFTS]
+    cells = [("baseline", "sequential"), ("layershuffle", "arbitrary")]
+    scores = rows(*cells[0], {"none": 4, **dict.fromkeys(changes, 40)})
+    scores += rows(*cells[1], {"none": 14, **dict.fromkeys(changes, 50)})
+    monkeypatch.setattr(robustness, "CELLS", cells)
+    monkeypatch.setattr(robustness, "rows_of", lambda _: scores)
+    judged = "| 1.25 | +10.0 (+10.0 to +10.0) **worse** | +0.0 (+0.0 to +0.0) **not told apart** |"
+    assert robustness.changed_table().splitlines()[-1] == (
+        f"| LayerShuffle | any order | 14.0 | 50.0 {judged} 50.0 {judged}"
+    )

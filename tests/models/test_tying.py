@@ -11,7 +11,7 @@ from common import DEPTH, FAMILIES, images, logits_of
 from layershuffle.errors import ModelFileError, UsageError
 from layershuffle.merging.compatibility import check_compatible
 from layershuffle.models.files import weights_digest
-from layershuffle.models.tying import middle_blocks, places_tied, tie
+from layershuffle.models.tying import middle_blocks, places_tied, share_weights, tie
 from layershuffle.stack import blocks_of
 
 LIBRARIES = ("timm-vit", "hf-vit", "torchvision-vit")
@@ -59,6 +59,40 @@ def test_saved_and_loaded_it_is_tied_again(name, tmp_path):
     if stock is not None:
         assert places_tied(blocks_of(stock)) is None
         assert torch.equal(outputs(stock), outputs(model))
+
+
+@pytest.mark.parametrize("owned", ["mlp.fc1.bias", "norm1.weight"])
+def test_a_place_that_shares_a_part_of_its_weights_is_saved_as_it_is(owned, tmp_path):
+    model = tie(FAMILIES["timm-vit"].wrapped(), (0, 0, 2, 2)).eval()
+    module, _, name = owned.rpartition(".")
+    layer = blocks_of(model)[1].get_submodule(module)
+    setattr(layer, name, torch.nn.Parameter(getattr(layer, name).detach() + 1))
+    assert places_tied(blocks_of(model)) == (0, 1, 2, 2)
+    ls.save(model, tmp_path / "partly")
+    again = ls.load(f"dir:{tmp_path / 'partly'}")
+    assert places_tied(blocks_of(again)) == (0, 1, 2, 2)
+    assert torch.equal(outputs(again), outputs(model))
+    # A merge would write the block of one donor into that of another.
+    with pytest.raises(UsageError, match="tied"):
+        check_compatible([model, model], names=["a", "b"])
+
+
+def test_buffers_of_their_own_untie_places_where_they_differ():
+    def block() -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+
+    blocks = [block() for _ in range(3)]
+    for own, shared in zip(blocks[1].parameters(), blocks[0].parameters(), strict=True):
+        own.data = shared.data
+    assert places_tied(blocks) is None  # equal weights are not shared ones
+    assert not share_weights(blocks)
+    for layer in (0, 1):
+        for name, parameter in blocks[0][layer].named_parameters():
+            setattr(blocks[1][layer], name, parameter)
+    assert places_tied(blocks) == (0, 0, 2)  # as `Module.to` leaves buffers
+    assert share_weights(blocks)
+    blocks[1][1].running_mean += 1
+    assert places_tied(blocks) is None
 
 
 def test_weights_that_differ_are_not_tied_without_a_word(tmp_path):

@@ -20,7 +20,7 @@ from layershuffle.models.files import shapes_of
 from layershuffle.models.origin import origin_of
 from layershuffle.models.position_files import position_to_json
 from layershuffle.models.store import class_names_of, image_view, library_of, num_classes_of
-from layershuffle.models.tying import places_tied
+from layershuffle.models.tying import share_weights
 from layershuffle.position import width_of
 from layershuffle.stack import blocks_of, depth_of
 
@@ -58,7 +58,7 @@ def check_compatible(
     for name, donor in zip(names, donors, strict=True):
         if any(module.training for module in donor.modules()):
             raise UsageError("A donor is in training mode", place=name, hint="call donor.eval()")
-        if places_tied(blocks_of(donor)) is not None:
+        if share_weights(blocks_of(donor)):
             raise UsageError(
                 "The blocks of this donor are tied, so that a merge has no block to choose",
                 place=name,

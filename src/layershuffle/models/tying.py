@@ -2,7 +2,8 @@
 
 A place keeps its own module (drop path, hooks and graphs belong to places), and its parameters and
 buffers are those of the block that it is tied to. So a `state_dict` has the keys of an untied
-model, and what `save` writes is an ordinary model for its host library.
+model, and what `save` writes is an ordinary model of full size for its host library. That loads the
+places untied: the outputs are equal, and a training there changes every place by itself.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from layershuffle.errors import ModelFileError, UsageError
@@ -62,10 +64,39 @@ def tie_again(model: nn.Module, places: Sequence[int], *, path: Path) -> None:
 
 
 def places_tied(blocks: Iterable[nn.Module]) -> tuple[int, ...] | None:
-    """For the place of each block the first place with the same weights; `None` if none share."""
-    weights = [id(next(block.parameters(), block)) for block in blocks]
-    places = tuple(weights.index(weight) for weight in weights)
-    return None if places == tuple(range(len(weights))) else places
+    """For the place of each block the first place with the same weights; `None` if none share.
+
+    Places that share only a part of their weights count as different ones: `save` then writes each
+    as it is, and `load` does not tie them again.
+    """
+    stack = list(blocks)
+    places = tuple(
+        next(first for first, other in enumerate(stack) if _is_same(block, other))
+        for block in stack
+    )
+    return None if places == tuple(range(len(stack))) else places
+
+
+def share_weights(blocks: Iterable[nn.Module]) -> bool:
+    """Whether a parameter belongs to two blocks or more."""
+    owned = [{id(parameter) for parameter in block.parameters()} for block in blocks]
+    return sum(map(len, owned)) > len(set().union(*owned))
+
+
+def _is_same(block: nn.Module, other: nn.Module) -> bool:
+    """Whether both are one module, or have all parameters in common and equal buffers."""
+    if block is other:
+        return True
+    weights, others = dict(block.named_parameters()), dict(other.named_parameters())
+    if not weights or {n: id(p) for n, p in weights.items()} != {
+        n: id(p) for n, p in others.items()
+    }:
+        return False
+    # `Module.to` keeps parameters and makes every place buffers of its own.
+    buffers, copies = dict(block.named_buffers()), dict(other.named_buffers())
+    return buffers.keys() == copies.keys() and all(
+        torch.equal(buffer, copies[name]) for name, buffer in buffers.items()
+    )
 
 
 def middle_blocks(distinct: int, depth: int) -> tuple[int, ...]:
