@@ -1,5 +1,6 @@
 """Shared fixtures. Tests never touch the network: the hub libraries are told so."""
 
+import atexit
 import fcntl
 import gc
 import os
@@ -62,11 +63,8 @@ def pytest_collection_finish() -> None:
     through it, half a second each time."""
     gc.collect()
     gc.freeze()
-
-
-def pytest_unconfigure() -> None:
-    """Libraries count at the end what nobody collected."""
-    gc.unfreeze()
+    # Libraries count at the very end what nobody collected, and complain; pytest collects before.
+    atexit.register(gc.unfreeze)
 
 
 @pytest.hookimpl(wrapper=True)
