@@ -8,14 +8,15 @@ python scripts/recipes_page.py
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import changed_training
 from open_questions import rows_of
 from performance_page import medians_of
-from science_page import interval, verdict, with_marked
+from science_page import judged, with_marked
 
 from layershuffle.files import write_text
 from layershuffle.stats import Difference, compare, estimate, mean
@@ -33,6 +34,7 @@ BUDGET_TEXTS = [f"{steps:,} steps" for steps in BUDGETS]
 Column = tuple[str, int, int]  # order, blocks alive, passes
 Cell = tuple[str, int, Column]  # arm, steps, column
 Scores = dict[Cell, dict[int, list[float]]]  # of each seed, one top-1 per drawn order
+Changes = dict[str, dict[str, dict[int, float]]]  # of each training and column, by seed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,13 +63,19 @@ ARMS = (
     Arm(name="layershuffle-mixed-exit", label="exit loss, four orders, 1/4 in order"),
     Arm(name=f"{TIED}-exit", label="exit loss, three tied blocks, four orders, 1/4 in order"),
 )
-WITHOUT_EXIT = {
-    "layershuffle-exit": PLAIN,
-    "layershuffle-exit-orders-4": "layershuffle-orders-4",
-    "layershuffle-mixed-exit": MIXED,
-    f"{TIED}-exit": TIED,
-}
-"""Of every arm with an exit loss, the arm that is trained alike without it."""
+WITHOUT_EXIT = (
+    ("layershuffle-exit", PLAIN),
+    ("layershuffle-exit-orders-4", "layershuffle-orders-4"),
+    ("layershuffle-mixed-exit", MIXED),
+    (f"{TIED}-exit", TIED),
+)
+"""Every arm with an exit loss, and the arm that is trained alike without it."""
+TIED_PAIRS = (
+    (TIED, MIXED),
+    (f"{TIED}-exit", "layershuffle-mixed-exit"),
+    (f"{TIED}-exit", "layershuffle-exit-orders-4"),
+)
+"""Arms of three tied blocks, and the arms of twelve different ones that they are compared with."""
 COLUMNS: dict[str, Column] = {
     "in order": ("sequential", 12, 1),
     "any order": ("arbitrary", 12, 1),
@@ -77,6 +85,14 @@ COLUMNS: dict[str, Column] = {
     "6 alive, twice": ("arbitrary", 6, 2),
     "3 alive, 4 times": ("arbitrary", 3, 4),
 }
+CHANGE_COLUMNS = {
+    "in order": "in_order",
+    "any order": "any_order",
+    "6 alive": "six",
+    "6 alive, twice": "six_twice",
+    "3 alive, 4 times": "three_four_times",
+}
+"""Which columns of changed-training.csv the page shows."""
 ORDERED, ANY, SIX = COLUMNS["in order"], COLUMNS["any order"], COLUMNS["6 alive"]
 
 
@@ -180,80 +196,62 @@ def verdict_table(scores: Scores, goal: Goal) -> str:
             sample, reference = goal.cells(arm.name, steps)
             text = ""
             if scores.get(sample) and scores.get(reference) and sample != reference:
-                difference = gap(scores, sample, reference)
-                text = f"{interval(difference)} **{reached(difference, within=goal.within)}**"
+                criterion = partial(reached, within=goal.within)
+                text = judged(gap(scores, sample, reference), criterion=criterion)
             texts.append(text)
         if any(texts) and arm.name != BASELINE:
             rows.append([arm.label, *texts])
     return markdown_table(["recipe", *BUDGET_TEXTS], rows, align="l" + "l" * len(BUDGETS))
 
 
-def tied_table(scores: Scores) -> str:
-    """Three tied blocks less twelve different ones of the same recipe, in pairs over seeds."""
-    rows = []
-    for name in ("in order", "any order", "6 alive", "6 alive, twice", "3 alive, 4 times"):
-        texts = []
-        for steps in BUDGETS:
-            cells = [(arm, steps, COLUMNS[name]) for arm in (TIED, MIXED)]
-            difference = gap(scores, *cells)
-            texts.append(f"{interval(difference)} **{verdict(difference)}**")
-        rows.append([name, *texts])
-    head = ["three tied blocks are", *BUDGET_TEXTS]
-    return markdown_table(head, rows, align="l" + "l" * len(BUDGETS))
-
-
-def exits_table(scores: Scores) -> str:
-    """What an exit loss changes in recipes that are alike otherwise, in pairs over seeds."""
-    columns = ("in order", "any order", "9 alive", "6 alive", "3 alive")
+def pairs_table(
+    scores: Scores, pairs: Iterable[tuple[str, str]], *, head: str, columns: Sequence[str]
+) -> str:
+    """Each arm less the one beside it, at every budget that both have, in pairs over seeds."""
     labels = {arm.name: arm.label for arm in ARMS}
     rows = []
-    for arm, reference in WITHOUT_EXIT.items():
+    for arm, reference in pairs:
         for steps in BUDGETS:
             texts = []
-            for column in (COLUMNS[name] for name in columns):
-                cells = [(name, steps, column) for name in (arm, reference)]
-                text = ""
-                if all(scores.get(cell) for cell in cells):
-                    difference = gap(scores, *cells)
-                    text = f"{interval(difference)} **{verdict(difference)}**"
-                texts.append(text)
+            for column in columns:
+                cells = [(name, steps, COLUMNS[column]) for name in (arm, reference)]
+                is_measured = all(scores.get(cell) for cell in cells)
+                texts.append(judged(gap(scores, *cells)) if is_measured else "")
             if any(texts):
                 rows.append([labels[reference], f"{steps:,}", *texts])
-    head = ["an exit loss beside", "steps", *columns]
-    return markdown_table(head, rows, align="lr" + "l" * len(columns))
+    return markdown_table([head, "steps", *columns], rows, align="lr" + "l" * len(columns))
+
+
+def read_changes(budget: int) -> Changes:
+    """Top-1 of every changed training of a budget: of a column and a seed the mean over orders."""
+    scores: Changes = defaultdict(lambda: defaultdict(dict))
+    for row in rows_of("changed-training.csv"):
+        if int(row["budget"]) == budget:
+            for name, column in CHANGE_COLUMNS.items():
+                values = [float(value) for value in row[column].split()]
+                scores[row["arm"]][name][int(row["seed"])] = mean(values)
+    return scores
 
 
 def changes_table(budget: int) -> str:
     """What changed trainings reach, and what they gain on unchanged ones, in pairs over seeds."""
-    columns = {
-        "in order": "in_order",
-        "any order": "any_order",
-        "6 alive": "six",
-        "6 alive, twice": "six_twice",
-        "3 alive, 4 times": "three_four_times",
-    }
-    scores: dict[str, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
-    for row in rows_of("changed-training.csv"):
-        if int(row["budget"]) != budget:
-            continue
-        for column in columns.values():
-            values = [float(value) for value in row[column].split()]
-            scores[row["arm"]][column][int(row["seed"])] = mean(values)
-    judged = ("in order", "any order", "6 alive")
-    head = ["training", "models", *columns, "compared with", *judged]
+    scores = read_changes(budget)
+    compared = ("in order", "any order", "6 alive")
+    head = ["training", "models", *CHANGE_COLUMNS, "compared with", *compared]
     rows = []
     for name in changed_training.BUDGETS[budget]:
-        accuracy = scores[name]
-        cells = [name, str(len(accuracy["in_order"]))]
-        cells += [f"{mean(list(accuracy[column].values())):.1f}" for column in columns.values()]
+        if not (accuracy := scores.get(name)):
+            continue
+        cells = [name, str(len(accuracy["in order"]))]
+        cells += [f"{mean(accuracy[column]):.1f}" for column in CHANGE_COLUMNS]
         reference = changed_training.REFERENCES.get(name, changed_training.PLAIN)
         if name != changed_training.PLAIN:
             cells.append(reference)
-            for column in (columns[name] for name in judged):
-                gain = compare(accuracy[column], scores[reference][column])
-                cells.append(f"{interval(gain)} **{verdict(gain)}**")
+            for column in compared:
+                cells.append(judged(compare(accuracy[column], scores[reference][column])))
         rows.append(cells + [""] * (len(head) - len(cells)))
-    return markdown_table(head, rows, align="lr" + "r" * len(columns) + "l" * (1 + len(judged)))
+    align = "lr" + "r" * len(CHANGE_COLUMNS) + "l" * (1 + len(compared))
+    return markdown_table(head, rows, align=align)
 
 
 def cost_table() -> str:
@@ -269,8 +267,12 @@ def with_tables(page: str, scores: Scores) -> str:
         page = with_marked(page, f"accuracy {steps}", accuracy_table(scores, steps))
     for goal in GOALS:
         page = with_marked(page, goal.name, verdict_table(scores, goal))
-    page = with_marked(page, "tied", tied_table(scores))
-    page = with_marked(page, "exits", exits_table(scores))
+    head = "three tied blocks less twelve of"
+    table = pairs_table(scores, TIED_PAIRS, head=head, columns=tuple(COLUMNS))
+    page = with_marked(page, "tied", table)
+    once = ("in order", "any order", "9 alive", "6 alive", "3 alive")
+    table = pairs_table(scores, WITHOUT_EXIT, head="an exit loss beside", columns=once)
+    page = with_marked(page, "exits", table)
     for budget in changed_training.BUDGETS:
         page = with_marked(page, f"changes {budget}", changes_table(budget))
     return with_marked(page, "costs", cost_table())

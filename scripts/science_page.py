@@ -1,4 +1,4 @@
-"""Write the tables and the figure of docs/science.md from docs/results/digits-tied.
+"""Write the tables and the figure of docs/science.md from digits-tied and digits-rounds.
 
 python scripts/science_page.py
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import csv
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -23,11 +23,13 @@ from layershuffle.text import markdown_table
 ROOT = Path(__file__).resolve().parent.parent
 KEPT = ROOT / "docs" / "results"
 RESULTS = KEPT / "digits-tied" / "results.csv"
+ROUNDS_RESULTS = KEPT / "digits-rounds" / "results.csv"
 PAGE, FIGURE = ROOT / "docs" / "science.md", ROOT / "docs" / "science.png"
 PLACES, IMAGES = 12, 2000
 
 Cell = tuple[str, str, int, int]  # arm, order, places alive, passes
 Scores = dict[Cell, dict[int, list[float]]]  # of each seed, one top-1 per drawn order
+Rounds = dict[tuple[str, int], dict[int, list[float]]]  # arm, places side by side; of each seed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +69,16 @@ QUESTIONS = (
     ("any order, all places", "layershuffle-tied-6", ANY, "layershuffle", ANY),
     ("in order", "layershuffle-tied-3", ORDERED, "layershuffle", ORDERED),
     (
+        "6 of 12 alive, once",
+        *("layershuffle-tied-3", COLUMNS["6 alive, once"]),
+        *("layershuffle-depth", COLUMNS["6 alive, once"]),
+    ),
+    (
+        "3 of 12 alive, once",
+        *("layershuffle-tied-3", COLUMNS["3 alive, once"]),
+        *("layershuffle-depth", COLUMNS["3 alive, once"]),
+    ),
+    (
         "6 of 12 alive, each at its best",
         *("layershuffle-tied", COLUMNS["6 alive, twice"]),
         *("layershuffle-depth", COLUMNS["6 alive, twice"]),
@@ -77,12 +89,21 @@ QUESTIONS = (
         *("layershuffle-depth", COLUMNS["3 alive, twice"]),
     ),
     (
-        "3 of 12 alive, each at its best",
+        "3 of 12 alive, each at its best, [in the drawn sets](#which-three-are-alive)",
         *("layershuffle-tied-3", COLUMNS["3 alive, 4 times"]),
         *("layershuffle-depth", COLUMNS["3 alive, twice"]),
     ),
 )
 
+ROUND_ARMS = {
+    "layershuffle": "LayerShuffle",
+    "layershuffle-parallel": "LayerShuffle-parallel",
+    "layershuffle-tied-6": "tied, six blocks",
+    "layershuffle-tied-3": "tied, three blocks",
+    "layershuffle-tied": "tied, one block",
+}
+ROUND_SIZES = {"one by one": 1, **{f"in rounds of {size}": size for size in (2, 3, 4, 6)}}
+NOT_MEASURED = "Not measured yet: `layershuffle reproduce digits-rounds` goes on where it stopped."
 THREE_BLOCKS = (
     ("digits-tied", "layershuffle-tied-3", "digit pairs, 2,000 steps"),
     ("digits-recipes", "layershuffle-tied-3-mixed", "the same with four orders, 1/4 in order"),
@@ -123,6 +144,12 @@ def interval(difference: Difference) -> str:
     return f"{points:+.1f} ({difference.low:+.1f} to {difference.high:+.1f})"
 
 
+def judged(difference: Difference, *, criterion: Callable[[Difference], str] = verdict) -> str:
+    """The difference and what the criterion says of it; one model decides nothing."""
+    text = interval(difference)
+    return f"{text} **{criterion(difference)}**" if isfinite(difference.low) else text
+
+
 def accuracy_table(scores: Scores) -> str:
     """Mean top-1 over models, with its 95 % interval."""
     rows = []
@@ -143,8 +170,8 @@ def verdict_table(scores: Scores) -> str:
             {seed: mean(values) for seed, values in scores[sample, *of_sample].items()},
             {seed: mean(values) for seed, values in scores[reference, *of_reference].items()},
         )
-        judged = [interval(difference), f"**{verdict(difference)}**"]
-        rows.append([where, labels[sample], labels[reference], *judged])
+        cells = [interval(difference), f"**{verdict(difference)}**"]
+        rows.append([where, labels[sample], labels[reference], *cells])
     head = ("where", "is this arm", "better than", "by points of top-1", "verdict")
     return markdown_table(head, rows, align="lllrl")
 
@@ -181,6 +208,39 @@ def over_sets(values: Mapping[int, Sequence[float]]) -> float:
     """The mean over all sets of three places, of the means of each kind of set."""
     weighted = [count * mean(values[blocks]) for blocks, count in SETS.items()]
     return sum(weighted) / sum(SETS.values())
+
+
+def read_rounds(path: Path = ROUNDS_RESULTS) -> Rounds:
+    """Top-1 of all twelve places in any order, one by one and in rounds."""
+    scores: Rounds = defaultdict(lambda: defaultdict(list))
+    with path.open(encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            is_arbitrary = row["mode"] != "sequential"
+            if is_arbitrary and (row["kept"], row["passes"]) == (str(PLACES), "1"):
+                cell = (row["method"], int(row["parallel"]))
+                scores[cell][int(row["seed"])].append(float(row["top1"]))
+    return scores
+
+
+def rounds_table(scores: Rounds) -> str:
+    """Tied places side by side beside LayerShuffle; a sentence while no tied arm is measured."""
+    if not any("tied" in arm for arm, _ in scores):
+        return NOT_MEASURED
+    rows = []
+    for arm, label in ROUND_ARMS.items():
+        cells = []
+        for size in ROUND_SIZES.values():
+            shown, reference = (
+                {seed: mean(values) for seed, values in scores.get((name, size), {}).items()}
+                for name in (arm, "layershuffle")
+            )
+            text = f"{mean(shown):.1f}" if shown else ""
+            if shown and arm != "layershuffle":
+                text += f", {judged(compare(shown, reference))}"
+            cells.append(text)
+        if any(cells):
+            rows.append([label, *cells])
+    return markdown_table(["arm", *ROUND_SIZES], rows, align="l" + "l" * len(ROUND_SIZES))
 
 
 def draw(scores: Scores) -> Figure:
@@ -232,6 +292,7 @@ def with_tables(page: str, scores: Scores) -> str:
     """`page` with new tables between its marks."""
     page = with_marked(page, "accuracy", accuracy_table(scores))
     page = with_marked(page, "verdicts", verdict_table(scores))
+    page = with_marked(page, "side by side", rounds_table(read_rounds()))
     return with_marked(page, "alive", alive_table())
 
 
