@@ -4,6 +4,7 @@ import csv
 import json
 import re
 import statistics
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from layershuffle.stats import compare
 from layershuffle.study.dry_run import Forecast, StudySubject, forecast
 from layershuffle.study.selection import tasks_for
 from layershuffle.study.settings import StudySettings
+from test_house import LAYERS, layer
 
 KEPT = (12, 9, 6, 3)
 # As the table of docs/methods.md names them: the arm of the study, and the blocks that a training
@@ -63,6 +65,21 @@ def rows_of(page: Path) -> list[list[str]]:
     """The cells of all lines of a page's tables."""
     lines = (line for line in page.read_text(encoding="utf-8").splitlines() if line[:1] == "|")
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_the_picture_of_the_rooms_shows_all_of_them(repository):
+    """Each row of boxes of the architecture holds rooms that lie above those of the next row."""
+    page = (repository / "docs" / "architecture.md").read_text("utf-8")
+    every = {room for rooms in LAYERS for room in rooms} - {"_version", "__main__"}
+    rows = [[]]
+    for line in page.split("```")[1].splitlines():
+        # Behind the label of the row.
+        rows[-1] += [name for name in re.findall(r"\w+", line[24:]) if name in every]
+        if "▼" in line:
+            rows.append([])
+    assert sorted(name for row in rows for name in row) == sorted(every)
+    heights = [sorted(map(layer, row)) for row in rows]
+    assert all(high[0] > low[-1] for high, low in pairwise(heights)), heights
 
 
 def test_the_table_of_methods_is_the_measured_one(repository, measured):

@@ -56,7 +56,7 @@ def test_training_has_its_conditions_and_phases():
     assert report.syncs is None  # no GPU
     text = report_text(report)
     assert text.startswith(f"train: {SMALL}, batch 4, fp32, on ")
-    assert "blocks     eager (compile is off)" in text
+    assert "blocks    eager (compile is off)" in text
     assert report.conditions.hardware["processor"] in text
     json.dumps(asdict(report))
 

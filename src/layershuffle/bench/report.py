@@ -11,7 +11,7 @@ from layershuffle.bench.machine import matmul_ceiling
 from layershuffle.bench.timing import median_phases
 from layershuffle.compiling import BlockCompiler
 from layershuffle.machine import versions
-from layershuffle.text import counted
+from layershuffle.text import counted, listing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,25 +148,22 @@ class TimedSteps:
 def report_text(report: BenchReport) -> str:
     """The report for people; `dataclasses.asdict` gives it for programs."""
     rate = report.rate
-    lines = [
-        f"{report.kind}: {report.conditions}",
-        f"{rate.unit + '/s':<10} {rate.median:,.1f} ({rate.low:,.1f} to {rate.high:,.1f}, "
-        f"{rate.steps} steps)",
-    ]
+    steps = f"{rate.low:,.1f} to {rate.high:,.1f}, {rate.steps} steps"
+    rows = {f"{rate.unit}/s": f"{rate.median:,.1f} ({steps})"}
     if report.mode is not None:
-        lines.append(f"blocks     {report.mode}")
+        rows["blocks"] = str(report.mode)
     if report.mfu is not None and report.ceiling is not None:
-        lines.append(
-            f"MFU        {100 * report.mfu:.1f} % of {report.ceiling / 1e12:.3g} TFLOP/s, a "
+        rows["MFU"] = (
+            f"{100 * report.mfu:.1f} % of {report.ceiling / 1e12:.3g} TFLOP/s, a "
             f"{report.conditions.dtype} matrix product measured here just now; "
             f"{(report.flops_per_image or 0) / 1e9:.3g} GFLOP per image"
         )
     if report.phases:
         parts = [f"{name} {ms:.2f}" for name, ms in report.phases.items()]
-        lines.append(f"step       {sum(report.phases.values()):.2f} ms: {', '.join(parts)}")
+        rows["step"] = f"{sum(report.phases.values()):.2f} ms: {', '.join(parts)}"
     if report.memory is not None:
-        lines.append(f"memory     {report.memory[0] / 2**20:,.0f} MiB at most: {report.memory[1]}")
+        rows["memory"] = f"{report.memory[0] / 2**20:,.0f} MiB at most: {report.memory[1]}"
     if report.syncs is not None:
-        lines.append(f"syncs      {report.syncs:g} per step")
-    lines += [f"{name:<10} {value}" for name, value in report.facts.items()]
-    return "\n".join(lines)
+        rows["syncs"] = f"{report.syncs:g} per step"
+    rows |= {name: str(value) for name, value in report.facts.items()}
+    return f"{report.kind}: {report.conditions}\n{listing([*rows.items()])}"

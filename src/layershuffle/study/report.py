@@ -51,6 +51,7 @@ from layershuffle.study.tables import (
 )
 from layershuffle.study.tasks import AnalysisResult, RunResult, Study
 from layershuffle.study.verdicts import Verdict
+from layershuffle.text import markdown_table
 
 if TYPE_CHECKING:
     import jinja2
@@ -179,6 +180,10 @@ def render(summary: Summary, parts: list[Section], *, pictures: dict[str, bytes]
             keep_trailing_newline=True,
         )
         environment.filters |= {"md": escape_markdown, "interval": interval_text}
+        environment.filters["grid"] = lambda table: markdown_table(
+            [*map(escape_markdown, table.head)],
+            [[*map(escape_markdown, row)] for row in table.rows],
+        )
         environment.filters["code"] = lambda text: printable(text).replace("```", "'''")
         return environment
 

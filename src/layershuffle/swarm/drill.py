@@ -22,7 +22,7 @@ from layershuffle.swarm.expectations import expected_at, expected_over
 from layershuffle.swarm.plan import SwarmPlan
 from layershuffle.swarm.policy import FREE, Routing
 from layershuffle.swarm.rounds import Cell
-from layershuffle.text import counted
+from layershuffle.text import counted, table
 
 Ended = Literal["answered", "degraded", "failed", "late"]
 
@@ -228,11 +228,11 @@ def drill_report(
         ("failed", drill.share("failed"), expected.failed),
         ("late", drill.share("late"), 0.0),
     ]
+    cells = [(name, f"{got:.1f} %", f"{want:.1f} %") for name, got, want in rows]
     lines = [
         f"{routing}, {counted(len(drill.replies), 'request')}",
-        f"{'':<20}{'happened':>10}{'foreseen':>10}",
+        table(("", "happened", "foreseen"), cells),
     ]
-    lines += [f"{name:<20}{got:>8.1f} %{want:>8.1f} %" for name, got, want in rows]
     half, most = drill.quantile(0.5), drill.quantile(0.99)
     lines.append(f"milliseconds: half within {half:.0f}, 99 % within {most:.0f}")
     if isinstance(judgement, str):

@@ -19,7 +19,7 @@ from layershuffle.swarm.policy import Routing
 from layershuffle.swarm.simulation.outcome import SimulationOutcome
 from layershuffle.swarm.simulation.run import simulate
 from layershuffle.swarm.simulation.scenario import Arrivals, profile_of
-from layershuffle.text import table
+from layershuffle.text import listing, table
 
 _SHOWN = 20
 """Hosts that are listed by name."""
@@ -128,11 +128,8 @@ def _life(planned: Planned, outcome: SimulationOutcome) -> float:
 def plan_report(plan: SwarmPlan, planned: Planned) -> str:
     """Who holds what, simulated figures in free order and in order, and how good the plan is."""
     names = list(plan.hosts)
-    width = max(map(len, names[:_SHOWN]))
-    holders = [
-        f"  {name:<{width}}  {', '.join(map(str, plan.hosts[name].blocks))}"
-        for name in names[:_SHOWN]
-    ]
+    shown = [(name, ", ".join(map(str, plan.hosts[name].blocks))) for name in names[:_SHOWN]]
+    holders = [listing(shown)]
     if len(names) > _SHOWN:
         holders.append(f"  and {len(names) - _SHOWN} more hosts")
     copies = sum(len(host.blocks) for host in plan.hosts.values())
