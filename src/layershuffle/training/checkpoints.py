@@ -79,7 +79,7 @@ def _refuse_other_settings(path: Path, settings: FitSettings) -> None:
         raise UsageError(
             f"This directory holds a run with other settings: {', '.join(differing.values())}",
             place=path,
-            hint="give the same settings to go on, or another --out to start afresh",
+            hint="give the same settings to continue, or another --out to start again",
         )
 
 

@@ -263,7 +263,7 @@ def _with_position(host: nn.Module, method: Method, settings: FitSettings) -> Po
             f"The model has position encoding: {has[0]}, prediction: {has[1]}; the method "
             f"{method.name!r} trains encoding: {method.encoding}, prediction: {method.prediction}",
             place=settings.model,
-            hint="go on with the method that the model was trained by",
+            hint="continue with the method that trained the model",
         )
     return host
 
@@ -275,7 +275,7 @@ def steps_of(settings: FitSettings, train: Split) -> tuple[int, int]:
     """
     if train.size is None and settings.steps is None:
         raise DataError(
-            "The size of this stream is not known, so epochs cannot be counted",
+            "The size of this stream is unknown, so epochs cannot be counted",
             place=settings.data,
             hint="give --steps",
         )

@@ -237,7 +237,7 @@ def _no_images(job: Job) -> DataError:
     return DataError(
         "The stream of training images ended before its first image: there is no image in it",
         place=job.data.spec,
-        hint="look into the files that it names; a --holdout may have taken all of a few images",
+        hint="check the files that it names; if there are few images, --holdout may take all",
     )
 
 
