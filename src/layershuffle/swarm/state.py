@@ -310,12 +310,12 @@ def _timed(host: HostView, hop: Visited, *, limits: Limits) -> HostView:
 
 
 def failed(host: HostView, hop: Visited, *, now: float, limits: Limits) -> HostView:
-    """A visit or probe failed: the host is left alone for a while, or for good.
+    """A visit or probe failed: the host gets no visits for a while, or for good.
 
-    A dead host is gone, a wrong answer shuts it out; all else makes it a suspect, for longer at
-    every failure since its last success.
+    A dead host is gone, and a wrong answer shuts a host out. Any other failure makes it a suspect,
+    for longer after every failure since its last success.
     """
-    # A host that lied stays out: it may well answer the stored input of a probe rightly.
+    # A host that lied stays out, because it may well answer a probe correctly.
     if host.condition in ("gone", "shut-out"):
         return host
     if hop.outcome == "lost":
@@ -326,34 +326,34 @@ def failed(host: HostView, hop: Visited, *, now: float, limits: Limits) -> HostV
     pause = min(limits.suspect_ms * 2**host.strikes, limits.suspect_max_ms) / 1000
     return replace(
         host,
-        # As a suspect, a draining host would be brought back by its next probe.
+        # As a suspect, a draining host would come back with its next probe.
         condition="draining" if host.condition == "draining" else "suspect",
         why=hop.why,
-        # Bounded, or 2**strikes would some day be too large for a float.
+        # Bounded, or 2**strikes would eventually overflow a float.
         strikes=min(host.strikes + 1, 32),
         retry_at=now + pause,
-        # If it comes back, it was only late, and the next visit is given more time.
+        # If it comes back, it was only late, so its next visit gets more time.
         lag=_lag_after(host, hop, fade=0.0) if hop.outcome == "late" else host.lag,
     )
 
 
 def probe_due(host: HostView, *, now: float) -> bool:
-    """Whether a suspect host has been left alone long enough to be asked again."""
+    """Whether a suspect host has waited long enough to be probed."""
     return host.condition == "suspect" and now >= host.retry_at
 
 
 def may_return(host: HostView, *, now: float, left: float) -> bool:
-    """Whether a suspect is asked again within `left` seconds, or a process died not long ago."""
+    """Whether a suspect is probed within `left` seconds, or the process died only recently."""
     if host.condition == "suspect":
         return host.retry_at < now + left
     return host.condition == "gone" and now < host.retry_at
 
 
 def probed(host: HostView, hop: Visited, *, limits: Limits) -> HostView:
-    """A probe was answered rightly and in time: a suspect host is healthy again.
+    """A probe was answered correctly and in time: a suspect host is healthy again.
 
-    Its averages begin anew from the probe: what was measured before it failed says little. Only an
-    answered visit forgives its strikes, for there are hosts that answer nothing but probes.
+    Its averages restart with the probe, because measurements from before the failure mean little.
+    Only an answered visit clears its strikes, because some hosts answer nothing but probes.
     """
     if host.condition != "suspect":
         return _timed(host, hop, limits=limits)
@@ -362,7 +362,7 @@ def probed(host: HostView, hop: Visited, *, limits: Limits) -> HostView:
 
 
 def draining(host: HostView) -> HostView:
-    """The host is to leave: it takes no new visits."""
+    """The host is about to leave and takes no new visits."""
     if host.condition not in ("healthy", "suspect"):
         return host
     return replace(host, condition="draining", why="it is leaving")
