@@ -69,7 +69,7 @@ def check_interchangeable(
     blocks = list(container.children())
     if not blocks:
         raise StackError(
-            f"{path!r} holds no block",
+            f"{path!r} holds no blocks",
             place=path,
             hint="call wrap(model) when the blocks are in their container",
         )

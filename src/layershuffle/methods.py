@@ -171,7 +171,7 @@ def find_method(
     if distinct is not None:
         if method.distinct is None:
             raise UsageError(
-                f"The method {method.name!r} gives every place a block of its own",
+                f"The method {method.name!r} gives every place its own block",
                 hint="only layershuffle-tied takes a number of different blocks",
             )
         method = replace(method, distinct=distinct)
@@ -214,7 +214,7 @@ def _with_sequential(method: Method, every: int) -> OrderPolicy:
     if isinstance(method.policy, Shuffled):
         return replace(method.policy, sequential_every=every)
     raise UsageError(
-        f"The method {method.name!r} has no other order than the sequential one",
+        f"The method {method.name!r} has only the sequential order",
         hint="only shuffled methods mix orders, such as layershuffle-mixed",
     )
 

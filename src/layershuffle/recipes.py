@@ -23,7 +23,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
     """
     try:
         if path.stat().st_size > _MAX_RECIPE_BYTES:
-            raise UsageError("A recipe is a small YAML file, and this file is not", place=path)
+            raise UsageError("A recipe must be a small YAML file, but this file is not", place=path)
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         # Plans and lists of hosts are read here, too: they have no steps.
@@ -38,7 +38,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
             hint=_HINT,
         ) from error
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-        raise UsageError("A recipe is a YAML mapping of settings", place=path, hint=_HINT)
+        raise UsageError("A recipe must be a YAML mapping of settings", place=path, hint=_HINT)
     return content
 
 

@@ -39,7 +39,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (f"fit {SHORT} --data {DATA} --out /proc/x", "There is no such place"),
         (f"analyze norms {MODEL} --data {DATA} --images 8 --out /proc/x", "There is no such place"),
         ("reproduce digits-quick --out file", "A file stands where a directory is needed"),
-        ("cache folder:images --out file", "cannot read what the cache is"),
+        ("cache folder:images --out file", "cannot read this file of the cache"),
         ("swarm drain x --state file", "A file stands where a directory is needed"),
         ("swarm up --state file/x", "A file stands where a directory is needed"),
         # data
@@ -56,7 +56,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (f"eval timm:test_vit?checkpoint=none --data {DATA}", "There is no such file"),
         (f"predict {MODEL} empty", "Cannot read image"),
         (f"predict {MODEL} bytes", "Cannot read image"),
-        ("reproduce file", "A recipe is a YAML mapping of settings"),
+        ("reproduce file", "A recipe must be a YAML mapping of settings"),
         ("reproduce bytes", "The recipe cannot be read"),
         ("merge empty --out m", "The recipe cannot be read"),
         ("report empty", "There is no readable study here"),

@@ -94,7 +94,7 @@ def test_no_command_replaces_a_model(
         ("runs", "Writing here would destroy runs/a"),
         (".", "Writing here would destroy runs/a"),
         ("notes", "holds other files (thesis.txt)"),
-        ("thesis", "A file stands where the model is to go"),
+        ("thesis", "a file has this name"),
     ],
 )
 def test_what_overwrite_never_covers(

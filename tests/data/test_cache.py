@@ -190,7 +190,7 @@ def test_verify_finds_what_is_wrong(source: Path, capsys, damage: str) -> None:
         "changed": "1 not what was written (train/bee/00000013.jpg)",
         "missing": "1 missing (train/bee/00000013.jpg)",
         "strange": "1 not in the manifest (train/bee/x.jpg)",
-        "manifest": "the manifest is not what it was",
+        "manifest": "the manifest has changed",
     }
     assert wanted[damage] in error
     assert f"delete {out} and make it again" in error

@@ -55,8 +55,8 @@ def test_streaming_is_refused_where_it_means_nothing(spec: str) -> None:
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [({"holdout": 0.0}, "holdout is 0"), ({"holdout": 1.0}, "holdout is 1"),
-     ({"max_test": 0}, "max_test is 0")],
+    [({"holdout": 0.0}, "got 0"), ({"holdout": 1.0}, "got 1"),
+     ({"max_test": 0}, "got 0")],
 )  # fmt: skip
 def test_options_out_of_range(change: dict, words: str) -> None:
     with pytest.raises(UsageError, match=words):

@@ -20,8 +20,8 @@ GREY = {"channels": 1, "height": 4, "width": 6, "mean": (0.25,), "std": (0.5,)}
         ({"std": (0.0,)}, "must be above 0"),
         ({"height": 0}, "height is 0"),
         ({"interpolation": "lanczos3"}, "bilinear, bicubic, nearest"),
-        ({"crop_pct": 0.0}, "crop_pct is 0.0"),
-        ({"crop_pct": 1.5}, "crop_pct is 1.5"),
+        ({"crop_pct": 0.0}, "got 0.0"),
+        ({"crop_pct": 1.5}, "got 1.5"),
         ({"resize": "stretch"}, "crop or squash"),
     ],
 )

@@ -123,7 +123,7 @@ def test_base_ends_and_the_directory_of_a_fit(capsys, work, made):
         (RECIPE.replace("average", "avrage"), "'avrage'; did you mean 'average'?"),
         (RECIPE.replace("model: runs/b", "model: runs/x"), "runs/x"),
         (RECIPE.replace("[1]", "1"), "blocks: Input should be a valid tuple. Where: m.yaml"),
-        ("[]", "A recipe is a YAML mapping"),
+        ("[]", "A recipe must be a YAML mapping"),
     ],
 )
 def test_recipes_that_are_wrong(capsys, work, text, phrase):
@@ -381,7 +381,7 @@ def test_base_ends_that_nobody_names(capsys, work):
     words = ["merge", "runs/a", "runs/b", "runs/c", "--random", "2", "--data", DATA]
     code, _, err = run(capsys, *words, "--ends", "base")
     assert code == 2
-    assert "do not say which base checkpoint" in err
+    assert "do not name the base checkpoint" in err
     code, out, err = run(capsys, *words, "--ends", "base", "--base", "bundled:digits", "--no-soups")
     assert code == 2
     assert "The stem cannot come from the base checkpoint: its " in err

@@ -91,7 +91,7 @@ def test_merges_are_not_drawn_as_orders_are():
 @pytest.mark.parametrize(
     ("num", "depth", "count", "replacement", "phrase"),
     [
-        (1, 4, 1, False, "at least two donors, 1 were given"),
+        (1, 4, 1, False, "at least two donors, got 1"),
         (
             5,
             12,

@@ -150,7 +150,7 @@ WRONG_FACTS: dict[str, tuple[Change, str]] = {
     "no such blocks": (edit(FACTS, "blocks", value="a.b"), "no module 'a.b'"),
     "policy that is none": (edit(FACTS, "policy", value={"policy": "evil"}), "not an order policy"),
     "policy with a list for a name": (
-        edit(FACTS, "policy", value={"policy": ["layerdrop"]}), "order policy is not one",
+        edit(FACTS, "policy", value={"policy": ["layerdrop"]}), "order policy is invalid",
     ),
     "policy of other types": (
         edit(FACTS, "policy", value={"policy": "layerdrop", "p": "x"}), "drop probability",
@@ -163,7 +163,7 @@ WRONG_FACTS: dict[str, tuple[Change, str]] = {
     "unknown part": (edit(FACTS, "position", "evil", value={}), "unknown"),
     "encoding without a form": (edit(FACTS, "position", "encoding", value=None), "unexpected"),
     "no parts at all": (
-        edit(FACTS, "position", value={"encoding": None, "prediction": None}), "knows nothing",
+        edit(FACTS, "position", value={"encoding": None, "prediction": None}), "does not mention",
     ),
     "encoding of other features": (
         edit(FACTS, "position", "encoding", "features", value=5), "shape",

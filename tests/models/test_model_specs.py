@@ -84,7 +84,7 @@ def test_swin_is_refused_with_the_reason() -> None:
 
 
 def test_an_impossible_head_is_refused_before_anything_is_built() -> None:
-    with pytest.raises(UsageError, match="at least one class, not 0"):
+    with pytest.raises(UsageError, match="at least 1, got 0"):
         ls.load("timm:vit_tiny_patch16_224", num_classes=0)
 
 

@@ -70,7 +70,7 @@ def test_a_directory_of_timm_without_arguments(timm_directory: Path) -> None:
 
 
 def test_a_local_directory_has_settings_of_its_own(timm_directory: Path) -> None:
-    with pytest.raises(UsageError, match="settings of its own"):
+    with pytest.raises(UsageError, match="its own settings"):
         ls.load(f"timm:local-dir:{timm_directory}?num_classes=3")
 
 

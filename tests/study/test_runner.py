@@ -169,7 +169,7 @@ def test_stopped_and_restarted(undisturbed, tmp_path):
         # At the first sight of the tasks, wherever the run is by then: nothing here waits for it.
         os.kill(os.getpid(), signal.SIGTERM)
 
-    with pytest.raises(Interrupted, match="the same command goes on"):
+    with pytest.raises(Interrupted, match="run the same command again"):
         run_study(study, out, watch=stop_once, make_pool=forked)
     assert run_study(study, out, watch=watch, make_pool=forked) == []
     assert results(out) == of_one_run(results(undisturbed))

@@ -194,7 +194,7 @@ def test_the_client_needs_no_torch():
 
 def test_keys_that_no_header_carries():
     for key in ("a\r\nHost: b", "schl\u00fcssel-der-lang-ist"):
-        with pytest.raises(UsageError, match="plain letters, digits and signs"):
+        with pytest.raises(UsageError, match="ASCII letters, digits and signs"):
             SwarmClient(URL, api_key=key)
 
 

@@ -166,7 +166,7 @@ def test_the_steps_that_were_named_run(text):
     assert (state == replayed(order.steps)).all()
     assert (route.ending, route.degraded) == ("complete", False)
     assert set(route.skipped) == set(range(DEPTH)) - set(order)
-    assert set(route.skipped.values()) <= {"the order asked for leaves it out"}
+    assert set(route.skipped.values()) <= {"the requested order leaves it out"}
     assert sum(len(blocks) for _, blocks in transport.calls) == len(order)
     assert all(host.waiting == 0 for host in router.swarm.values())
 

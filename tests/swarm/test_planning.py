@@ -397,7 +397,7 @@ ROOMY = {"h": HostSpec(count=3, memory_mb=8, availability=0.5)}
         (ROOMY, {"reach": 0.9}, r"on every host it is 0\.8750"),
         (ROOMY, {"reach": 1.0}, "between 0 and 1, got 1"),
         (ROOMY, {"replicas": 0}, "at least 1, got 0"),
-        (ROOMY, {"objective": "lifetime"}, "No host names a battery"),
+        (ROOMY, {"objective": "lifetime"}, "No host has a battery"),
         (ROOMY, {"objective": "speed"}, "no objective 'speed'"),
         (ROOMY, {"floor": 50.0}, "belongs to the objective lifetime"),
         ({"h": HostSpec(count=3, memory_mb=2, availability=0.5)}, {"reach": 0.7}, "needs more"),

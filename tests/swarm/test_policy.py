@@ -120,7 +120,7 @@ def test_enough_is_enough():
     assert next_of(a, b, most=1, routing="sequential", done=(0, 1)).blocks == (2,)
     asked = RequestProgress(4, 1.0, most=3, done=(0, 1, 3))
     skips = skipped(asked, Swarm([a, b]), ending="enough", limits=LIMITS)
-    assert skips == {2: "the plan lets requests do with 3 blocks"}
+    assert skips == {2: "the plan needs only 3 blocks per request"}
 
 
 def test_whoever_is_furthest_behind_its_share_goes_first():
@@ -200,7 +200,7 @@ def test_every_skipped_block_has_its_reason():
     assert skips == {
         0: "host a is suspect: no answer in time",
         1: "the deadline was near",
-        2: "the order asked for leaves it out",
+        2: "the requested order leaves it out",
         3: "no host holds it",
     }
 

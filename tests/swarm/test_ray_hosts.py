@@ -171,7 +171,7 @@ ERRORS = FakeRay.exceptions
     [
         (ERRORS.ActorDiedError(), HostGone, "process of host a is dead"),
         (ERRORS.ActorUnavailableError("no way"), HostUnavailable, "cannot be reached now"),
-        (ERRORS.PendingCallsLimitExceeded("full"), HostUnavailable, "too many calls"),
+        (ERRORS.PendingCallsLimitExceeded("full"), HostUnavailable, "too many waiting calls"),
         (ERRORS.TaskCancelledError(), HostUnavailable, "cannot be reached now"),
         (ERRORS.RayTaskError(WorkExpired("too old")), WorkExpired, "too old"),
         (ERRORS.RayTaskError(UsageError("odd")), UsageError, "odd"),
@@ -272,7 +272,7 @@ def test_what_could_not_be_ended_is_ended_another_time():
         hosts = Making(ray)
         hosts.transport.actors["a"] = "a@n1"
         kill, ray.kill = ray.kill, lambda actor: raises(ERRORS.RayError("no head"))
-        with pytest.raises(HostUnavailable, match="does not carry out calls now"):
+        with pytest.raises(HostUnavailable, match="accepts no calls now"):
             await hosts.end("a")
         ray.kill = kill
         await hosts.end("a")
@@ -307,7 +307,7 @@ def test_a_new_token_is_for_its_owner_alone(tmp_path):
     assert len(token.read_text()) == 64
     check_token(token)
     before = token.read_bytes()
-    with pytest.raises(UsageError, match="token already"):
+    with pytest.raises(UsageError, match="token exists already"):
         new_token(token)
     assert token.read_bytes() == before
 

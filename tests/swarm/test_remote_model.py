@@ -95,7 +95,7 @@ def test_it_refuses_position_encoding_and_other_depths():
         RemoteModel(encoded, router)
     predicted = add_position(VIT.wrapped(), prediction=PredictionForm())
     RemoteModel(predicted, router).close()
-    with pytest.raises(UsageError, match="3 blocks, the model has 4"):
+    with pytest.raises(UsageError, match="3 blocks, but the model has 4"):
         RemoteModel(VIT.wrapped(), router_of(None, depth=3))
 
 

@@ -297,7 +297,7 @@ def test_an_order_asked_for_is_kept():
     state, route, transport, _ = routed({}, {"a": [0, 2], "b": [1, 3]}, order=(2, 0, 3))
     assert route.order == (2, 0, 3)
     assert (state == after((2, 0, 3))).all()
-    assert route.skipped == {1: "the order asked for leaves it out"}
+    assert route.skipped == {1: "the requested order leaves it out"}
     assert not route.degraded
     assert transport.calls == [("a", (2, 0)), ("b", (3,))]
 

@@ -167,7 +167,7 @@ def test_a_body_that_does_not_come():
 
     response = run(go, limits=GatewayLimits(body_ms=50))
     assert response.status_code == 408
-    assert response.json()["error"]["cause"] == "The body did not come in within 0.05 s"
+    assert response.json()["error"]["cause"] == "The body did not arrive within 0.05 s"
 
 
 def test_bodies_share_the_memory():

@@ -427,7 +427,7 @@ def test_the_report_holds_the_figures():
 
 
 def test_what_cannot_be_simulated():
-    with pytest.raises(UsageError, match="At least one request is needed, not 0"):
+    with pytest.raises(UsageError, match="At least one request is needed, got 0"):
         run(spread(), requests=0)
     with pytest.raises(UsageError, match="no host 'x' to crash"):
         run(spread(), faults=[Fault(1, "x", "crash")])

@@ -94,7 +94,7 @@ def default_out(spec: str, size: int) -> Path:
         return Path(f"{place}-{size}").expanduser()
     name = place.rpartition("/")[2].replace(":", "-")
     if not re.fullmatch(r"[\w.-]+", name):
-        raise UsageError("This spec gives the cache no name", place=spec, hint="add --out DIR")
+        raise UsageError("This spec has no default --out", place=spec, hint="add --out DIR")
     return Path(f"{name}-{size}")
 
 
@@ -192,7 +192,7 @@ def _open(spec: str) -> list[CachedSplit]:
     classes, parts = class_folders(data.classes), []
     for name, split in data.splits.items():
         if not isinstance(split.dataset, TransformedImages):
-            raise UsageError("these images are in memory, a cache gains nothing", place=spec)
+            raise UsageError("these images are in memory, so a cache gains nothing", place=spec)
         table = split.dataset.table
         absent = sorted(set(range(len(classes))) - set(table.labels))
         if absent:
@@ -320,7 +320,7 @@ def read_header(directory: Path) -> Header | None:
         return None
     except (OSError, ValueError) as error:
         raise DataError(
-            f"cannot read what the cache is ({error})", place=path, hint="choose another --out"
+            f"cannot read this file of the cache ({error})", place=path, hint="choose another --out"
         ) from error
     return header if isinstance(header, dict) else None
 
@@ -329,7 +329,7 @@ def require_same(directory: Path, header: Header | None, *, expected: Header) ->
     """Raises UsageError if `directory` is no cache, or one of another source or settings."""
     if header is None:
         raise UsageError(
-            "the directory exists and holds no cache",
+            "the directory exists but holds no cache",
             place=directory,
             hint="choose another --out",
         )
@@ -340,7 +340,7 @@ def require_same(directory: Path, header: Header | None, *, expected: Header) ->
     ]
     if other:
         raise UsageError(
-            f"the cache was made from other settings ({'; '.join(other)})",
+            f"the cache was made with other settings ({'; '.join(other)})",
             place=directory,
             hint="choose another --out, or delete it",
         )
@@ -351,7 +351,7 @@ def require_same(directory: Path, header: Header | None, *, expected: Header) ->
     if before == now:
         change = "as many images, but other classes, labels, file names or sizes"
     raise UsageError(
-        f"the source is not what it was when this cache was begun ({change})",
+        f"the source has changed since this cache was begun ({change})",
         place=directory,
         hint=f"rm -r {directory} and the same command again, or choose another --out",
     )
@@ -393,9 +393,9 @@ def verify_cache(out: Path, *, processes: int = 0, progress: Progress = unheard)
     again = f"delete {out} and make it again"
     header, parts = read_header(out), manifest_parts(out)
     if header is None or "manifest" not in header:
-        raise UsageError("the directory is no cache", place=out)
+        raise UsageError("the directory is not a cache", place=out)
     if _checksum(parts) != header["manifest"]:
-        raise DataError("the manifest is not what it was", place=out / MANIFEST, hint=again)
+        raise DataError("the manifest has changed", place=out / MANIFEST, hint=again)
     total: int = sum(header["images"].values())
     done = 0
     listed: set[str] = set()

@@ -163,5 +163,5 @@ def _chosen(
     raise UsageError(
         f"several columns could be the {role}: {', '.join(candidates)}",
         place=place,
-        hint=f"say which, for example {place}?{role}={candidates[0]}",
+        hint=f"choose one, for example {place}?{role}={candidates[0]}",
     )

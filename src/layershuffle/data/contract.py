@@ -57,11 +57,11 @@ class DataOptions:
         # `FitSettings` checks these too, but users of the Python interface come here without it.
         if self.holdout is not None and not 0 < self.holdout < 1:
             raise UsageError(
-                f"holdout is {self.holdout}, must be above 0 and below 1",
+                f"holdout must be in (0, 1), got {self.holdout}",
                 hint="0.05 holds out 5 percent of the training images",
             )
         if self.max_test is not None and self.max_test < 1:
-            raise UsageError(f"max_test is {self.max_test}, must be at least 1")
+            raise UsageError(f"max_test must be at least 1, got {self.max_test}")
 
 
 @dataclass(frozen=True, kw_only=True)

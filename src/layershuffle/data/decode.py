@@ -163,7 +163,7 @@ def mode_for(channels: int) -> str:
     modes = {1: "L", 3: "RGB"}
     if channels not in modes:
         raise UsageError(
-            f"the model takes {channels} channels, image files give 1 (grey) or 3 (RGB)",
+            f"the model takes {channels} channels, but image files have 1 (grey) or 3 (RGB)",
             hint="use a model with 1 or 3 input channels",
         )
     return modes[channels]

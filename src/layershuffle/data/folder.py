@@ -207,7 +207,7 @@ def group_numbers(root: Path, files: Sequence[str]) -> Tensor | None:
         raise DataError(
             f"{len(absent)} images have no group: {shortened(absent)}",
             place=path,
-            hint="add a line for each; an image that is like no other is a group of its own",
+            hint="add a line for each; an independent image forms its own group",
         )
     numbers = {group: number for number, group in enumerate(sorted(set(named.values())))}
     return torch.tensor([[numbers[named[name]]] for name in names])

@@ -127,7 +127,7 @@ def open_data(spec: str, view: ImageView, *, options: DataOptions | None = None)
     options = options or DataOptions()
     if options.streaming and not source.streams:
         raise UsageError(
-            f"{scheme} is not read as a stream: its images are read one at a time anyway",
+            f"{scheme} cannot be streamed: its images are read one at a time anyway",
             hint="leave out --streaming",
         )
     request = SourceRequest(spec=spec, place=place, settings=settings, view=view, options=options)

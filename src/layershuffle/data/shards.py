@@ -105,7 +105,7 @@ def require_tar(path: Path) -> None:
             return
     except (tarfile.TarError, OSError, EOFError) as error:
         raise DataError(
-            f"cannot read the shard ({error})", place=path, hint="copy or make the shard anew"
+            f"cannot read the shard ({error})", place=path, hint="copy or create the shard again"
         ) from error
 
 

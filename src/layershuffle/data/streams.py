@@ -159,7 +159,7 @@ class StreamedImages(IterableDataset[Item]):
             yield from self.stream
         except STREAM_ERRORS as error:
             raise DataError(
-                f"the stream broke off ({one_line(error)})",
+                f"the stream was interrupted ({one_line(error)})",
                 place=self.reader.place,
                 hint="check the files or the network, then run the same command again",
             ) from error

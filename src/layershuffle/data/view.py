@@ -48,7 +48,7 @@ class ImageView:
                     hint=f"give one {name} per channel",
                 )
         if min(self.std) <= 0:
-            raise UsageError(f"std {self.std} must be above 0", place="ImageView")
+            raise UsageError(f"std must be above 0, got {self.std}", place="ImageView")
         if self.interpolation not in INTERPOLATIONS:
             raise UsageError(
                 f"interpolation {self.interpolation!r} is unknown",
@@ -56,9 +56,7 @@ class ImageView:
                 hint=f"use one of {', '.join(INTERPOLATIONS)}",
             )
         if not 0 < self.crop_pct <= 1:
-            raise UsageError(
-                f"crop_pct is {self.crop_pct}, must be above 0 and at most 1", place="ImageView"
-            )
+            raise UsageError(f"crop_pct must be in (0, 1], got {self.crop_pct}", place="ImageView")
         if self.resize not in ("crop", "squash"):
             raise UsageError(
                 f"resize is {self.resize!r}", place="ImageView", hint="use crop or squash"

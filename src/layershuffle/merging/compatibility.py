@@ -54,13 +54,13 @@ def check_compatible(
     `mixed` allows donors of several methods, order policies and data.
     """
     if len(donors) < 2:
-        raise UsageError(f"At least two models are needed, {len(donors)} given")
+        raise UsageError(f"At least two models are needed, got {len(donors)}")
     for name, donor in zip(names, donors, strict=True):
         if any(module.training for module in donor.modules()):
             raise UsageError("A donor is in training mode", place=name, hint="call donor.eval()")
         if share_weights(blocks_of(donor)):
             raise UsageError(
-                "The blocks of this donor are tied, so that a merge has no block to choose",
+                "The blocks of this donor are tied, so a merge cannot choose between them",
                 place=name,
                 hint="merge models whose blocks have weights of their own",
             )
@@ -73,7 +73,7 @@ def check_compatible(
 def check_members(members: Sequence[nn.Module], *, names: Sequence[str]) -> None:
     """Raises `UsageError` if the models are no ensemble: fewer than two, other classes or views."""
     if len(members) < 2:
-        raise UsageError(f"At least two models are needed, {len(members)} given")
+        raise UsageError(f"At least two models are needed, got {len(members)}")
     _check_agree(members, names, (_answers,))
 
 

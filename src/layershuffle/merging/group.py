@@ -114,7 +114,7 @@ class MergeGroup:
     def _base_ends(self, number: int, place: str) -> dict[str, Tensor]:
         if self._base is None:
             raise UsageError(
-                f"The {place} is to come from the base checkpoint, and none is given",
+                f"The {place} is to come from the base checkpoint, but none was given",
                 hint="name the base, or choose other ends",
             )
         of_donor = ends_of(self._hosts[0])[number]

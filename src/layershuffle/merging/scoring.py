@@ -346,7 +346,7 @@ def load_group(
     base = base or shared_record(models)["provenance"].get("base")
     if not base:
         raise UsageError(
-            "The donors do not say which base checkpoint they were refined from",
+            "The donors do not name the base checkpoint that they were refined from",
             hint="name it (--base SPEC, base: SPEC in a recipe), or choose other ends",
         )
     return MergeGroup(models, names=names or donors, base=load(base), mixed=mixed)

@@ -148,7 +148,7 @@ def _check_policy(metadata: ModelMetadata, path: Path) -> None:
         policy_from_json(metadata.policy)
     except (UsageError, TypeError) as error:
         raise ModelFileError(
-            f"The order policy is not one ({error})", place=path, hint="save the model again"
+            f"The order policy is invalid ({error})", place=path, hint="save the model again"
         ) from error
 
 

@@ -80,7 +80,7 @@ def warn_new_head(old: int, new: int, *, seed: int) -> None:
     """Say that the classification head was replaced."""
     LOG.warning(
         "The head of the model was resized: %d -> %d classes. The new head is freshly initialised "
-        "(seed %d); what the old one knew is gone, so train before you score.",
+        "(seed %d); its old weights are lost, so train before you score.",
         old,
         new,
         seed,

@@ -43,7 +43,7 @@ def check_output(out: Path, *, reads: Iterable[str], overwrite: bool) -> None:
             )
     if not overwrite and (out.is_file() or (out.is_dir() and any(out.iterdir()))):
         raise UsageError(
-            "Something is here already", place=out, hint="name another --out, or add --overwrite"
+            "This path exists already", place=out, hint="name another --out, or add --overwrite"
         )
 
 
@@ -53,7 +53,9 @@ def check_replaceable(directory: Path) -> None:
         return
     if not directory.is_dir():
         raise UsageError(
-            "A file stands where the model is to go", place=directory, hint="name another"
+            "The model needs a directory, but a file has this name",
+            place=directory,
+            hint="name another",
         )
     others = sorted(
         path.name for path in directory.iterdir()

@@ -33,7 +33,7 @@ def with_stored_parts(host: nn.Module, metadata: ModelMetadata, *, directory: Pa
         # To ignore the file would mean to score a model without parts that it was trained with.
         if path.exists():
             raise ModelFileError(
-                f"{METADATA_FILE} knows nothing of this file",
+                f"{METADATA_FILE} does not mention this file",
                 place=path,
                 hint="save the model again",
             )

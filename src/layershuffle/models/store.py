@@ -122,7 +122,7 @@ def load(spec: str, *, num_classes: int | None = None, seed: int = 0) -> nn.Modu
     not interchangeable.
     """
     if num_classes is not None and num_classes < 1:
-        raise UsageError(f"A head has at least one class, not {num_classes}")
+        raise UsageError(f"num_classes must be at least 1, got {num_classes}")
     model = _opened(parse_spec(spec), seed)
     if num_classes is not None and num_classes != num_classes_of(model):
         replace_head(model, num_classes, seed=seed)
@@ -369,7 +369,9 @@ def _built_by_its_library(directory: Path, *, seed: int) -> nn.Module:
     # Without the file that describes them, the parts would be left out without a word.
     if (directory / PARTS).exists():
         raise ModelFileError(
-            f"{PARTS} is here without {METADATA_FILE}", place=directory, hint="save the model again"
+            f"{PARTS} is present without {METADATA_FILE}",
+            place=directory,
+            hint="save the model again",
         )
     config = read_json(directory / CONFIG)
     # transformers' wrapper around timm names an architecture too.
@@ -430,7 +432,7 @@ def _refuse_changed_weights(host: nn.Module) -> None:
     """Raises `UsageError` for models whose tensors their library could not read back."""
     if hasattr(host, "_orig_mod"):
         raise UsageError(
-            "torch.compile made another module around this model, with other tensor names",
+            "torch.compile wrapped this model in a module with other tensor names",
             hint="save the model inside of it: layershuffle.save(model._orig_mod, directory)",
         )
     for name, tensor in host.state_dict().items():

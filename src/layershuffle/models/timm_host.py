@@ -95,12 +95,12 @@ def build(name: str, settings: Mapping[str, Any], *, seed: int) -> nn.Module:
     args = dict(settings)
     if name.startswith(_LOCAL):
         if args:
-            raise UsageError("A directory has settings of its own", hint=f"write timm:{name}")
+            raise UsageError("A directory has its own settings", hint=f"write timm:{name}")
         return read(Path(name.removeprefix(_LOCAL)).expanduser(), seed=seed)[0]
     checkpoint = args.pop("checkpoint", None)
     pretrained = args.pop("pretrained", checkpoint is None)
     if not isinstance(pretrained, bool):
-        raise UsageError(f"pretrained is true or false, not {pretrained!r}")
+        raise UsageError(f"pretrained must be true or false, got {pretrained!r}")
     _check_name(name)
     _check_reserved(args)
     view = {key: args.pop(key) for key in _VIEW_SETTINGS & args.keys()}
@@ -208,7 +208,7 @@ def _architecture(host: HostModel) -> str:
     name = (getattr(host, "pretrained_cfg", None) or {}).get("architecture")
     if not name:
         raise UsageError(
-            f"It is not known how timm built this {type(host).__name__}",
+            f"It is unknown how timm built this {type(host).__name__}",
             hint="make it with timm.create_model, or name it: save(model, directory, "
             "model_args={'architecture': 'vit_tiny_patch16_224', 'depth': 12, ...})",
         )
@@ -318,7 +318,7 @@ def _trained(name: str) -> tuple[str, dict[str, Any]]:
         ) from error
     except (EntryNotFoundError, HfHubHTTPError) as error:
         raise ModelFileError(
-            f"The hub has no {WEIGHTS} of {repository} for us ({type(error).__name__})",
+            f"The hub has no {WEIGHTS} of {repository} that can be read ({type(error).__name__})",
             hint=f"use timm:{name}?pretrained=false for random weights, or another model",
         ) from error
     tensor_shapes(Path(path))  # a damaged download is named here

@@ -230,7 +230,7 @@ def _check_unchanged(old: StudySettings, new: StudySettings, out: Path) -> None:
         raise UsageError(
             f"This directory holds a study with other settings ({', '.join(differing)}), {details}",
             place=out / PLAN_FILE,
-            hint="give the same recipe to go on, or another --out to start afresh",
+            hint="give the same recipe to continue, or another --out to start again",
         )
 
 

@@ -98,9 +98,9 @@ def run_study(
             pool.stop()
         if stop.is_set():
             raise Interrupted(
-                "The study was stopped; running runs go on from their last checkpoint",
+                "The study was stopped; unfinished runs resume from their last checkpoint",
                 place=out,
-                hint="the same command goes on",
+                hint="run the same command again to continue",
             )
     # By the files and not by exit codes: a task is done if and only if its result is there.
     return [task.name for task in tasks if not is_finished(task, out)]

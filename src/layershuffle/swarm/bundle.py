@@ -250,8 +250,8 @@ def _check_same(module: Alone, program: Block, *, block: int, states: Tensor) ->
             like = own.shape == answer.shape
             error = f"largest difference {(own - answer).abs().max()}" if like else "another shape"
             raise StackError(
-                f"Block {block} gives other numbers as an exported program ({error} on {images} "
-                "image(s))"
+                f"Block {block} gives different numbers as an exported program ({error} on "
+                f"{images} image(s))"
             )
 
 

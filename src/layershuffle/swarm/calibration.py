@@ -144,7 +144,7 @@ def calibrate(
 
     # One order has no spread, and so no interval.
     if orders < 2:
-        raise UsageError("A calibration takes two orders or more", hint="20 is a good number")
+        raise UsageError("A calibration needs at least two orders", hint="20 is a good number")
     host = served_host(model)
     options = DataOptions(train=False, max_test=images)
     opened = match_classes(
@@ -327,7 +327,7 @@ def read_calibration(path: Path, *, weights: str) -> Calibration | None:
         ) from error
     kept = [row.kept for row in calibration.queue]
     if not kept or kept != list(range(1, len(kept) + 1)):
-        raise ModelFileError("The rows do not count the blocks up from 1", place=path, hint=_AGAIN)
+        raise ModelFileError("The rows must have 1, 2, 3, ... blocks", place=path, hint=_AGAIN)
     # A model that was refined further has other accuracies, and must not be told by the old file.
     if calibration.weights != weights:
         raise ModelFileError(

@@ -185,7 +185,7 @@ def _settings(
         )
     # No header can carry anything else.
     if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
-        raise UsageError("An API key has plain letters, digits and signs alone")
+        raise UsageError("An API key may contain only ASCII letters, digits and signs")
     settings: dict[str, Any] = {
         "base_url": url,
         "headers": {} if api_key is None else {"X-API-Key": api_key},
@@ -195,7 +195,7 @@ def _settings(
     if authority is not None:
         if parts.scheme != "https":
             raise UsageError(
-                f"An authority says nothing about {url}, which is not encrypted",
+                f"An authority has no effect on {url}, which is not encrypted",
                 hint="write https://..., or leave the authority out",
             )
         settings["verify"] = client_context(Path(authority).expanduser())

@@ -1,7 +1,7 @@
-"""The coordinator: starts block hosts where machines are, watches them, and tells the router.
+"""The coordinator: it starts block hosts on machines, watches them, and updates the router.
 
-A thin shell around `placement.reconcile`. What runs the processes is a `placement.HostBackend`:
-Ray (`ray_hosts.RayHosts`), or objects in this process. Used from the router's event loop only.
+It is a thin layer around `placement.reconcile`. A `placement.HostBackend` runs the processes: Ray
+(`ray_hosts.RayHosts`), or objects in this process. Use it from the router's event loop only.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _log = logging.getLogger(__name__)
 class Coordinator:
     """Starts the hosts of `plan` and keeps them running; `run` does the work until cancelled.
 
-    `bundles` holds the plan's model and its donors, by the names that `plan` gives them.
+    `bundles` holds the plan's model and its donors, by their names in `plan`.
     `foreign_blocks` are the (host, block) pairs where weights of another model may answer.
-    `watching` says whether `run` is at work.
+    `watching`: whether `run` is active.
 
-    A decision about a host is written to `hosts` at once and cancels what was begun before. Its
+    A decision about a host is written to `hosts` at once and cancels earlier operations. Its
     process follows later, one operation at a time for each host.
     """
 
@@ -72,13 +72,13 @@ class Coordinator:
         self.foreign_blocks = frozenset(filter(self._is_foreign, self._donors))
         self._starting: dict[str, asyncio.Task[None]] = {}
         self._ending: set[asyncio.Task[None]] = set()
-        # Weak: a lock lasts as long as somebody holds it or waits for it. `Lock.locked` says
-        # nothing of those who wait, so a lock that is deleted by hand may be deleted under them.
+        # Weak, so that a lock lasts as long as a task holds it or waits for it. `Lock.locked` does
+        # not count waiting tasks, so deleting locks by hand could remove one under them.
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._unknown = ""  # why the machines are not known
+        self._unknown = ""  # why the machines are unknown
         self._asking: asyncio.Future[Sequence[Node]] | None = None
         for name, host in plan.hosts.items():
-            # Shown from the start, so that the hosts that are still missing can be seen.
+            # Listed from the start, so that users see which hosts are still missing.
             absent = self._fresh(name, frozenset(host.blocks))
             self._show(replace(absent, condition="gone", why="it has not come yet"))
 
@@ -88,15 +88,15 @@ class Coordinator:
         return {*self.hosts, *self._starting, *self._locks, *self.health.traces}
 
     async def run(self) -> None:
-        """Watch machines and hosts, ask canaries, start what is missing; until cancelled.
+        """Watch machines and hosts, send canaries and start missing hosts, until cancelled.
 
-        Hosts that fail, in whatever way, do not end it.
+        Failures of hosts, of any kind, do not end it.
         """
         health = asyncio.create_task(self.health.run())
         self.watching = True
         try:
-            # A health check that breaks ends this watch too, and `service.keep_running` begins
-            # both anew.
+            # If the health check breaks, this watch ends too, and `service.keep_running` restarts
+            # both.
             while not health.done():
                 await self._look()
                 await asyncio.sleep(self.router.limits.watch_ms / _MILLI)
@@ -109,9 +109,10 @@ class Coordinator:
     async def ready(
         self, *, within: float, say: Callable[[str], object] = _log.info
     ) -> tuple[str, ...]:
-        """The hosts of the plan that are not up once all are, or after `within` seconds.
+        """Wait until all hosts of the plan are up; returns those not up after `within` seconds.
 
-        It only waits: `run` must be running beside it. `say` gets a sentence for each that is up.
+        It only waits, so `run` must run at the same time. `say` is called with a sentence for each
+        host that is up.
         """
         clock, reported = self.router.clock, set[str]()
         end, count = clock() + within, len(self.plan.hosts)
@@ -132,11 +133,11 @@ class Coordinator:
         await asyncio.gather(*map(self._end, self.hosts), *self._ending)
 
     def begin_anew(self, why: str) -> None:
-        """The backend has lost all its processes: start the hosts again, or find those that live.
+        """The backend has lost all its processes: start the hosts again, or find surviving ones.
 
-        Hosts that an operator ended stay away.
+        Hosts that an operator stopped stay away.
         """
-        if self._asking is not None:  # it asks what has ended, and would wait for ever
+        if self._asking is not None:  # it asks a backend that has ended, and would wait forever
             self._asking.cancel()
         for name, host in [*self.hosts.items()]:
             if host.phase != "held":
@@ -145,13 +146,13 @@ class Coordinator:
     # --- what operators do ------------------------------------------------------------------------
 
     async def drain(self, name: str) -> bool:
-        """Stop new visits to `name`; returns whether it has finished the ones under way.
+        """Stop new visits to `name`; returns whether it has finished those in progress.
 
         It waits at most as long as a request may take. A host that is not up (it is starting, or
         dead) has nothing to finish: its process ends, and it stays away until `readmit`.
         """
         self.record_of(name)
-        # Before anything is awaited, or the next look at the machines would start it again.
+        # Before any await, or the next check of the machines would start it again.
         self.hold(name, "it is leaving")
         view = self.router.swarm.get(name)
         if view is None or view.condition == "gone":
@@ -169,23 +170,23 @@ class Coordinator:
         """Drain `name`, then end its process; it stays away until `readmit`."""
         await self.drain(name)
         host = self.hosts.get(name)
-        if host is not None and host.phase == "held":  # nobody readmitted it meanwhile
+        if host is not None and host.phase == "held":  # it was not readmitted meanwhile
             self._gone(name, "it has left")
             await self._end(name)
 
     async def readmit(self, name: str) -> None:
         """End the process of `name` and start a new one, in the background.
 
-        This is how hosts come back that were shut out, drained or dead.
+        This brings back hosts that were shut out, drained or dead.
         """
         host = self.record_of(name)
         self._gone(name, "it is starting")
         self._begin(Start(name, host.node, host.blocks), anew=True)
 
     async def swap(self, name: str, block: int, *, donor: Bundle) -> None:
-        """`block` of the host `name` comes from `donor` from now on; no request is lost.
+        """Take `block` of the host `name` from `donor` from now on; no request is lost.
 
-        Raises `UsageError` if the donor is no sibling or the host does not hold the block,
+        Raises `UsageError` if the donor is not a sibling or the host does not hold the block,
         `LayerShuffleError` if the host is not up, or if it fails the donor's canary, which shuts
         it out.
         """
@@ -196,14 +197,14 @@ class Coordinator:
         host = self.record_of(name)
         if host.phase == "starting":
             raise LayerShuffleError(f"Host {name} is starting", hint="swap once it is up")
-        # No canary is asked of a block while old or new weights may answer it.
+        # No canary is sent to a block while either its old or its new weights may answer.
         before = self.health.forget(name, [block])
         self.foreign_blocks |= {(name, block)}  # until the load is over, either weights may answer
         try:
             await self._call(name, self._loaded(name, donor, [block]))
         except LayerShuffleError:
             if self.hosts.get(name) is host:
-                # If the load succeeded all the same, the canary of the old weights finds out.
+                # If the load succeeded nevertheless, the canary of the old weights will notice.
                 self.health.expect(name, before)
             raise
         if self.hosts.get(name) is not host:  # it was restarted or ended meanwhile
@@ -217,7 +218,7 @@ class Coordinator:
     # --- how hosts come and go --------------------------------------------------------------------
 
     async def _look(self) -> None:
-        """One look at the machines: decide what is to be done and begin it.
+        """Check the machines once: decide on actions and begin them.
 
         Nothing here waits for a host, so that one slow host never delays the others.
         """
@@ -225,13 +226,13 @@ class Coordinator:
             nodes = await self._machines()
         except LayerShuffleError as error:
             if error.cause != self._unknown:  # twice a second it would fill the log
-                _log.warning("The swarm's machines are not known now: %s", error.cause)
+                _log.warning("The swarm's machines are unknown now: %s", error.cause)
             self._unknown = error.cause
             return
         self._unknown = ""
         now = self.router.clock()
         for host in [*self.hosts.values()]:
-            # A visit that fails tells the router of a death before anybody else knows.
+            # The router learns of a death first, from a visit that fails.
             if host.phase == "up" and self.router.swarm[host.name].condition == "gone":
                 self.hosts[host.name] = ended(host, now=now, limits=self.router.limits)
         for action in reconcile(
@@ -241,20 +242,20 @@ class Coordinator:
             self._do(action)
 
     async def _machines(self) -> Sequence[Node]:
-        """The machines that are there, asked for once at a time.
+        """The available machines; there is at most one query at a time.
 
-        A question that hangs may occupy a thread, and a new one every half second would use up
-        all of them.
+        A query that hangs may occupy a thread, and a new one every half second would use up all
+        threads.
         """
         limit = self.router.limits.watch_ms
-        # The same question is waited for again: it may answer after the next look.
+        # Wait for the same query again: it may answer after the next check.
         asking = self._asking = self._asking or asyncio.ensure_future(self.backend.nodes())
         done, _ = await asyncio.wait({asking}, timeout=limit / _MILLI)
         if not done:
             raise LayerShuffleError(f"there was no answer within {limit:g} ms")
         self._asking = None
         if asking.cancelled():  # `begin_anew`
-            raise LayerShuffleError("what would have answered has ended")
+            raise LayerShuffleError("the process that should have answered has ended")
         return asking.result()
 
     def _do(self, action: HostAction) -> None:
@@ -278,7 +279,7 @@ class Coordinator:
     def _begin(self, start: Start, *, anew: bool) -> None:
         """Start the host in the background; with `anew`, its present process ends first."""
         before = self.hosts.get(start.name)
-        # Failures on one machine say nothing about another.
+        # Failures on one machine do not count on another.
         tries = before.tries if before is not None and before.node == start.node else 0
         self._stop(start.name)
         self.hosts[start.name] = HostRecord(start.name, start.node, start.blocks, tries=tries)
@@ -286,11 +287,11 @@ class Coordinator:
         self._starting[start.name].add_done_callback(_log_failure)
 
     async def _bring_up(self, start: Start, *, anew: bool) -> None:
-        """Process, blocks, canaries; only then does the router send visits there."""
+        """Start the process, load blocks, run canaries; only then does the router send visits."""
         name = start.name
         async with self._lock_of(name):
             if anew:
-                # A dead or stopped process may still hold its name, and its blocks are unknown.
+                # A dead or stopped process may still occupy its name, and its blocks are unknown.
                 await self._end_process(name)
             try:
                 why = await self._call(name, self._filled(start))
@@ -311,7 +312,7 @@ class Coordinator:
         self._gone(name, why)
 
     async def _filled(self, start: Start) -> str:
-        """Start the host's process and load its blocks; what its canaries find wrong, or ""."""
+        """Start the host's process and load its blocks; returns the fault of a canary, or ""."""
         name = start.name
         info = await self.backend.start(name, node=start.node)
         self.has_process(name, info.pid)
@@ -321,22 +322,22 @@ class Coordinator:
             mine = sorted(block for block, source in sources.items() if source is bundle)
             # In a thread, because it reads all weights for their digests.
             expected = await asyncio.to_thread(references, bundle, mine)
-            # An adopted process still has its blocks: what is equal is not sent again.
+            # An adopted process still has its blocks; equal ones are not sent again.
             missing = [block for block in mine if info.blocks.get(block) != expected[block].digest]
             if missing:
                 await self._loaded(name, bundle, missing)
             self.health.expect(name, expected)
         self._mark_foreign(name, start.blocks)
-        # A new process has the time of a start for its first answers, which take longer.
+        # The first answers of a new process take longer, so they may take as long as a start.
         return await self.health.check(name, limit=self.router.limits.start_ms / _MILLI)
 
     async def _loaded(self, name: str, bundle: Bundle, blocks: Sequence[int]) -> None:
-        """`blocks` of `bundle` are at the host."""
+        """Load `blocks` of `bundle` into the host."""
         tensors = [bundle.tensors[block] for block in blocks]
         await self.backend.call(name, "load", bundle.program, blocks, *tensors)
 
     def _mark_foreign(self, name: str, blocks: Iterable[int]) -> None:
-        """Bring `foreign_blocks` up to date for these blocks of the host."""
+        """Update `foreign_blocks` for these blocks of the host."""
         places = {(name, block) for block in blocks}
         self.foreign_blocks = (self.foreign_blocks - places) | set(filter(self._is_foreign, places))
 
@@ -345,7 +346,7 @@ class Coordinator:
         return donor is not self.base and donor.tensors[block] != self.base.tensors[block]
 
     async def _trim(self, start: Start) -> None:
-        """Unload what an adopted host holds beyond its blocks."""
+        """Unload surplus blocks of an adopted host."""
         try:
             info = await self._call(start.name, self.backend.call(start.name, "info"))
             if surplus := sorted(set(info.blocks) - start.blocks):
@@ -354,7 +355,7 @@ class Coordinator:
             _log.warning("Host %s may hold more than its blocks: %s", start.name, error.cause)
 
     def _stop(self, name: str) -> None:
-        """Cancel a start of the host that is under way."""
+        """Cancel a running start of the host."""
         if task := self._starting.pop(name, None):
             task.cancel()
 
@@ -363,7 +364,7 @@ class Coordinator:
         await self._ended(name)
 
     async def _ended(self, name: str) -> None:
-        """End the process, after whatever else is being done to the host."""
+        """End the process after the current operation on the host."""
         async with self._lock_of(name):
             await self._end_process(name)
 
@@ -378,7 +379,7 @@ class Coordinator:
             _log.warning("The process of host %s may still run: %s", name, error.cause)
 
     async def _call(self, name: str, work: Coroutine[Any, Any, _Result]) -> _Result:
-        """What `work` with that host returns, in time. Every failure is a `LayerShuffleError`."""
+        """The result of `work` with that host, within a time limit; raises `LayerShuffleError`."""
         limit = self.router.limits.start_ms
         try:
             async with asyncio.timeout(limit / _MILLI):
@@ -386,7 +387,7 @@ class Coordinator:
                     return await work
                 except LayerShuffleError:
                     raise
-                except Exception as error:  # a defect of ours: the watch goes on
+                except Exception as error:  # a defect of this process: the watch goes on
                     _log.exception("Work with host %s broke", name)
                     cause = f"Host {name} failed ({type(error).__name__}: {error})"
                     raise LayerShuffleError(cause) from error
@@ -394,7 +395,7 @@ class Coordinator:
             raise LayerShuffleError(f"Host {name} did not answer within {limit:g} ms") from error
 
     def has_process(self, name: str, pid: int) -> None:
-        """Note the process of `name`, if it is still known; 0 for none."""
+        """Record the process id of `name`, if the host is still known; 0 for none."""
         if name in self.hosts:
             self.hosts[name] = replace(self.hosts[name], pid=pid)
 
@@ -409,7 +410,7 @@ class Coordinator:
     def _fresh(self, name: str, blocks: frozenset[int]) -> HostView:
         """The view of a host that has just started.
 
-        Only the count of served blocks survives, because it stands for the host's battery.
+        Only the count of served blocks is kept, because it represents the use of the battery.
         """
         planned, before = self.plan.hosts.get(name), self.router.swarm.get(name)
         share = None if planned is None else planned.share

@@ -167,7 +167,7 @@ def expected_over(
     (`None`) counts as wrong. Raises `UsageError` for no answers.
     """
     if not cells:
-        raise UsageError("No answers, no accuracy to expect")
+        raise UsageError("Without answers there is no accuracy to expect")
     # Looked up once per kind of answer: a drill has thousands, of few kinds.
     of = {cell: None if cell is None else expected_at(calibration, cell) for cell in set(cells)}
     rows = [of[cell] for cell in cells]

@@ -1,14 +1,14 @@
-"""Which hosts to trust: canaries, probes and audits, over any transport.
+"""Canaries, probes and audits of hosts, over any transport.
 
-canary  a random state through one block; every host answers one now and then
-probe   a canary for a suspect host; one that it passes in time makes the host healthy again
+canary  a random state through one block; every host gets one from time to time
+probe   a canary for a suspect host; if it passes in time, the host is healthy again
 audit   a share of the answered visits, and the first ones of every process, are computed again
         here, off the request's path (`audits` chooses them)
 
-Right is what the block computes in this process, whose weights came from here (`Reference`). So a
-host that answers wrongly is shut out whether or not others hold its blocks. It stays out until
-`Coordinator.readmit` starts it anew. Nothing that a host does or answers ends the watch. The
-decisions are pure functions; `HealthMonitor` carries them out.
+A correct answer is what the block computes in this process, from which its weights came
+(`Reference`). So a host that answers wrongly is shut out even if no other host holds its blocks. It
+stays out until `Coordinator.readmit` restarts it. Nothing that a host does or answers ends the
+watch. The decisions are pure functions; `HealthMonitor` carries them out.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ from layershuffle.swarm.state import HostView, Swarm
 if TYPE_CHECKING:
     from layershuffle.swarm.bundle import Bundle
 
-_TICK = 0.05  # seconds between looks at who is due
-_AUDITS = 8  # under way at a time; what comes while there are more is not audited
+_TICK = 0.05  # seconds between checks of which hosts are due
+_AUDITS = 8  # at a time; further visits are not audited meanwhile
 _MILLI = 1000.0
 _NOISE = 0.1  # in a canary, as a share of the spread of a real state
-# What rounding on the wire may add to a difference, relative to the largest value.
+# The largest difference due to rounding on the wire, relative to the largest value.
 _ROUNDING: Mapping[Wire, float] = {"fp32": 0.0, "fp16": 2.0**-10, "int8": 1 / 127}
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
 class Reference:
-    """What hosts with a block are compared with: the block itself, in this process.
+    """The reference for hosts with a block: the block itself, in this process.
 
-    `compute` gives the state after it, float32 `[images, tokens, width]`. `sample` is a state as
-    the block gets them, of one image; `digest` is that of the weights.
+    `compute` returns the state after the block, float32 `[images, tokens, width]`. `sample` is a
+    typical input of the block, of one image; `digest` is that of the weights.
     """
 
     sample: State
@@ -68,10 +68,10 @@ class Reference:
 
 
 def references(bundle: Bundle, blocks: Iterable[int]) -> dict[int, Reference]:
-    """What hosts with these blocks of `bundle` are compared with."""
+    """The references for hosts with these blocks of `bundle`."""
 
     async def compute(block: int, state: State) -> State:
-        # In a thread: a block of a large model takes longer than the event loop may.
+        # In a thread, because a block of a large model would hold up the event loop.
         return await asyncio.to_thread(bundle.compute, block, state)
 
     return {
@@ -83,14 +83,14 @@ def references(bundle: Bundle, blocks: Iterable[int]) -> dict[int, Reference]:
 def question_like(sample: State, generator: np.random.Generator) -> State:
     """A random state that looks like `sample`: its tokens in another order, and a little noise."""
     tokens = generator.permutation(sample, axis=1)
-    # A sample of equal values has no spread, but no two questions must be the same.
+    # A sample of equal values has no spread, but two questions must never be the same.
     noise = _NOISE * (sample.std() or 1.0) * generator.standard_normal(sample.shape)
     return (tokens + noise).astype(np.float32)
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A canary visit that is due: one block of one host, to be answered within `limit` seconds."""
+    """A canary that is due: one block of one host, to be answered within `limit` seconds."""
 
     host: str
     block: int
@@ -111,9 +111,9 @@ def due(
 ) -> tuple[Check, ...]:
     """The canary visits to make now, at most one per host.
 
-    `asked`: when each host was last asked, and how often so far: its blocks take turns. Suspect
+    `asked`: when each host was last asked, and how often, because its blocks take turns. Suspect
     hosts are asked when they may be probed, healthy and draining ones `canary_every_ms` after the
-    last time. `names`: hosts to look at (default: all of `swarm`).
+    last canary. `names`: hosts to consider (default: all of `swarm`).
     """
     checks = []
     for host in swarm.values() if names is None else map(swarm.__getitem__, names):
@@ -134,7 +134,7 @@ def _is_due(host: HostView, last: float, *, now: float, limits: Limits) -> bool:
 
 
 def patience(host: HostView, swarm: Swarm, *, limits: Limits) -> float:
-    """Seconds for a canary: `probe_ms`, more for a healthy host that has much to do."""
+    """Seconds for a canary: `probe_ms`, or more for a healthy host with much work."""
     probe = limits.probe_ms / _MILLI
     if not host.usable:
         return probe
@@ -144,14 +144,14 @@ def patience(host: HostView, swarm: Swarm, *, limits: Limits) -> float:
 
 
 def agrees(answer: State, expected: State, *, tolerance: float) -> bool:
-    """Whether no value of `answer` is off by more than `tolerance` x the largest of `expected`."""
-    # NaN compares as false, so that it never agrees.
+    """Whether all values of `answer` are within `tolerance` x the largest value of `expected`."""
+    # Comparisons with NaN are false, so NaN never agrees.
     return bool(np.abs(answer - expected).max() <= tolerance * np.abs(expected).max())
 
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """What a block is asked until the time `expires`, and what it must answer, once computed."""
+    """The question to a block until the time `expires`, and the expected answer once computed."""
 
     start: State
     output: asyncio.Future[State]
@@ -159,12 +159,12 @@ class Question:
 
 
 class HealthMonitor:
-    """Asks canaries and audits the hosts of `router`; what it learns goes into `router.swarm`.
+    """Sends canaries to the hosts of `router` and audits them; it updates `router.swarm`.
 
-    `seed` decides which hops are audited and what canaries ask (default: a secret number, because
-    a host that could foresee an audit would lie in between). `audited` counts the hops that were
-    computed again, `disagreed` those that came out differently. Use it from the router's event loop
-    only.
+    `seed` determines which hops are audited and the states of canaries (default: a secret number,
+    because a host that could foresee audits would lie in between). `audited` counts the hops that
+    were computed again, `disagreed` those with a different result. Use it from the router's event
+    loop only.
     """
 
     def __init__(self, router: Router, *, seed: int | None = None) -> None:
@@ -194,25 +194,25 @@ class HealthMonitor:
         }
 
     def expect(self, host: str, blocks: Mapping[int, Reference]) -> None:
-        """From now on `host` must compute what these blocks do, beside its other ones."""
+        """From now on, check these blocks of `host` too."""
         self._expected[host] = {**self._expected.get(host, {}), **blocks}
         self._since[host] = self.router.clock()
         if host not in self._next:
             self._set_alarm(host, self.router.clock())
 
     def forget(self, host: str, blocks: Iterable[int]) -> dict[int, Reference]:
-        """Stop asking `host` about `blocks`; returns what it was compared with."""
+        """Stop checking `blocks` of `host`; returns their references."""
         expected = self._expected.get(host, {})
         return {block: expected.pop(block) for block in blocks if block in expected}
 
     def drop(self, host: str) -> None:
-        """Forget everything about `host`, because it has left or begins anew."""
+        """Forget everything about `host`, because it left or restarted."""
         for record in (self._expected, self._since, self._asked, self._next):
             record.pop(host, None)
         self._draw.drop(host)
 
     async def run(self) -> None:
-        """Ask the hosts that are due for a canary, until cancelled."""
+        """Send canaries to the hosts that are due, until cancelled."""
         async with asyncio.TaskGroup() as group:
             while True:
                 now = self.router.clock()
@@ -233,14 +233,14 @@ class HealthMonitor:
     def _alarmed(self, now: float) -> list[str]:
         """Hosts that may be due, sorted: all suspects, and those whose alarm has gone off.
 
-        A look at all of 10,000 hosts 20 times a second would cost more than all their canaries.
+        Checking all of 10,000 hosts 20 times a second would cost more than all their canaries.
         """
         swarm, every = self.router.swarm, self.router.limits.canary_every_ms / _MILLI
         names = set(swarm.suspects)
         while self._alarms and self._alarms[0][0] <= now:
             time, name = heappop(self._alarms)
             if self._next.get(name) == time:
-                self._set_alarm(name, now + every)  # moved again once it has answered
+                self._set_alarm(name, now + every)  # set again once it has answered
                 if name in swarm:
                     names.add(name)
         return sorted(names)
@@ -252,10 +252,10 @@ class HealthMonitor:
     async def check(
         self, host: str, *, blocks: Iterable[int] | None = None, limit: float | None = None
     ) -> str:
-        """Run the canaries of `blocks` (default: all) now; returns what is wrong, "" if nothing.
+        """Run the canaries of `blocks` (default: all) now; returns the fault, or "" without one.
 
         Each has `limit` seconds (default: the longest that a visit may take). A failure counts
-        against the host as that of any visit does, and a wrong answer shuts it out.
+        against the host as for any visit, and a wrong answer shuts it out.
         """
         limit = self.router.limits.hop_cap_ms / _MILLI if limit is None else limit
         for block in sorted(self._expected.get(host, {}) if blocks is None else blocks):
@@ -264,7 +264,7 @@ class HealthMonitor:
         return ""
 
     async def close(self) -> None:
-        """Cancel the audits and computations under way, and start no more audits."""
+        """Cancel running audits and computations, and start no more audits."""
         if self._observe in self.router.observers:
             self.router.observers.remove(self._observe)
         tasks: list[asyncio.Future[Any]] = [*self._audits]
@@ -293,7 +293,7 @@ class HealthMonitor:
         expected = await asyncio.shield(question.output)
         hop, answer = await self._ask(check, question.start)
         if self._expected.get(check.host, {}).get(check.block) is not reference:
-            return ""  # its weights were swapped meanwhile, so the answer says nothing
+            return ""  # its weights were swapped meanwhile, so the answer proves nothing
         tolerance = self.router.limits.tolerance
         if answer is not None and not agrees(answer, expected, tolerance=tolerance):
             hop = _wrong(hop, f"it failed its canary on block {check.block}")
@@ -304,11 +304,11 @@ class HealthMonitor:
         return ""
 
     def _question(self, block: int, reference: Reference) -> Question:
-        """The question about the block at this time; its answer may still be computed.
+        """The current question for the block; its answer may still be being computed.
 
-        All hosts of the block share it until it expires, so that many of them cost this process no
+        All hosts of the block share it until it expires, so that many hosts cost this process no
         more than one. A healthy host is asked less often than that. A suspect may be probed with
-        the same question again, but nobody has told it the answer.
+        the same question again, but it never learns the answer.
         """
         now, key = self.router.clock(), (block, reference.digest)
         question = self._questions.get(key)
@@ -321,10 +321,10 @@ class HealthMonitor:
         return question
 
     async def _ask(self, check: Check, start: State) -> tuple[Visited, State | None]:
-        """One visit outside of all requests, and its answer if that can be compared."""
+        """Make one visit outside of any request; also returns its answer if it can be compared."""
         clock, visit = self.router.clock, Visit(check.host, (check.block,), check.limit)
         hop, begun = Visited(check.host, visit.blocks, "answered", 0.0), clock()
-        # Always float32: what a narrower wire rounds is no fault of the host.
+        # Always float32, because rounding by a narrower wire is not the fault of the host.
         asked = self.router.transport.visit(visit, pack(start, "fp32"))
         try:
             async with asyncio.timeout(check.limit):
@@ -334,7 +334,7 @@ class HealthMonitor:
             hop = replace(hop, outcome=late.outcome, why=late.cause)
         except VisitError as error:
             hop = replace(hop, outcome=error.outcome, why=error.cause)
-        # A defect of ours: nothing that a host does ends the watch.
+        # A defect of this process; nothing that a host does may end the watch.
         except Exception as error:  # noqa: BLE001 -- it is logged, and counts as a failure
             _log.exception("A canary of host %s broke", check.host)
             why = f"its canary broke ({type(error).__name__}: {error})"
@@ -377,17 +377,17 @@ class HealthMonitor:
     async def _audit(
         self, hop: Visited, blocks: Sequence[Reference], before: State, after: State
     ) -> None:
-        """Compute the state after the hop again, here, and compare."""
+        """Compute the state after the hop again in this process, and compare."""
         wire = self.router.wire
-        # What the hop's host saw, rounded by the wire.
+        # The input of the hop's host, rounded by the wire.
         received = expected = unpack(pack(before, wire))
         for block in blocks:
             expected = await block.compute(expected)
         if wire != "fp32":
-            expected = before + (expected - received)  # the router adds to the state that it has
+            expected = before + (expected - received)  # the router adds to its own state
         self.audited += 1
         tolerance = self.router.limits.tolerance + _ROUNDING[wire]
-        # A process that began anew meanwhile, or got other weights, did not give this answer.
+        # If the process restarted or got other weights meanwhile, it did not give this answer.
         same = self._references_of(hop) == blocks
         agreed = agrees(after, expected, tolerance=tolerance)
         self.disagreed += not agreed
@@ -400,7 +400,7 @@ class HealthMonitor:
             self.router.report(_wrong(hop, f"it answered wrongly over blocks {numbers}"))
 
     def _references_of(self, hop: Visited) -> list[Reference] | None:
-        """What the hop's host is compared with; `None` while the weights of a block change."""
+        """The references for the hop's host; `None` while the weights of a block change."""
         expected = self._expected.get(hop.host, {})
         if not expected.keys() >= set(hop.blocks):
             return None

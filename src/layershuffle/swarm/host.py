@@ -1,4 +1,4 @@
-"""A block host: holds some blocks and runs visits through them, in batches where it can.
+"""A block host: it holds some blocks and runs visits through them, in batches if possible.
 
 Visits wait in one queue. One thread computes, so that the event loop stays free to answer; each of
 its turns runs one block on the visits that need it next (`next_batch`, a pure function). It needs
@@ -36,15 +36,15 @@ from layershuffle.text import one_line
 
 _MILLI = 1000.0
 MAX_SKIPS = 8
-"""Turns after which the oldest visit goes first, however few others need its block."""
+"""Turns after which the oldest visit goes first, even if few others need its block."""
 
 
 @dataclass(frozen=True)
 class HostInfo:
     """A host's report about itself. `blocks`: SHA-256 of each block's tensors.
 
-    `waiting`: visits that are not being computed now; `computing`: those that are. `channel`:
-    address and port of its data channel, "" without one.
+    `waiting`: the number of visits that are not being computed now; `computing`: the number of those
+    that are. `channel`: address and port of its data channel, "" without one.
     """
 
     name: str
@@ -58,12 +58,12 @@ class HostInfo:
 
 @dataclass(eq=False)
 class QueuedVisit:
-    """A visit at this host. `steps`: the blocks it is to run, as they were when it came.
+    """A visit at this host. `steps`: the blocks it must run, as they were when it arrived.
 
-    `compute`: seconds of the batches that it was in, `each`: their seconds per image.
+    `compute`: total seconds of its batches, `each`: total of their seconds per image.
     """
 
-    # The blocks themselves and not their ids: a swap does not change a visit that is here.
+    # The blocks themselves, not their ids, so that a swap does not change a visit in progress.
     steps: tuple[Block, ...]
     packet: Packet
     arrived: float
@@ -83,13 +83,13 @@ class QueuedVisit:
 
     @property
     def batch_key(self) -> object:
-        """Visits of one key can go through their next block together."""
+        """Visits with the same key can run their next block together."""
         # Blocks compare by identity, so that old and new weights of one id never share a batch.
         return self if self.alone else self.steps[self.done]
 
 
 class Waiting(Protocol):
-    """What the choice reads of a visit that waits; the simulation's visits have it too."""
+    """The part of a waiting visit that `next_batch` reads; the simulation's visits have it too."""
 
     @property
     def images(self) -> int:
@@ -97,33 +97,33 @@ class Waiting(Protocol):
 
     @property
     def batch_key(self) -> object:
-        """Visits of one key can go through their next block together."""
+        """Visits with the same key can run their next block together."""
 
     passed: int
-    """How often others went before it."""
+    """The number of times that others went first."""
 
 
 _Waiting = TypeVar("_Waiting", bound=Waiting)
 
 
 def next_batch(jobs: Sequence[_Waiting], *, images: int) -> list[_Waiting]:
-    """The waiting `jobs` (oldest first) that go through one block together next.
+    """The waiting `jobs` (oldest first) that run one block together next.
 
-    They need the block that most of the jobs need; if there are several such blocks, the one that
-    the oldest job needs. The batch holds as many jobs as `images` allows, and at least one. An
-    oldest job that was passed over `MAX_SKIPS` times goes first.
+    It is the block that most of the jobs need next; among equals, the one that the oldest job
+    needs. The batch holds as many jobs as `images` allows, and at least one. If the oldest job was
+    passed over `MAX_SKIPS` times, its block goes first.
     """
     groups: dict[object, list[_Waiting]] = {}
     for job in jobs:
         groups.setdefault(job.batch_key, []).append(job)
     oldest = jobs[0]
-    # The fullest block first lets visits meet, but alone it could leave one behind for as long as
-    # others keep coming (decision 009).
+    # Taking the fullest block lets visits meet, but without a limit one visit could wait as long as
+    # others keep arriving (decision 009).
     patient = oldest.passed < MAX_SKIPS
-    # Groups stand in the order of their oldest jobs, and of equal ones `max` takes the first.
+    # Groups are in the order of their oldest jobs, and among equal ones `max` takes the first.
     group = max(groups.values(), key=len) if patient else groups[oldest.batch_key]
     chosen, total = group[:1], group[0].images
-    # A job that is too large is passed over, and smaller ones behind it still go.
+    # A job that is too large is passed over, but smaller ones behind it may still go.
     for job in group[1:]:
         if total + job.images <= images:
             chosen.append(job)
@@ -134,8 +134,8 @@ def next_batch(jobs: Sequence[_Waiting], *, images: int) -> list[_Waiting]:
 class BlockHost:
     """Runs visits through the blocks it holds. One event loop calls it; see `messages.Transport`.
 
-    `threads`: of torch, for all of the process, so only for a host that has a process of its own;
-    by default the number stays as it is.
+    `threads` sets torch's threads in the whole process, so give it only for a host with its own
+    process; by default the number does not change.
     """
 
     def __init__(
@@ -147,13 +147,13 @@ class BlockHost:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name, self._limits, self._clock = name, limits, clock
-        self.channel = ""  # whoever opens one for this host writes its address here
+        self.channel = ""  # set by the code that opens a data channel for this host
         self._blocks: dict[int, Block] = {}
-        self._lock = Lock()  # over all that follows: the loop and the worker share it
+        self._lock = Lock()  # for all attributes below, which the loop and the worker share
         self._jobs: list[QueuedVisit] = []
         self._turn_of: list[QueuedVisit] = []
         self._busy = self._draining = self._closed = False
-        # A new thread has torch's default number of threads, and the last bits depend on it.
+        # A new thread has torch's default number of threads, on which the last bits depend.
         self._worker = ThreadPoolExecutor(
             max_workers=1,
             thread_name_prefix=f"host-{name}",
@@ -164,34 +164,34 @@ class BlockHost:
     # --- what it holds ----------------------------------------------------------------------------
 
     def load(self, program: bytes, blocks: Sequence[int], *tensors: bytes) -> None:
-        """Add or replace `blocks`, of these weights, in one step.
+        """Add or replace `blocks` with these weights, in one step.
 
-        Visits that are here finish with the old ones. Raises `ModelFileError` for what is damaged
-        or does not fit together, `UsageError` for blocks of another shape of state than those
-        held; the host is then as before.
+        Visits in progress finish with the old blocks. Raises `ModelFileError` for data that are
+        damaged or do not fit together, `UsageError` for blocks with another state shape than those
+        held; the host does not change then.
         """
-        # Weights are arguments of their own because Ray hands those over without another copy.
+        # Weights are separate arguments because Ray passes those without another copy.
         programs = {block.program.digest: block.program for block in self._blocks.values()}
         code = programs.get(digest_of(program)) or read_program(program)
-        # Tied places share their weights here too.
+        # Tied places also share their weights here.
         bound = {content: code.bind(content) for content in dict.fromkeys(tensors)}
         new = {block: bound[content] for block, content in zip(blocks, tensors, strict=True)}
         rest = [block.program.shape for id_, block in self._blocks.items() if id_ not in new]
         if any(shape != code.shape for shape in rest):
             raise UsageError(
-                f"Host {self.name} holds blocks for states {rest[0]}, these are for {code.shape}",
+                f"Host {self.name} holds blocks for states {rest[0]}, not for {code.shape}",
                 hint="a host serves one model: load all its blocks, or unload the old ones first",
             )
         with self._lock:
             self._blocks = {**self._blocks, **new}
 
     def unload(self, blocks: Sequence[int]) -> None:
-        """Forget blocks; visits that are here finish with them."""
+        """Forget blocks; visits in progress finish with them."""
         with self._lock:
             self._blocks = {id_: block for id_, block in self._blocks.items() if id_ not in blocks}
 
     def info(self) -> HostInfo:
-        """What the host holds and does now."""
+        """The current blocks and work of the host."""
         with self._lock:
             jobs, computing = [*self._jobs], [*self._turn_of]
             blocks = {id_: block.digest for id_, block in sorted(self._blocks.items())}
@@ -203,11 +203,11 @@ class BlockHost:
         )
 
     def drain(self) -> None:
-        """Take no new visits; those that are here finish."""
+        """Take no new visits; visits in progress finish."""
         self._draining = True
 
     def close(self) -> None:
-        """Turn all visits away, those that are here too. The thread ends with its turn."""
+        """Refuse all visits, including those in progress. The thread ends after its turn."""
         with self._lock:
             self._draining = self._closed = True
             jobs, self._jobs = self._jobs, []
@@ -218,16 +218,16 @@ class BlockHost:
     # --- visits -----------------------------------------------------------------------------------
 
     async def visit(self, blocks: Sequence[int], packet: Packet, *, budget_ms: float) -> Answer:
-        """What `blocks` make of the state of `packet`, in that order (`messages.pack_answer`).
+        """Run `blocks` in this order on the state of `packet` (`messages.pack_answer`).
 
-        A visit that runs alone gives what the model gives, bit for bit (fp32 wire). Being cancelled
+        A visit that runs alone gives the result of the model, bit for bit (fp32 wire). Cancelling
         drops it. Raises `HostUnavailable` (queue full, draining, block not held), `WorkExpired`
-        (not done within the budget when its turn came), `HostFailed` (it cannot be computed).
+        (its turn came after the budget was used up), `HostFailed` (it cannot be computed).
         """
         return await asyncio.wrap_future(self.begin(blocks, packet, budget_ms=budget_ms))
 
     def begin(self, blocks: Sequence[int], packet: Packet, *, budget_ms: float) -> Future[Answer]:
-        """A visit that has begun; `visit` awaits it. What is wrong at once is raised here."""
+        """Begin a visit, which `visit` awaits. Errors that are known at once are raised here."""
         now = self._clock()
         with self._lock:
             job = QueuedVisit(self._steps(blocks, packet), packet, now, now + budget_ms / _MILLI)
@@ -270,19 +270,19 @@ class BlockHost:
             self._worker.submit(self._turns)
 
     def _turns(self) -> None:
-        """Turn after turn, as long as visits are here."""
-        # In one piece of work: to hand each turn to the thread anew took as long as a small block.
+        """Take turns as long as there are visits."""
+        # One task for all turns: submitting each turn to the thread took as long as a small block.
         while self._busy:
             failure: Exception | None = None
             try:
                 self._turn()
-            # The thread goes on with the other visits, whatever a block raises.
+            # The thread continues with the other visits if a block raises an exception.
             except Exception as error:  # noqa: BLE001 -- `_after` tells the visits
                 failure = error
             self._after(failure)
 
     def _turn(self) -> None:
-        """Run one block on the visits that go next."""
+        """Run one block on the next visits."""
         with self._lock:
             self._drop_expired(self._clock())
             if not self._jobs:
@@ -293,8 +293,8 @@ class BlockHost:
         for job in jobs:
             if job.state is None:
                 state = unpack(job.packet)
-                # Of float32 a copy: what arrives may be read-only, or in use by the sender. What
-                # was rounded on the wire is unpacked into new memory.
+                # Float32 needs a copy: arriving data may be read-only, or in use by the sender.
+                # Data that were rounded on the wire are unpacked into new memory.
                 exact = job.packet.wire == "fp32"
                 job.state = torch.tensor(state) if exact else torch.from_numpy(state)
         begun = self._clock()
@@ -308,18 +308,18 @@ class BlockHost:
             pack_answer(part.numpy(), job.packet) if ends else job.packet
             for job, part, ends in zip(jobs, parts, last, strict=True)
         ]
-        # Nothing can fail from here on: a turn changes all of its visits, or none.
+        # Nothing can fail from here on, so a turn changes all of its visits or none.
         for job, part, packet in zip(jobs, parts, packets, strict=True):
             job.state, job.packet, job.done = part, packet, job.done + 1
             job.compute, job.each = job.compute + took, job.each + took / len(after)
 
     def _after(self, error: Exception | None) -> None:
-        """Answer the visits that are done, or failed with `error`; the others go on."""
+        """Answer the visits that are done or failed with `error`; the others continue."""
         with self._lock:
             jobs, self._turn_of = self._turn_of, []
             for job in jobs:
                 if error is not None and len(jobs) > 1:
-                    job.alone = True  # each again by itself: one broken visit must not fail others
+                    job.alone = True  # run each again alone: one broken visit must not fail others
                 elif error is not None:
                     self._end(job, _failure(self.name, error))
                 elif job.done == len(job.steps):
@@ -352,6 +352,6 @@ def _failure(name: str, error: Exception) -> HostFailed:
 
 
 def _begin(threads: int) -> None:
-    # Asking makes a new thread take the number of the process; setting it would reset other things.
+    # Reading the number makes a new thread adopt that of the process; setting it has side effects.
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)

@@ -1,6 +1,6 @@
 """Every time-out, bound and weight of the swarm, in one place. Plain data, no torch.
 
-Times are milliseconds. Nothing in the swarm waits for longer than what stands here.
+Times are in milliseconds. Nothing in the swarm waits longer than these limits.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ _DOUBLINGS = 32
 
 
 class Limits(Settings):
-    """How long the router waits, whom it trusts, and how much it takes in."""
+    """Time limits, trust and capacity of the router and the hosts."""
 
     deadline_ms: Milliseconds = 2000.0
     """Deadline of a request that names none."""
     max_deadline_ms: Milliseconds = 30_000.0
     """Longest deadline that a request may ask for."""
-    # Heads that take longer than this are given more: `RemoteModel` measures them.
+    # Slower heads get more: `RemoteModel` measures them.
     reserve_ms: Milliseconds = 30.0
     """Kept back at the end of a deadline for the model's head and the answer."""
 
-    # A factor alone would give up a quick host at its first hiccup, and wait too long for a slow
-    # one. On a busy machine hiccups of 100 ms are usual, and no sign of a failure (decision 024).
+    # A factor alone would give up a fast host at its first delay, and wait too long for a slow one.
+    # On a busy machine delays of 100 ms are usual and do not indicate a failure (decision 024).
     hop_factor: Factor = 4.0
-    """A visit is given up after this many times what it was expected to take and what visits lately
-    took beyond that ..."""
+    """A visit is given up after this many times its expected time plus the recent lag of visits
+    ..."""
     hop_floor_ms: Milliseconds = 100.0
     """... but not sooner than this ..."""
     hop_cap_ms: Milliseconds = 1000.0
@@ -41,62 +41,62 @@ class Limits(Settings):
     # 010).
     slow_factor: Factor = 5.0
     """A host this many times slower per block than the swarm's median is used as a last resort."""
-    # The digits model computes 0.3 ms per block: five times as much is still less than a hop costs,
-    # and by the factor alone such a host would be a last resort for nothing.
+    # The digits model computes 0.3 ms per block: five times that is still less than the cost of a
+    # hop, so with the factor alone such a host would needlessly be a last resort.
     slow_margin_ms: Milliseconds = 5.0
     """A host is not slow as long as it loses less than this per block against the median."""
 
     # A step costs the same in any swarm, and a few choices are nearly as good as all (`policy`).
     compared: Positive = 48
-    """Holders that a request compares at a step; of more than these, as many are drawn."""
+    """Holders that a request compares at a step; if there are more, this many are drawn."""
 
     # The pauses double, so that a bad host costs users one hop limit per pause, not one per
     # request.
     suspect_ms: Milliseconds = 50.0
-    """A host that failed a visit is left alone this long; doubled at every further failure ..."""
+    """A host that failed a visit gets none for this long; doubled at every further failure ..."""
     suspect_max_ms: Milliseconds = 5000.0
     """... up to this."""
-    # Most processes are back within a few seconds; a host that stays dead longer may not come, and
-    # every request would wait for it until its deadline.
+    # Most processes are back within a few seconds. A host that is dead for longer may never come
+    # back, and every request would wait for it until its deadline.
     return_ms: Milliseconds = 10_000.0
     """A request with too few blocks waits for a host whose process died at most this long ago."""
     probe_ms: Milliseconds = 500.0
-    """Longest answer time of a probe, by which a suspect comes back."""
+    """Longest answer time of a probe that brings a suspect back."""
     canary_every_ms: Milliseconds = 2000.0
     """Every host computes one block on a random state, whose result is known here, this often."""
-    # A host that answers canaries rightly and requests wrongly is found by audits alone. An audit
+    # A host that answers only canaries correctly can only be found by audits. An audit
     # costs the gateway one image through the blocks of the visit.
     audit_share: Annotated[float, Field(ge=0, le=1)] = 0.02
     """Share of visits that are computed again at the gateway, off the request's path, and compared;
     more of a new host's first ones. 0: none."""
 
     watch_ms: Milliseconds = 500.0
-    """Time between two looks at which machines are there."""
+    """Time between two checks of the available machines."""
     start_ms: Milliseconds = 120_000.0
-    """Longest time for a host to start, or to take in blocks."""
+    """Longest time for a host to start, or to load blocks."""
 
     channel_ms: Milliseconds = 2000.0
     """Longest time to connect to a host's data channel, handshake and proof included."""
     lag_fade: Share = 0.005
-    """What a visit takes off the longest recent lag, as a share: half of it in 140 visits."""
-    # A start costs two seconds of processor time, which the hosts that live would miss.
+    """Share by which a visit reduces the longest recent lag: it halves in 140 visits."""
+    # A start costs two seconds of processor time, which the other hosts would lack.
     restart_ms: Milliseconds = 200.0
-    """Pause before a process that ended is started again; doubled at every further end ..."""
+    """Pause before a process that ended is restarted; doubled at every further end ..."""
     restart_max_ms: Milliseconds = 30_000.0
     """... up to this ..."""
     stable_ms: Milliseconds = 60_000.0
-    """... and short again for a process that ran for this long."""
+    """... and reset for a process that ran for this long."""
     average_weight: Share = 0.2
     """Weight of the newest measurement in the averages of compute and link times."""
     prior_compute_ms: Milliseconds = 5.0
-    """Assumed time of a block on a host nobody has measured, when no other host is measured."""
+    """Assumed time of a block on an unmeasured host, if no other host was measured."""
     prior_link_ms: Milliseconds = 5.0
     """Assumed time of a visit beyond its compute, likewise."""
 
     max_batch: Positive = 16
     """Most images that a host runs through a block together."""
     max_queue: Positive = 256
-    """Visits that a host holds before it turns new ones away."""
+    """Visits that a host queues before it refuses new ones."""
 
     # Canaries travel as float32, and a block gives the same result in a batch as alone to within
     # 1e-5 (decision 009), so no honest host comes near this.

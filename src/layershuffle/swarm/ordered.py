@@ -1,12 +1,12 @@
-"""What a request does next that names its steps: rounds, passes, steps on older states. Pure.
+"""Pure functions that choose the next action of a request that names its steps.
 
-Each step runs as soon as the state that it reads is there, so the blocks of a round run side by
-side. A visit carries one block, or several that run one after the other on one host while no other
-step reads the states between them.
+Steps may form rounds or passes, or read older states. Each step runs as soon as the state that it
+reads exists, so the blocks of a round run side by side. A visit carries one block, or several that
+run one after the other on one host if no other step reads the states between them.
 
-A step is passed over by the rule of an order of single blocks (`policy`): when no quick host can
-run it, and a later one can. Versions count the steps that ran. So what ran is an order again, and a
-step that has become one with an earlier step (one block on one state) is passed over too.
+A step is skipped by the rule for an order of single blocks (`policy`): if no fast host can run it,
+but one can run a later step. Versions count the steps that ran, so the steps that ran form an order
+again. A step that now equals an earlier one (the same block on the same state) is skipped too.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from layershuffle.swarm.state import HostView, Swarm
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Where the steps of a named order stand, by their positions in it.
+    """The progress of the steps of a named order, by position.
 
-    `ran`: how many of the steps before each position ran, up to the first one that is not over; the
-    others were passed over. `answered`: later positions whose answer is there. `under_way`: the
-    position and the visit of all that are under way.
+    `ran`: the number of steps that ran before each position, up to the first one that is not over;
+    the others were skipped. `answered`: later positions with an answer. `under_way`: position and
+    visit of all steps in flight.
     """
 
     order: ExecutionOrder
@@ -37,27 +37,27 @@ class Steps:
 
     @property
     def over(self) -> int:
-        """The first position that is not over: the newest version of the order that is there."""
+        """The first position that is not over, which is also the newest version of the order."""
         return len(self.ran) - 1
 
     def after(self, count: int, *, ran: bool) -> Steps:
-        """These steps once the next `count` ran or were passed over."""
+        """The steps after the next `count` of them ran or were skipped."""
         more = [self.ran[-1] + ran * number for number in range(1, count + 1)]
         return replace(self, ran=(*self.ran, *more))
 
     def version_of(self, position: int) -> int:
-        """The version that this step reads, counted in the steps that ran."""
+        """The version that this step reads, counted in steps that ran."""
         return self.ran[self.order.steps[position][1]]
 
     def is_repeated(self, position: int) -> bool:
         """Whether another step runs the same block on the same state.
 
-        That is one that ran or has been asked for, or an earlier one that may still run.
-        `ExecutionOrder` refuses such orders, but the steps between two may be passed over.
+        Such a step has run, is in flight, or is an earlier one that may still run. `ExecutionOrder`
+        refuses such orders, but they can arise if the steps between two are skipped.
         """
         steps, over = self.order.steps, self.over
         block, read = steps[position]
-        # The versions of the order that are one state: most of the time a single one.
+        # The versions of the order that are the same state; usually there is only one.
         same = [v for v in (read - 1, read + 1) if 0 <= v <= over and self.ran[v] == self.ran[read]]
         if not same:
             return False
@@ -99,8 +99,8 @@ def decide_step(
 ) -> Ask | PassOver | Wait | Finish:
     """The next action of a request that names its steps.
 
-    No visit's limit reaches beyond the deadline less the reserve, no host is asked for a step while
-    it has it, and every step is over once, so a request ends.
+    No visit's limit reaches beyond the deadline less the reserve, no host is asked twice for a step
+    at a time, and every step is over once, so a request ends.
     """
     order, over = steps.order, steps.over
     visits = tuple(visit for _, visit in steps.under_way)
@@ -115,7 +115,7 @@ def decide_step(
 
 
 def _go_on(moment: Moment, steps: Steps, *, now: float) -> Ask | PassOver | Wait | Finish:
-    """What a request does next that has steps and time left."""
+    """The next action of a request with steps and time left."""
     progress, left = moment.progress, moment.left
     order, over = steps.order, steps.over
     waited = {position for position, visit in steps.under_way if visit.waited}
@@ -123,7 +123,7 @@ def _go_on(moment: Moment, steps: Steps, *, now: float) -> Ask | PassOver | Wait
     rest = [p for p in range(over, len(order)) if p not in ready and p not in steps.answered]
     ran = {*progress.done, *(order.blocks[position] for position in steps.answered)}
     enough = len(ran) >= progress.min_blocks
-    # Slow hosts are a last resort: of a request that waits for nothing and has too few blocks.
+    # Slow hosts are a last resort for a request that waits for no visit and has too few blocks.
     for slow in (False,) if waited or enough else (False, True):
         too_long = False
         for position in ready:
@@ -131,7 +131,7 @@ def _go_on(moment: Moment, steps: Steps, *, now: float) -> Ask | PassOver | Wait
             if ask is not None and ask.visit.expected <= left:
                 return ask
             too_long = too_long or ask is not None
-        # What is under way may make other steps ready, and a host may come back meanwhile.
+        # Visits in flight may make other steps ready, and a host may come back meanwhile.
         if waited:
             return Wait(now + left)
         if too_long:
@@ -140,14 +140,14 @@ def _go_on(moment: Moment, steps: Steps, *, now: float) -> Ask | PassOver | Wait
             return PassOver()
     if enough:
         return Finish("unreachable")
-    # Only what is not over is still to run.
+    # Only steps that are not over are left to run.
     missing = tuple(order.blocks[position] for position in sorted([*ready, *rest]))
     left_over = replace(progress, order=missing, done=())
     return nowhere(left_over, moment.swarm, now=now, left=left, routing="order-free")
 
 
 def _holders(moment: Moment, steps: Steps, *, position: int, slow: bool) -> list[HostView]:
-    """Usable hosts of the step's block that were not asked for it; quick ones, or all."""
+    """Usable hosts of the step's block that were not asked for it; only fast ones unless `slow`."""
     asked = {visit.host for at, visit in steps.under_way if at == position}
     return [
         host
@@ -167,9 +167,9 @@ def _ask(moment: Moment, steps: Steps, *, position: int, slow: bool) -> Ask | No
 
 
 def stretch(order: ExecutionOrder, position: int, *, held: frozenset[int]) -> tuple[int, ...]:
-    """The blocks from `position` on that a host which holds `held` may run in one visit.
+    """The blocks from `position` on that a host with the blocks `held` may run in one visit.
 
-    Each reads what the one before it made, and no other step does: only the last state comes back.
+    Each reads the output of the one before, and no other step may: only the last state comes back.
     """
     steps, read = order.steps, order.last_readers()
     end = position + 1

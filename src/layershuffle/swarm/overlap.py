@@ -1,14 +1,14 @@
-"""What a request in free order does next when several of its visits may be under way. Pure.
+"""Pure functions that choose the next action of a request in free order, several visits at once.
 
-A visit carries one block and the newest state there is; what the block adds counts when it comes
-(`rounds`). No visit waits for another one. A visit that is late goes on, and the request goes on
-without it: another holder is asked for its block, and the first answer counts. Where one visit is
-under way at a time, it carries all blocks of its host, as in `policy`.
+A visit carries one block and the newest state; what the block adds is included when it arrives
+(`rounds`). No visit waits for another one. A late visit continues, and so does the request: another
+holder is asked for its block, and the first answer counts. If there is one visit at a time, it
+carries all blocks of its host, as in `policy`.
 
-Side by side pays while hosts would have nothing to do. So a request has no more visits under way
-than are its part of the usable hosts, all requests alike, and asks idle hosts alone for more. And
-it pays where a block takes long beside the way to its host: else one visit for all blocks of a host
-is as quick.
+Running blocks side by side helps only while hosts would be idle. So a request has at most its equal
+share of the usable hosts in flight, and sends further visits only to idle hosts. It also helps only
+if a block takes long compared with the way to its host: otherwise one visit for all blocks of a
+host is as fast.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from layershuffle.swarm.rounds import Rounds
 from layershuffle.swarm.state import HostView, Swarm
 
 _PAYS = 0.8
-"""Part of the time that side by side may take: it makes more visits, each of which costs the router
-some time, and every visit slows the others a little."""
+"""Largest share of the time that visits side by side may take. They are more visits, each of which
+costs the router some time and slows the others a little."""
 _LEAST = 1e-6  # seconds
 MOST_BESIDE = 8
-"""Visits that go on beside a request which does not wait for them. Each holds a state."""
+"""Visits in flight for which a request does not wait. Each holds a state."""
 
 
 def counts(progress: RequestProgress, visit: UnderWay, *, max_age: int) -> bool:
-    """Whether an answer to `visit` could still join the state.
+    """Whether an answer to `visit` could still be added to the state.
 
-    Not if one of its blocks ran since it began, or its state is too old. What several blocks add
-    one after the other is known as one sum, which fits no other state than their own.
+    It cannot if one of its blocks has run since it began, or if its state is too old. A visit of
+    several blocks returns a single sum, which fits only the state that the visit began with.
     """
     since = progress.done[visit.version :]
     if len(visit.blocks) > 1:
@@ -62,10 +62,10 @@ def decide_overlap(
     rounds: Rounds,
     walks: int = 1,
 ) -> Action:
-    """The next action of a request in free order, one of `walks` requests under way.
+    """The next action of a request in free order, one of `walks` running requests.
 
     No visit's limit reaches beyond the deadline less the reserve, no block runs twice on one
-    version, and none more often than `rounds` allows. Places that share weights are not under way
+    version, and none more often than `rounds` allows. Places that share weights are not in flight
     together, unless the request does not wait for one of them.
     """
     moment = Moment(progress, swarm, now=now, limits=limits)
@@ -80,16 +80,16 @@ def decide_overlap(
     blocks = range(progress.depth)
     reached = [b for b in blocks if b in ran or b in busy or request.may_run(b)]
     way = rounds.way(len(reached), enough=most)
-    # Side by side takes more visits for as many blocks: on busy hosts it would cost throughput.
+    # Side by side needs more visits for the same blocks, which costs throughput on busy hosts.
     width = max(1, min(way.parallel, swarm.usable_hosts // walks, rounds.different(reached)))
-    # What a visit of several blocks adds fits its own state alone, so that none may join it.
+    # The answer of a visit of several blocks fits only its own state, so no other may join it.
     if waited and (len(waited) >= width or len(busy) > len(waited)):
         return Wait(now + left, for_hosts=False)
     taken = rounds.with_twins(busy)
     first = [b for b in blocks if b not in ran and b not in busy and swarm.usable(b)]
     ready = [b for b in first if b not in taken]
     visit = request.visit(ready, room=most - len(ran | busy), width=width)
-    # A place that waits for its twin runs in this pass, so that the next one cannot begin yet.
+    # A place that waits for its twin belongs to this pass, so the next pass cannot begin yet.
     if visit is None and busy <= ran and len(ready) == len(first):
         passes = rounds.way(len(ran), enough=most).passes
         again = _again(progress, request, busy=busy, passes=passes)
@@ -97,8 +97,8 @@ def decide_overlap(
         visit = request.visit(again, room=len(again), width=width)
     if visit is not None and visit.expected <= left:
         return visit
-    # A request does not end by what could not be in time while others may be. Nor, while it has too
-    # few blocks, before what it has given up comes.
+    # A visit that would be too late does not end the request while others may be in time. Nor does
+    # the request end, while it has too few blocks, before the visits that it gave up.
     if waited or (progress.under_way and len(ran) < progress.min_blocks):
         return Wait(now + left)
     if visit is not None:
@@ -109,9 +109,9 @@ def decide_overlap(
 def _again(
     progress: RequestProgress, request: _OverlapRequest, *, busy: set[int], passes: int
 ) -> list[int]:
-    """The blocks to run in the present pass beyond the first, once all of the one before ran."""
+    """The blocks to run in the current pass, after the first, once the pass before is complete."""
     runs = Counter(progress.done)
-    # A block that no host will be asked for takes no part in this pass, or it would be the last.
+    # A block that no host can run is left out of this pass, or the pass would never end.
     runs = Counter({b: times for b, times in runs.items() if b in busy or request.may_run(b)})
     passed = min(runs.values(), default=passes)
     if passed >= passes:
@@ -120,16 +120,16 @@ def _again(
 
 
 class _OverlapRequest:
-    """Which host a request could ask next. `alone`: nothing that it waits for is under way."""
+    """Finds the next host for a request. `alone`: it waits for no visit in flight."""
 
     def __init__(self, moment: Moment, *, alone: bool) -> None:
         self.moment, self.alone, progress = moment, alone, moment.progress
         self.enough = len(set(progress.done)) >= progress.min_blocks
-        # Also a late visit is not repeated at its own host.
+        # A late visit is not repeated at its own host either.
         self._asked = {(v.host, block) for v in progress.under_way for block in v.blocks}
 
     def may_run(self, block: int) -> bool:
-        """Whether a host may be asked for `block`: a slow one only while blocks are too few."""
+        """Whether a host may be asked for `block`; a slow one only while blocks are too few."""
         swarm = self.moment.swarm
         return any(
             self._open(swarm[name], block)
@@ -140,7 +140,7 @@ class _OverlapRequest:
     def visit(self, blocks: Sequence[int], *, room: int, width: int) -> Visit | None:
         """The visit for at most `room` of `blocks` that is expected to answer first, if any.
 
-        `width`: how many visits may be under way.
+        `width`: the number of visits that may be in flight.
         """
         if not blocks or room < 1:
             return None
@@ -152,17 +152,17 @@ class _OverlapRequest:
         ]
         quick = [offer for offer in offers if not moment.is_slow(offer[0])]
         if not quick:
-            # Slow hosts are the last resort of a request that has too few blocks.
+            # Slow hosts are a last resort for requests that have too few blocks.
             return self._first(offers, room=room) if self.alone and not self.enough else None
         if (slow := self._beside(offers, quick, width=width)) is not None:
             return slow
         if self.alone and not self._pays(quick, room=room, width=width):
             return self._first(quick, room=room)
-        # What few others hold goes first, so that many hosts can be asked until the end.
+        # The rarest block goes first, so that many hosts remain useful until the end.
         rarest = [
             (host, (min(work, key=lambda block: (len(moment.swarm.usable(block)), block)),))
             for host, work in quick
-            # To queue beside others would gain nothing, and cost another request its turn.
+            # Queueing behind others would gain nothing and delay another request.
             if self.alone or not host.waiting
         ]
         return self._first(rarest, room=1)
@@ -175,28 +175,28 @@ class _OverlapRequest:
         return None if offer is None else self.moment.visit(*offer)
 
     def _pays(self, offers: Sequence[Offer], *, room: int, width: int) -> bool:
-        """Whether single blocks side by side take clearly less time than all blocks of a host."""
+        """Whether single blocks side by side are clearly faster than one visit for all blocks."""
         expected = self.moment.expected
         single = sorted(expected(host, 1) for host, _ in offers)[:width]
         counts = [(host, min(len(work), room)) for host, work in offers]
         several = min(expected(host, count) / count for host, count in counts)
-        # No visit waits for another one, so that what each host does in a second adds up. A host
-        # may have said that it takes no time at all.
+        # No visit waits for another one, so the rates of the hosts add up. A host may have reported
+        # that it takes no time at all.
         side_by_side = 1 / sum(1 / max(seconds, _LEAST) for seconds in single)
         return len(single) > 1 and side_by_side <= _PAYS * several
 
     def _beside(
         self, offers: Sequence[Offer], quick: Sequence[Offer], *, width: int
     ) -> Visit | None:
-        """A visit to an idle slow host that may be back before the quick ones are done.
+        """A visit to an idle slow host that may return before the fast hosts are done.
 
-        For a block that no quick host holds. The request does not wait for it.
+        It is for a block that no fast host holds. The request does not wait for it.
         """
         moment, progress = self.moment, self.moment.progress
-        # On a busy swarm its visits would cost the other requests more than they bring to this one.
+        # On a busy swarm such visits would cost the other requests more than they gain here.
         if width == 1:
             return None
-        # Another one would push out the oldest of them, and its host would have worked in vain.
+        # Another visit would displace the oldest one, whose host would have worked in vain.
         if sum(not visit.waited for visit in progress.under_way) >= MOST_BESIDE:
             return None
         quick_blocks = {block for _, work in quick for block in work}

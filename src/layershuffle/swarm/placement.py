@@ -1,8 +1,9 @@
-"""Which block host runs on which machine: the coordinator's decisions, and what carries them out.
+"""The coordinator's decisions on which block host runs on which machine, and their execution.
 
-Decisions (`reconcile`) are pure, time is an argument. `HostBackend` is what every engine offers.
+Decisions (`reconcile`) are pure functions with time as an argument. `HostBackend` is the interface
+of every engine.
 
-Hosts of the plan run where a machine bears their name. Machines that the plan does not name get the
+A host of the plan runs on the machine with its name. Machines that the plan does not name get the
 blocks that the fewest hosts hold.
 """
 
@@ -31,8 +32,8 @@ _ID_LENGTH = 8
 class Node:
     """A living machine of the swarm and the names of its hosts.
 
-    `id` is a new one whenever the machine joins: a name or an address can come back with another
-    process behind it.
+    `id` is new whenever the machine joins, because a name or an address can come back with another
+    process.
     """
 
     id: str
@@ -41,14 +42,14 @@ class Node:
 
 
 HostCall = Literal["load", "unload", "info", "drain"]
-"""What a host can be asked beside visits: the methods of `host.BlockHost` of these names."""
+"""Calls to a host other than visits: the methods of `host.BlockHost` with these names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Carrier:
-    """How visits get to a host now: its data channel, Ray, or a call in this process.
+    """The current way of visits to a host: its data channel, Ray, or a call in this process.
 
-    `why`: for Ray, the reason why not over the channel.
+    `why`: for Ray, the reason why the channel is not used.
     """
 
     kind: Literal["channel", "ray", "process"]
@@ -56,7 +57,7 @@ class Carrier:
 
 
 class HostBackend(Protocol):
-    """What runs the processes of hosts. Everything raises `LayerShuffleError` where it fails."""
+    """Runs the processes of hosts. All methods raise `LayerShuffleError` if they fail."""
 
     @property
     def transport(self) -> Transport:
@@ -66,32 +67,33 @@ class HostBackend(Protocol):
         """The living machines."""
 
     async def start(self, name: str, *, node: str) -> HostInfo:
-        """A process for `name` on that machine; may be one that holds blocks already."""
+        """Start a process for `name` on that machine, or adopt one that may hold blocks already."""
 
     async def end(self, name: str) -> None:
         """End its process, if there is one."""
 
     async def call(self, name: str, method: HostCall, *args: Any) -> Any:
-        """What that method of `host.BlockHost` returns for `args`."""
+        """Call that method of `host.BlockHost` with `args`, and return its result."""
 
     def carriers(self) -> Mapping[str, Carrier]:
-        """How visits get to each host that runs here."""
+        """The way of visits to each host that runs here."""
 
     def forget(self) -> None:
-        """Drop everything about the processes: what runs them has ended, or ends now."""
+        """Drop everything about the processes, because their engine has ended or is ending."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostRecord:
     """A block host as the coordinator sees it, on the machine `node`.
 
-    starting  its process starts, takes in blocks or answers its first canaries
+    starting  its process starts, loads blocks or answers its first canaries
     up        it takes visits, as far as the router trusts it
     dead      its process has ended; it is started again from `retry_at` on
-    held      an operator ended it or is ending it; it stays away until `Coordinator.readmit`
+    held      an operator has stopped it or is stopping it; it stays away until
+              `Coordinator.readmit`
 
-    `pid` is the number of its process there, 0 without one; `tries` counts the processes that ended
-    in a row, `since` is when the present one came up, and `why` says what went wrong last.
+    `pid` is the id of its process there, 0 without one; `tries` counts consecutive processes that
+    ended, `since` is when the current one came up, and `why` describes the last failure.
     """
 
     name: str
@@ -106,7 +108,7 @@ class HostRecord:
 
 
 def ended(host: HostRecord, *, now: float, limits: Limits, why: str = "") -> HostRecord:
-    """`host` when its process has ended, or has not started: dead, until it is tried again."""
+    """`host` after its process has ended or failed to start: dead until the next try."""
     ran = now - host.since if host.phase == "up" else 0.0
     tries, pause = restart_pause(host.tries, ran=ran, limits=limits)
     return replace(host, phase="dead", retry_at=now + pause, tries=tries, why=why, pid=0)

@@ -77,13 +77,13 @@ class SwarmPlan(Settings):
     def check(self, depth: int) -> None:
         """Raises `UsageError` for blocks that the model lacks, or that no host holds."""
         if self.most_blocks is not None and self.most_blocks > depth:
-            raise UsageError(f"most_blocks is {self.most_blocks}, the model has {depth} blocks")
+            raise UsageError(f"most_blocks is {self.most_blocks}, but the model has {depth} blocks")
         for name, host in self.hosts.items():
             over = [block for block in host.blocks if block >= depth]
             if over:
                 raise UsageError(
                     f"Host {name} is to hold block {over[0]}, the model's last is {depth - 1}",
-                    hint="name blocks that are there",
+                    hint="name existing blocks",
                 )
         everywhere = {block for host in self.hosts.values() for block in host.blocks}
         missing = sorted(set(range(depth)) - everywhere)

@@ -1,20 +1,20 @@
-"""The routing policy: what a request does next. Pure: state in, action out, time as an argument.
+"""The routing policy: pure functions that choose the next action of a request.
 
-Four routings, so that they can be compared under the same failures:
+There are four routings, so that they can be compared under the same failures:
 
-    order-free             of the usable hosts that hold a block not yet run, the one that is
-                           expected to answer first goes next; several at once and again as far as
-                           the calibration allows (`overlap`)
+    order-free             the next host is the one that is expected to answer first, among the
+                           usable hosts with a block that has not run; several visits at once and
+                           second passes as far as the calibration allows (`overlap`)
     order-free-serial      the same, one visit after the other, no block twice
-    sequential             a classical pipeline: block i after block i - 1, each on its one host
+    sequential             a classical pipeline: block i after block i - 1, each on a single host
     replicated-sequential  the same, on whichever usable replica is expected to answer first
 
-Where the missing blocks have more than `Limits.compared` holders, some holders of every block are
-drawn at every step, from the request's own seed, and only they are compared: a few choices are
+If the missing blocks have more than `Limits.compared` holders, some holders of every block are
+drawn at every step, from the request's own seed, and only these are compared: a few choices are
 nearly as good as all (Mitzenmacher 2001, "The power of two choices in randomized load balancing"),
 and a step costs the same in any swarm.
 
-The real router and the simulation drive this same code.
+The real router and the simulation run the same code.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from layershuffle.swarm.state import (
 Routing = Literal["order-free", "order-free-serial", "sequential", "replicated-sequential"]
 ROUTINGS: tuple[Routing, ...] = get_args(Routing)
 FREE: tuple[Routing, ...] = ("order-free", "order-free-serial")
-"""Routings that answer with blocks missing."""
+"""Routings that answer even if blocks are missing."""
 
 _FEWEST = 2
 """Holders of every block that are compared at least."""
@@ -64,16 +64,17 @@ class UnderWay:
 
 @dataclass(frozen=True, slots=True)
 class RequestProgress:
-    """Where a request stands.
+    """The progress of a request.
 
-    `done`: blocks that ran, in order, and `versions`: which version of the state each of them read.
-    `deadline`: when the answer must be out, in seconds of the
-    clock that `decide` is given. `order`: the blocks to run, in this order, if the client asked for
-    one; blocks that nobody holds are then skipped. `min_blocks`: with fewer the request waits for
-    hosts that may come back as long as it has time. `seed`: of the draws among many holders; of no
-    effect where there are `Limits.compared` or fewer. `images`: in its state. `most`: blocks that
-    are enough in free order, if not all are wanted. `pending`: a visit that was given up still
-    runs, and its answer could be taken. `under_way`: all visits under way, where several may be.
+    `done`: blocks that ran, in order, and `versions`: the version of the state that each of them
+    read. `deadline`: when the answer must be ready, in seconds of the clock of `decide`. `order`:
+    the blocks to run, in this order, if the client named one; blocks without a holder are then
+    skipped. `min_blocks`: with fewer blocks the request waits, as long as it has time, for hosts
+    that may come back. `seed`: for draws among many holders; it has no effect on
+    `Limits.compared` holders or fewer. `images`: the number of images in its state. `most`: the
+    number of blocks that is enough in free order, if not all are needed. `pending`: a visit that
+    was given up is still running, and its answer could be used. `under_way`: all visits in flight,
+    if there may be several.
     """
 
     depth: int
@@ -90,16 +91,16 @@ class RequestProgress:
 
     @property
     def room(self) -> int:
-        """How many more blocks are to run, in free order."""
+        """The number of blocks still to run in free order."""
         if self.most is None or self.order is not None:
             return self.depth - len(self.done)
         return max(self.most, self.min_blocks) - len(self.done)
 
     @property
     def to_run(self) -> tuple[int, ...]:
-        """Blocks still to run: in the order asked for, else ascending.
+        """Blocks still to run: in the named order, otherwise ascending.
 
-        In an order asked for, the blocks before the last one that ran are past.
+        In a named order, the blocks before the last one that ran are past.
         """
         if self.order is None:
             return tuple(block for block in range(self.depth) if block not in self.done)
@@ -115,16 +116,16 @@ class RequestProgress:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The request is over, with `done` as it is."""
+    """The request ends with the blocks in `done`."""
 
     ending: Ending
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """There is nothing to start now, but there may be before `until`.
+    """No visit can start now, but one may be possible before `until`.
 
-    Ask again when a visit under way has ended and, if `for_hosts`, when the swarm has changed.
+    Decide again when a visit in flight has ended and, if `for_hosts`, when the swarm has changed.
     """
 
     until: float
@@ -150,7 +151,7 @@ def decide(
     that ran before, so a request ends after at most `depth` answered visits.
     """
     if not progress.to_run:
-        # Blocks of an order that nobody held were passed over: nothing is left to run, and yet
+        # Blocks of an order without a holder were skipped, so nothing is left to run although
         # blocks are missing.
         whole = progress.order is None or len(progress.done) == len(progress.order)
         return Finish("complete" if whole else "unreachable")
@@ -160,24 +161,24 @@ def decide(
     moment = Moment(progress, swarm, now=now, limits=limits)
     left = moment.left
     if left <= 0:
-        # A pipeline has no half answers (decision 010).
+        # A pipeline gives no partial answers (decision 010).
         return Finish("deadline" if free else "lost")
     offer = _free_offer(moment) if free else _pipeline_offer(moment, routing=routing)
     if offer is None:
         return nowhere(progress, swarm, now=now, left=left, routing=routing)
     visit = moment.visit(*offer)
-    # A visit that cannot be back in time would only keep its host busy.
+    # A visit that cannot return in time would only keep its host busy.
     return Finish("deadline") if free and visit.expected > left else visit
 
 
 class Moment:
-    """A request at one moment, `left` seconds before its last visit must have answered."""
+    """A request at one moment; `left` is the number of seconds until its last visit must end."""
 
     def __init__(
         self, progress: RequestProgress, swarm: Swarm, *, now: float, limits: Limits
     ) -> None:
         self.progress, self.swarm, self.limits = progress, swarm, limits
-        # Head and answer still have to fit in behind the last visit.
+        # Head and answer must still fit in after the last visit.
         self.left = progress.deadline - limits.reserve_ms / 1000 - now
         self.pace = swarm.pace(limits)
         self._bound = slow_above(self.pace, limits)
@@ -195,18 +196,18 @@ class Moment:
         return expected(host, count, pace=self.pace, images=self.progress.images)
 
     def first(self, offers: Iterable[Offer]) -> Offer | None:
-        """The offer that goes next: by turn, then by when it is expected to be answered."""
+        """The next offer: by rank (`_turn`), then by the expected time of its answer."""
         return min(offers, key=self._rank, default=None)
 
     def _rank(self, offer: Offer) -> tuple[float, float, str]:
         host, count = offer[0], len(offer[1])
-        # The name comes last, so that equal hosts rank alike in every run.
+        # The name breaks ties, so that the result is the same in every run.
         turn = _turn(host, count * self.progress.images)
         return turn, self.expected(host, count), host.name
 
     def cut_to_fit(self, host: HostView, blocks: tuple[int, ...]) -> tuple[int, ...]:
-        """As many of `blocks` as `host` runs in the time that is left, and at least one."""
-        # One block stays: who asks ends the request if even that takes too long.
+        """The first of `blocks` that `host` can run in the time left, and at least one."""
+        # One block stays; the caller ends the request if even that takes too long.
         while len(blocks) > 1 and self.expected(host, len(blocks)) > self.left:
             blocks = blocks[:-1]
         return blocks
@@ -216,7 +217,7 @@ class Moment:
         blocks, left = self.cut_to_fit(host, blocks), self.left
         seconds = self.expected(host, len(blocks))
         limit = hop_limit(seconds, lag=lag_of(host, self.pace), left=left, limits=self.limits)
-        # A limit that the deadline cut short says nothing about the host (decision 010).
+        # If the deadline cut the limit short, lateness is not the host's fault (decision 010).
         fair = limit < left or limit >= _FAIR * seconds
         return Visit(host.name, blocks, limit, budget=left, fair=fair, expected=seconds)
 
@@ -224,8 +225,8 @@ class Moment:
 def hop_limit(seconds: float, *, lag: float, left: float, limits: Limits) -> float:
     """Seconds after which a visit expected to take `seconds` is given up; never beyond `left`.
 
-    `lag`: what visits may well take beyond that, by those of late (`state.lag_of`). The cap is for
-    hosts that fell silent; what is known to take longer (many images) is given time.
+    `lag`: what visits may take beyond that, judged by recent ones (`state.lag_of`). The cap is for
+    hosts that stopped answering; visits that are known to take longer (many images) get more time.
     """
     patience = max(limits.hop_factor * (seconds + lag), limits.hop_floor_ms / 1000)
     return min(patience, max(limits.hop_cap_ms / 1000, _FAIR * seconds), left)
@@ -241,30 +242,30 @@ def compared(
     """
     holders = [swarm.usable(block) for block in blocks]
     if sum(map(len, holders)) > limits.compared:
-        # By request and step, so that a request which has waited draws the same hosts again, and
-        # visits side by side draw others.
+        # By request and step, so that a request draws the same hosts again after waiting, and
+        # visits side by side draw different ones.
         stream = Stream(progress.seed, len(progress.done) + len(progress.under_way))
         each = max(_FEWEST, limits.compared // len(blocks))
-        # The same numbers for all blocks: those with the same holders draw the same hosts, which
-        # keeps the list short.
+        # The same numbers for all blocks, so that blocks with the same holders draw the same hosts,
+        # which keeps the list short.
         draws = [stream.below(1 << 64) for _ in range(each)]
         holders = [
             tuple([names[draw % len(names)] for draw in draws if names]) for names in holders
         ]
-    # Sorted, because a set of names has another order in every process.
+    # Sorted, because the order of a set of names differs between processes.
     return [swarm[name] for name in sorted(set().union(*holders))]
 
 
 def _free_offer(moment: Moment) -> Offer | None:
-    """The host that is expected to answer first, with what it is to run; fits `left` if any does.
+    """The host that is expected to answer first, with its blocks; it fits `left` if any host does.
 
-    Where the plan shares the work out, the host that is furthest behind its share goes before. Slow
-    hosts are asked only while the request has fewer blocks than it needs.
+    If the plan assigns shares, the host that is furthest behind its share is preferred. Slow hosts
+    are used only while the request has fewer blocks than it needs.
     """
     progress, to_run = moment.progress, moment.progress.to_run
     offers = [(host, _offered(host, to_run, moment=moment)) for host in moment.compared(to_run)]
     quick = [offer for offer in offers if not moment.is_slow(offer[0])]
-    # Fewer blocks are better here than to wait for a slow host.
+    # Fewer blocks are better than waiting for a slow host.
     if not quick and len(progress.done) >= progress.min_blocks:
         return None
     if progress.order is not None:
@@ -279,13 +280,13 @@ def _turn(host: HostView, work: int) -> float:
     """
     if host.share is None:
         return 0.0
-    # What is under way counts too, or all requests of one moment would choose the same host.
+    # Work in flight counts too, or all requests of one moment would choose the same host.
     done = host.served + host.waiting + work
     return done / host.share if host.share > 0 else math.inf
 
 
 def _offered(host: HostView, to_run: tuple[int, ...], *, moment: Moment) -> tuple[int, ...]:
-    """What `host` could run next: what it holds of `to_run`, cut to what fits and is needed."""
+    """The blocks of `to_run` that `host` could run next, limited to what fits and is needed."""
     if moment.progress.order is not None:
         blocks = _run_of(to_run, host)
     else:
@@ -294,24 +295,24 @@ def _offered(host: HostView, to_run: tuple[int, ...], *, moment: Moment) -> tupl
 
 
 def _run_of(to_run: tuple[int, ...], host: HostView) -> tuple[int, ...]:
-    """The first stretch of `to_run` that `host` holds without a gap."""
+    """The first contiguous part of `to_run` that `host` holds."""
     start = next((i for i, block in enumerate(to_run) if block in host.blocks), len(to_run))
     end = next((i for i in range(start, len(to_run)) if to_run[i] not in host.blocks), len(to_run))
     return to_run[start:end]
 
 
 def _earliest(offers: Sequence[Offer], to_run: tuple[int, ...]) -> list[Offer]:
-    """The offers that begin with the first block of the order that anyone reachable holds."""
+    """The offers that begin with the first block of the order that a reachable host holds."""
     place = {block: i for i, block in enumerate(to_run)}
     first = min((place[blocks[0]] for _, blocks in offers), default=0)
     return [offer for offer in offers if place[offer[1][0]] == first]
 
 
 def _pipeline_offer(moment: Moment, *, routing: Routing) -> Offer | None:
-    """The next stretch of the pipeline, on the block's first holder or on any replica."""
+    """The next part of the pipeline, on the block's first holder or on any replica."""
     to_run, swarm = moment.progress.to_run, moment.swarm
     if routing == "sequential":
-        # The first holder by name is the one host of its stage, whether it can be used or not.
+        # The first holder by name is the only host of its stage, even if it is not usable.
         usable = [host for name in swarm.held(to_run[0])[:1] if (host := swarm[name]).usable]
     else:
         usable = moment.compared(to_run[:1])
@@ -324,10 +325,10 @@ def _pipeline_offer(moment: Moment, *, routing: Routing) -> Offer | None:
 def nowhere(
     progress: RequestProgress, swarm: Swarm, *, now: float, left: float, routing: Routing
 ) -> Finish | Wait:
-    """What a request does when no usable host holds what is missing.
+    """The action of a request if no usable host holds a missing block.
 
-    A request with too few blocks waits if a host that holds some may come back, or a visit that was
-    given up may still be answered; else it ends.
+    A request with too few blocks waits if a holder may come back or a visit that was given up may
+    still be answered; otherwise it ends.
     """
     free = routing in FREE
     if free and len(set(progress.done)) >= progress.min_blocks:
@@ -337,7 +338,7 @@ def nowhere(
         progress.pending
         or progress.under_way
         or any(
-            # A pipeline is lost with a process: it does not wait for the next one.
+            # A pipeline fails with a process and does not wait for the next one.
             may_return(host, now=now, left=left) and (free or host.condition == "suspect")
             for host in holders
         )
@@ -347,7 +348,7 @@ def nowhere(
 
 
 def hedges(late: Visit, visit: Visit) -> bool:
-    """Whether `visit` repeats work of the late one, so that the first of their answers counts."""
+    """Whether `visit` repeats work of the late one, so that the first of the two answers counts."""
     return not set(late.blocks).isdisjoint(visit.blocks)
 
 
@@ -366,7 +367,7 @@ def strikes(visit: Visit, outcome: Outcome, *, over: bool, again: bool) -> bool:
 def skipped(
     progress: RequestProgress, swarm: Swarm, *, ending: Ending, limits: Limits
 ) -> dict[int, str]:
-    """Every block that did not run, with the reason, for people."""
+    """Every block that did not run, with a reason for the user."""
     missing = [block for block in range(progress.depth) if block not in progress.done]
     return {
         block: _reason(block, progress, swarm, ending=ending, limits=limits) for block in missing
@@ -377,9 +378,9 @@ def _reason(
     block: int, progress: RequestProgress, swarm: Swarm, *, ending: Ending, limits: Limits
 ) -> str:
     if progress.order is not None and block not in progress.order:
-        return "the order asked for leaves it out"
+        return "the requested order leaves it out"
     if ending == "enough":
-        return f"the plan lets requests do with {len(progress.done)} blocks"
+        return f"the plan needs only {len(progress.done)} blocks per request"
     holders = [swarm[name] for name in swarm.held(block)]
     bound = slow_above(swarm.pace(limits), limits)
     usable = [host for host in holders if host.usable]
@@ -390,5 +391,5 @@ def _reason(
     if ending == "unreachable" and all(is_slow(host, bound=bound) for host in usable):
         return "; ".join(f"host {host.name} is slow" for host in usable)
     free = progress.order is None
-    passed = "its host had not answered in time" if free else "its turn had passed"
+    passed = "its host did not answer in time" if free else "its turn had passed"
     return "the deadline was near" if ending in ("deadline", "lost") else passed

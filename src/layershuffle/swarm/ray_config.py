@@ -80,7 +80,7 @@ def new_token(path: Path) -> None:
     Raises `UsageError` if there is one: members that hold the old one would be locked out.
     """
     if path.exists():
-        raise UsageError("There is a token already", place=path, hint="use it, or remove it first")
+        raise UsageError("A token exists already", place=path, hint="use it, or remove it first")
     write_bytes(path, secrets.token_hex(32).encode("ascii"), private=True)
 
 
@@ -116,7 +116,7 @@ def _read(path: Path, *, what: str, hint: str) -> bytes:
     try:
         return path.read_bytes()
     except FileNotFoundError as error:
-        raise UsageError(f"The swarm's {what} is not there", place=path, hint=hint) from error
+        raise UsageError(f"The swarm's {what} does not exist", place=path, hint=hint) from error
     except OSError as error:
         raise UsageError(
             f"The swarm's {what} cannot be read ({error.strerror})", place=path, hint=hint

@@ -159,10 +159,10 @@ async def called(ray: Any, submit: Callable[[], Any], *, host: str) -> Any:
     except errors.RayTaskError as error:
         if isinstance(error.cause, LayerShuffleError):
             raise error.cause from None
-        _log.warning("Host %s broke on a call: %s", host, one_line(error.cause))
+        _log.warning("A call to host %s failed unexpectedly: %s", host, one_line(error.cause))
         raise HostFailed(f"Host {host} broke on the call") from error
     except errors.PendingCallsLimitExceeded as error:
-        raise HostUnavailable(f"Host {host} has too many calls that wait") from error
+        raise HostUnavailable(f"Host {host} has too many waiting calls") from error
     except errors.RayError as error:  # it cannot be reached, or its answer is lost
         # Not a warning: while a host is away, every visit to it ends here.
         _log.debug("Host %s is not available: %s", host, one_line(error))
@@ -350,11 +350,11 @@ class RayHosts:
                 settle(partial(answer.set_result, call()))
             except (self._ray.exceptions.RayError, OSError, ValueError) as error:
                 _log.debug("Ray did not carry out a call: %s", one_line(error))
-                failure = HostUnavailable("Ray does not carry out calls now")
+                failure = HostUnavailable("Ray accepts no calls now")
                 failure.__cause__ = error
                 settle(partial(answer.set_exception, failure))
             finally:  # a defect: the thread prints its traceback
-                broken = HostUnavailable("A call to Ray broke; the log says more")
+                broken = HostUnavailable("A call to Ray failed; the log has details")
                 settle(partial(answer.set_exception, broken))
 
         threading.Thread(target=work, daemon=True, name="ray-call").start()

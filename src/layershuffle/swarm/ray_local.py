@@ -221,7 +221,7 @@ def sweep() -> None:
             ended = end_processes(directory)
             shutil.rmtree(directory, ignore_errors=True)
             _log.warning(
-                "Swept up after a swarm that was killed: %s, %d process(es)", directory, ended
+                "Cleaned up after a swarm that was killed: %s, %d process(es)", directory, ended
             )
 
 

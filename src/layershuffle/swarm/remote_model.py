@@ -66,7 +66,8 @@ class RemoteModel:
         self.depth = depth_of(self.model)
         if router.depth != self.depth:
             raise UsageError(
-                f"The router sends states through {router.depth} blocks, the model has {self.depth}"
+                f"The router sends states through {router.depth} blocks, but the model has "
+                f"{self.depth}"
             )
         self.no_rounds = why_no_rounds(self.model)
         self.saved_bytes = drop_blocks(self.model)

@@ -1,13 +1,13 @@
-"""Blocks side by side and again, as a swarm runs them without a barrier. Plain data, no torch.
+"""Blocks side by side and second passes, as a swarm runs them without a barrier. No torch.
 
-A request in free order has up to `parallel` visits under way. Each carries the newest state there
-is when it begins, and what its block adds counts when it comes. So block after block reads a state
-that is up to `parallel - 1` steps old. Where blocks are missing, those that are there run again in
-another pass, which begins when the pass before has ended. Places that share their weights never run
-side by side: both would add the same twice, to the same state.
+A request in free order has up to `parallel` visits in flight. Each carries the newest state at its
+start, and what its block adds is included when it arrives. So every block reads a state that is up
+to `parallel - 1` steps old. If blocks are missing, the others run again in another pass, which
+begins when the pass before has ended. Places that share their weights never run side by side,
+because both would add the same to the same state.
 
-What ran is an order with versions (`layershuffle.orders`). Its `Cell` says which of the measured
-accuracies belongs to it.
+The steps that ran form an order with versions (`layershuffle.orders`). Its `Cell` selects the
+measured accuracy that belongs to it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ VersionedStep = tuple[int, int]
 
 
 UNEXPLAINED = 1 << 16
-"""`Cell.parallel` of answers that came later than any number of visits under way explains."""
+"""`Cell.parallel` of answers that are too late for any number of visits in flight."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A kind of answer: `kept` blocks, each `passes` times, with `parallel` under way at once."""
+    """A kind of answer: `kept` blocks, each run `passes` times, with `parallel` in flight."""
 
     kept: int
     passes: int = 1
@@ -36,7 +36,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How a request runs the blocks that can be reached: so many under way, so many passes."""
+    """How a request runs its blocks: the number in flight and the number of passes."""
 
     parallel: int = 1
     passes: int = 1
@@ -46,9 +46,9 @@ class Way:
 class Rounds:
     """How requests in free order may run.
 
-    `ways`: by how many blocks can be reached; `once`: how many are under way by how many blocks
-    run, each once; `otherwise`: where nothing stands there. `max_age`: how many versions old a
-    state may be whose answer still counts. `tied`: for every place the first one with the same
+    `ways`: by the number of blocks that can be reached; `once`: the number in flight by the number
+    of blocks, if each runs once; `otherwise`: the default. `max_age`: the largest age, in versions,
+    of a state whose answer still counts. `tied`: for every place the first one with the same
     weights, if places share weights and the calibration measured them apart.
     """
 
@@ -59,9 +59,9 @@ class Rounds:
     tied: tuple[int, ...] | None = None
 
     def way(self, reached: int, *, enough: int) -> Way:
-        """How a request runs `reached` blocks, of which `enough` end it: no block runs again then.
+        """How a request runs `reached` blocks. If they are `enough` to end it, none runs again.
 
-        More under way may cost nothing where blocks run again, and much where each runs once.
+        More blocks in flight may cost nothing if blocks run again, but much if each runs once.
         """
         way = self.ways.get(min(reached, enough), self.otherwise)
         if reached < enough:
@@ -76,7 +76,7 @@ class Rounds:
         return {place for place, first in enumerate(self.tied) if first in weights}
 
     def different(self, blocks: Sequence[int]) -> int:
-        """How many of `blocks` have weights of their own: no more can be under way at once."""
+        """The number of different weights among `blocks`: no more can be in flight at once."""
         return len(blocks if self.tied is None else {self.tied[block] for block in blocks})
 
     @property
@@ -93,10 +93,10 @@ QUEUE = Rounds()
 def overlapped(
     blocks: Sequence[int], cell: Cell, *, depth: int, tied: Sequence[int] | None = None
 ) -> ExecutionOrder:
-    """The first `cell.kept` of `blocks` as `cell` says, each visit as long as the others.
+    """The first `cell.kept` of `blocks`, run as `cell` describes, if all visits take equally long.
 
-    `tied` as in `Rounds`: a place whose weights are under way lets others go first, and if there
-    are none it waits.
+    `tied` as in `Rounds`: a place whose weights are in flight lets others go first, and waits if
+    there are none.
     """
     weights = range(depth) if tied is None else tied
     ran: list[int] = []

@@ -1,8 +1,8 @@
-"""The router: carries out over a transport what the policy decides. A thin asyncio shell.
+"""The router: a thin asyncio layer that carries out the policy's decisions over a transport.
 
 Everything that it learns goes into `Swarm` values through the pure functions of `state`, and
-everything that it does comes from `policy.decide` or `overlap.decide_overlap`. Use it from one
-event loop only.
+`policy.decide` or `overlap.decide_overlap` decide everything that it does. Use it from one event
+loop only.
 """
 
 from __future__ import annotations
@@ -42,22 +42,27 @@ from layershuffle.text import one_line
 
 NOT_FINITE = "it answered with numbers that are not finite"
 TOO_LONG = "it answered that it took longer than its visit"
-_UNREADABLE = (AttributeError, OverflowError, TypeError, ValueError)  # of an answer that is none
+_UNREADABLE = (
+    AttributeError,
+    OverflowError,
+    TypeError,
+    ValueError,
+)  # raised while an invalid answer is read
 _MILLI = 1000.0
 _SLACK, _SLACK_MS = 1.1, 1.0
-"""By how much the clocks of a host and of the router may differ over one visit."""
+"""Allowed difference between the clocks of a host and of the router over one visit."""
 _GROWTH = 1e4
-"""A visit that makes the largest value grow so many times is false: blocks add to their state."""
+"""Growth of the largest value above which an answer is wrong: blocks add to their state."""
 
 
 class Router:
-    """Sends states through the swarm. `swarm` is what it knows of the hosts, as a value.
+    """Sends states through the swarm. `swarm` is its knowledge about the hosts, as a value.
 
-    `routing`, `rounds` (what requests in free order run side by side and again), `wire` and
+    `routing`, `rounds` (how many blocks run side by side, and how often, in free order), `wire` and
     `most_blocks` (blocks that are enough in free order; default: all) may be changed at any time; a
-    request keeps the routing and rounds that it began with. Each of `observers` is called with
-    every hop and the states around it (metrics and audits do so). `walks`: requests under way;
-    `watcher`: who sees them walk, `None` for nobody.
+    running request keeps its routing and rounds. Each of `observers` is called with every hop and
+    the states around it (metrics and audits use this). `walks`: the number of running requests;
+    `watcher`: an observer of running requests, or `None`.
     """
 
     def __init__(
@@ -83,13 +88,13 @@ class Router:
 
     @property
     def swarm(self) -> Swarm:
-        """The present state of the hosts, as far as the router knows it."""
+        """The current state of the hosts, as far as the router knows it."""
         return self._swarm
 
     @swarm.setter
     def swarm(self, swarm: Swarm) -> None:
         self._swarm = swarm
-        # A new event, because a request that waits may not have run before the next one waits.
+        # A new event, because a waiting request may not have run before the next one waits.
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -106,21 +111,22 @@ class Router:
         min_blocks: int = 1,
         order: ExecutionOrder | str | Iterable[int] | None = None,
     ) -> tuple[State, Route]:
-        """The state after the blocks that could be run, and the route.
+        """Run the blocks that can be reached; return the state after them, and the route.
 
-        `start`: float32 `[images, tokens, width]`; `deadline`: when to be back, in seconds of the
-        router's clock; `min_blocks`: with fewer, hosts that may come back are waited for; `order`:
-        the steps to run. Failing hosts raise nothing: the route says what was skipped and why.
-        Raises `UsageError` for an order of rounds or passes while a pipeline is the routing.
+        `start`: float32 `[images, tokens, width]`; `deadline`: the time to return, in seconds of
+        the router's clock; `min_blocks`: with fewer blocks, the request waits for hosts that may
+        come back; `order`: the steps to run. Failing hosts raise no exception: the route names the
+        skipped blocks with the reasons. Raises `UsageError` for an order of rounds or passes while
+        the routing is a pipeline.
         """
         begun = self.clock()
         steps = None if order is None else order_of(order, self.depth)
         queue = steps is None or not (steps.versions or steps.has_repeats)
         if not queue and self.routing not in FREE:
             raise UsageError(
-                f"The swarm is a pipeline now ({self.routing}), which runs no block beside another "
-                "one or twice",
-                hint="name each block once with commas between, or serve with --routing order-free",
+                f"The routing is a pipeline now ({self.routing}), which cannot run blocks side by "
+                "side or twice",
+                hint="name each block once, with commas, or serve with --routing order-free",
             )
         progress = RequestProgress(
             self.depth,
@@ -182,7 +188,7 @@ class Router:
         )
 
     async def _wait(self, walk: Walk, until: float) -> None:
-        """Wait until the swarm changes, the late visit ends (then take it), or that time comes."""
+        """Wait until the swarm changes, the late visit ends (then take it), or `until`."""
         late = walk.late
         await self.wait(() if late is None else (late.task,), until=until, changes=True)
         if late is not None and late.task.done():
@@ -192,9 +198,9 @@ class Router:
     async def wait(
         self, tasks: Iterable[asyncio.Task[Answer]], *, until: float, changes: bool
     ) -> None:
-        """Wait until one of `tasks` ends, that time comes or, with `changes`, the swarm changes.
+        """Wait until one of `tasks` ends, the time `until` or, with `changes`, a swarm change.
 
-        Call it before anything is awaited after a decision, which then has seen every change.
+        Call it directly after a decision, before any other await, so that no change is missed.
         """
         patience = max(0.0, until - self.clock())
         if not changes:
@@ -211,9 +217,9 @@ class Router:
     async def _step(self, walk: Walk, visit: Visit, *, now: float) -> None:
         """Make one visit, decided at `now`.
 
-        A late visit that it repeats runs on beside it: the first answer wins.
+        A late visit that it repeats continues to run: the first answer wins.
         """
-        # The state moves on with this visit, and the late answer to the old state fits no more.
+        # This visit changes the state, so a late answer to the old state no longer fits.
         if walk.late is not None and not policy.hedges(walk.late.visit, visit):
             _drop(walk.late)
             walk.late = None
@@ -232,7 +238,7 @@ class Router:
                 raise
             if not done:
                 self.fail(walk, call, outcome="late", why="no answer in time")
-                # At most two visits race: an older late one makes room.
+                # At most two visits race, so an older late one is dropped.
                 _drop(walk.late)
                 walk.late = call
                 return
@@ -248,19 +254,19 @@ class Router:
     def call(
         self, walk: Walk, visit: Visit, *, before: State, version: int, now: float
     ) -> PendingVisit:
-        """Send the state `before` of a request, of that version, to a host, as decided at `now`."""
+        """Send the state `before`, which has this `version`, to a host, as decided at `now`."""
         work = len(visit.blocks) * len(before)
         self.update(visit.host, lambda host: state.sent(host, work))
         task = asyncio.ensure_future(self.transport.visit(visit, pack(before, self.wire)))
 
         def over(task: asyncio.Task[Answer]) -> None:
             if not task.cancelled():
-                task.exception()  # else asyncio reports those of dropped calls as lost
-            # Also for a cancelled call, or the host would look busy for ever.
+                task.exception()  # otherwise asyncio reports exceptions of dropped calls as lost
+            # Also for a cancelled call, or the host would look busy forever.
             self.update(visit.host, lambda host: state.settled(host, work))
 
         task.add_done_callback(over)
-        # To send a large state takes time, by which the limit would go beyond the deadline.
+        # From `now`: sending a large state takes time, and the limit must not pass the deadline.
         ends = now + visit.limit
         call = PendingVisit(visit, task, self.clock(), before, version, ends)
         if self.watcher is not None:
@@ -268,7 +274,7 @@ class Router:
         return call
 
     def _take(self, walk: Walk, call: PendingVisit) -> bool:
-        """Whether the ended call brought a good answer, which is then the walk's state."""
+        """Whether the ended call returned a valid answer, which then becomes the walk's state."""
         after = self.answer_to(walk, call)
         if after is None:
             return False
@@ -276,7 +282,7 @@ class Router:
         return True
 
     def answer_to(self, walk: Walk, call: PendingVisit) -> State | None:
-        """The state that the ended call brought; `None`, and its host is blamed, without one."""
+        """The state from the ended call; `None`, and a strike for its host, if it failed."""
         try:
             answer = call.task.result()
         except VisitError as error:
@@ -285,8 +291,8 @@ class Router:
         elapsed_ms = (self.clock() - call.started) * _MILLI
         after, fault = unpacked(answer, like=call.before, ms=elapsed_ms)
         if fault:
-            # An earlier host may have spoilt the state: a probe will tell which one is wrong. And
-            # the router's clock may have stood still, on a machine that was paused.
+            # An earlier host may have spoilt the state; a probe will show which host is wrong. Or
+            # the router's clock may have stopped, on a machine that was paused.
             doubtful = fault == TOO_LONG or (fault == NOT_FINITE and call.version > 0)
             outcome: Outcome = "failed" if doubtful else "wrong"
             self.fail(walk, call, outcome=outcome, why=fault)
@@ -301,7 +307,7 @@ class Router:
         return after
 
     def fail(self, walk: Walk, call: PendingVisit, *, outcome: Outcome, why: str) -> None:
-        """Note a failed visit: one hop and at most one strike, however often it fails."""
+        """Record a failed visit: one hop and at most one strike, even if it fails several times."""
         now = self.clock()
         elapsed = now - call.started
         hop = Visited(
@@ -328,7 +334,7 @@ class Router:
 
 
 def unpacked(answer: Answer, *, like: State, ms: float) -> tuple[State, str]:
-    """The state in a host's answer to the state `like`, and what is wrong with it, or "".
+    """The state in a host's answer to the state `like`, and the fault of the answer, or "".
 
     An answer is wrong if it cannot be read, has another shape, or holds numbers that are not finite
     (`NOT_FINITE`) or so large that no block produced them. If it cannot be read, the state is
@@ -338,7 +344,7 @@ def unpacked(answer: Answer, *, like: State, ms: float) -> tuple[State, str]:
     try:
         after = unpack_answer(answer.packet, before=like)
         reported_ms = _reported_ms(answer)
-        # One pass is enough, because `max` hands on NaN and infinity.
+        # One pass is enough, because `max` propagates NaN and infinity.
         largest = float(np.abs(after).max(initial=0.0))
     except _UNREADABLE as error:
         return like, f"its answer cannot be read ({one_line(error)})"

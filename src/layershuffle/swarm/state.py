@@ -1,12 +1,12 @@
-"""What the router knows of the hosts, and how each event changes it. Pure: time is an argument.
+"""What the router knows about the hosts, and pure functions that update it on every event.
 
-A `HostView` is a value; every function here takes one and returns the next. Times are seconds of
-any one monotonic clock. Conditions:
+A `HostView` is a value; every function here takes one and returns the next. Time is an argument, in
+seconds of any one monotonic clock. Conditions:
 
-    healthy   visits go there
-    suspect   it failed a visit; no visits until a probe after `retry_at` succeeds
-    shut-out  it gave a wrong answer; it stays out until its operator starts it anew
-    draining  it takes no new visits, because it is to leave
+    healthy   it receives visits
+    suspect   it failed a visit; it receives none until a probe after `retry_at` succeeds
+    shut-out  it gave a wrong answer; it stays out until its operator restarts it
+    draining  it takes no new visits, because it is about to leave
     gone      its process is dead
 
 `Swarm` holds the views of all hosts with indexes over them, so that a change costs the same with
@@ -25,7 +25,7 @@ from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Visited
 
 Condition = Literal["healthy", "suspect", "shut-out", "draining", "gone"]
-_HostNames = dict[int, tuple[str, ...]]  # of hosts, by block
+_HostNames = dict[int, tuple[str, ...]]  # names of hosts, by block
 _ROW = 64  # about the square root of a large swarm
 
 
@@ -35,12 +35,12 @@ class HostView:
 
     `compute` and `link` are averages in seconds: per block and image, and per visit of one image
     beyond compute and queue; they are `None` until measured. `lag`: the longest, in seconds, that a
-    visit took beyond what was expected of it; it fades from visit to visit. `batch` is the average
-    number of images that it computes together. `waiting` counts blocks x images sent there and not
-    answered yet. `strikes` counts failures since the last answer. `retry_at`: when a suspect may be
-    probed; until when the return of a host whose process died is waited for. `why` explains every
-    condition but "healthy". `share` is the number of blocks that it should run per request, if the
-    plan says so, and `served` counts those that it ran.
+    visit took beyond what was expected; it decays from visit to visit. `batch` is the average
+    number of images that it computes together. `waiting` counts blocks x images that were sent and
+    are not answered yet. `strikes` counts failures since the last answer. `retry_at`: the time from
+    which a suspect may be probed, or until which requests wait for a host whose process died. `why`
+    explains every condition but "healthy". `share` is the number of blocks that it should run per
+    request, if the plan gives one, and `served` counts the blocks that it ran.
     """
 
     name: str
@@ -59,13 +59,13 @@ class HostView:
 
     @property
     def usable(self) -> bool:
-        """Whether visits may go there."""
+        """Whether the host may receive visits."""
         return self.condition == "healthy"
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """What is expected of a host nobody has measured: seconds per block, per visit, and of lag."""
+    """Expected times of an unmeasured host: seconds per block, per visit, and of lag."""
 
     compute: float
     link: float
@@ -73,23 +73,23 @@ class Pace:
 
 
 class Swarm(Mapping[str, HostView]):
-    """All hosts, by name; a value. `with_host` gives the next one.
+    """All hosts by name, as an immutable value; `with_host` returns the next one.
 
-    A change of a host copies one row of hosts and, of the indexes, what it touches: with 10,000
-    hosts that is some microseconds, and both values stay whole.
+    A change of a host copies one row of hosts and the affected parts of the indexes: with 10,000
+    hosts this takes some microseconds, and the old value stays intact.
     """
 
     def __init__(self, hosts: Iterable[HostView] = ()) -> None:
         by_name = {host.name: host for host in sorted(hosts, key=lambda host: host.name)}
         views = list(by_name.values())
-        # Places stay as they are while no host joins or leaves, so that a change copies one row.
+        # Places change only when a host joins or leaves, so that other changes copy one row.
         self._place = {name: place for place, name in enumerate(by_name)}
         self._rows = [tuple(views[i : i + _ROW]) for i in range(0, len(views), _ROW)]
         self._held = _by_block((view.name, view.blocks) for view in views)
         self._usable = _by_block((view.name, view.blocks) for view in views if view.usable)
         self._suspects = tuple(view.name for view in views if view.condition == "suspect")
         self._usable_hosts = sum(view.usable for view in views)
-        # Sorted, so that a decision reads the medians off and computes none.
+        # Sorted, so that a decision only looks up the medians.
         self._compute = _sorted_times(_times(view)[0] for view in views)
         self._link = _sorted_times(_times(view)[1] for view in views)
         self._lag = _sorted_times(_times(view)[2] for view in views)
@@ -105,11 +105,11 @@ class Swarm(Mapping[str, HostView]):
         return len(self._place)
 
     def with_host(self, host: HostView) -> Swarm:
-        """This swarm with `host` added, or in the place of the one of its name."""
+        """This swarm with `host` added, or replacing the host of the same name."""
         if host.name not in self._place:
-            # Hosts join rarely, so that everything may be built anew then.
+            # Hosts join rarely, so everything may be rebuilt then.
             return Swarm([*self.values(), host])
-        # A shallow copy past `__init__`: rows and indexes that do not change are shared.
+        # A shallow copy that bypasses `__init__`: unchanged rows and indexes are shared.
         after = object.__new__(Swarm)
         after.__dict__.update(self.__dict__)
         row, column = divmod(self._place[host.name], _ROW)
@@ -137,11 +137,11 @@ class Swarm(Mapping[str, HostView]):
 
     @property
     def usable_hosts(self) -> int:
-        """How many hosts are usable."""
+        """The number of usable hosts."""
         return self._usable_hosts
 
     def pace(self, limits: Limits) -> Pace:
-        """Medians over the usable hosts that were measured; the priors where there are none."""
+        """Medians over the usable hosts that were measured; the priors without such hosts."""
         return Pace(
             compute=_middle(self._compute, otherwise=limits.prior_compute_ms / 1000),
             link=_middle(self._link, otherwise=limits.prior_link_ms / 1000),
@@ -149,7 +149,7 @@ class Swarm(Mapping[str, HostView]):
         )
 
     def _index(self, before: HostView, after: HostView) -> None:
-        """Bring the indexes from one view of a host to the next; those of other values stay."""
+        """Update the indexes from one view of a host to the next; the old value keeps its own."""
         if _indexed(before) == _indexed(after):
             return
         name, out = after.name, frozenset[int]()
@@ -166,12 +166,12 @@ class Swarm(Mapping[str, HostView]):
 
 
 def _indexed(host: HostView) -> tuple[object, ...]:
-    """What the indexes depend on; visits sent and settled change none of it."""
+    """The fields that the indexes depend on; visits sent and settled change none of them."""
     return host.condition, host.compute, host.link, host.lag, host.blocks
 
 
 def _times(host: HostView) -> tuple[float | None, float | None, float | None]:
-    """Compute time, link time and lag as far as they join the medians."""
+    """Compute time, link time and lag for the medians; `None` if the host is not usable."""
     return (host.compute, host.link, host.lag) if host.usable else (None, None, None)
 
 
@@ -185,14 +185,14 @@ def _by_block(hosts: Iterable[tuple[str, frozenset[int]]]) -> _HostNames:
 
 
 def _moved(names: _HostNames, name: str, *, was: frozenset[int], now: frozenset[int]) -> _HostNames:
-    """`names` with `name` under the blocks `now`, no longer under those it `was` under."""
+    """`names` with `name` moved from the blocks `was` to the blocks `now`."""
     if was == now:
         return names
     return names | {block: _toggled(names.get(block, ()), name) for block in was ^ now}
 
 
 def _toggled(names: tuple[str, ...], name: str) -> tuple[str, ...]:
-    """Sorted `names` without `name` if it is there, else with it."""
+    """Sorted `names` without `name` if it contains it, otherwise with it."""
     place = bisect_left(names, name)
     if names[place : place + 1] == (name,):
         return names[:place] + names[place + 1 :]
@@ -205,7 +205,7 @@ def _sorted_times(times: Iterable[float | None]) -> array[float]:
 
 
 def _retimed(times: array[float], before: float | None, *, after: float | None) -> array[float]:
-    """Sorted `times` with `after` in the place of `before`; `None` is no time."""
+    """Sorted `times` with `before` replaced by `after`; `None` means no time."""
     if before == after:
         return times
     changed = times[:]
@@ -227,41 +227,41 @@ def _middle(times: array[float], *, otherwise: float) -> float:
 def expected(host: HostView, blocks: int, *, pace: Pace, images: int = 1) -> float:
     """Seconds until `host` would answer a visit of `blocks` blocks: link, queue and compute.
 
-    Each of its blocks runs in a batch as large as usual there, or with its own images if they are
-    more; what waits before it takes its part of such batches.
+    Each of its blocks is assumed to run in a batch of the host's usual size, or with its own images
+    if they are more. Waiting work takes its share of such batches.
     """
     compute = pace.compute if host.compute is None else host.compute
     link = pace.link if host.link is None else host.link
-    # `waiting` is this router's own count: to ask the host would cost a visit, and the answer would
-    # be old.
+    # `waiting` is this router's own count: asking the host would cost a visit, and its answer would
+    # be outdated.
     return link * images + compute * (host.waiting + blocks * max(images, host.batch))
 
 
 def lag_of(host: HostView, pace: Pace) -> float:
-    """Seconds that a visit to `host` may well take beyond what is expected of it.
+    """Seconds that a visit to `host` may plausibly take beyond what is expected.
 
-    At least the swarm's median, so that load which slows every host is nobody's fault, and one host
-    that stumbles does not raise the limits of the others.
+    It is at least the swarm's median, so that no host is blamed for load that slows all of them. A
+    single slow host does not raise the limits of the others.
     """
     return max(host.lag or 0.0, pace.lag)
 
 
 def slow_above(pace: Pace, limits: Limits) -> float:
-    """Seconds per block above which a host is so much slower than the median: a last resort."""
-    # With the factor alone, honest hosts would be outcasts wherever all blocks are quick.
+    """Seconds per block above which a host is so slow that it becomes a last resort."""
+    # With the factor alone, ordinary hosts would be excluded if all blocks are fast.
     return max(limits.slow_factor * pace.compute, pace.compute + limits.slow_margin_ms / 1000)
 
 
 def is_slow(host: HostView, *, bound: float) -> bool:
     """Whether `host` takes longer for a block than `bound` seconds (`slow_above`).
 
-    A host that nobody has measured counts as quick, or it would never be measured.
+    A host without a measurement counts as fast, or it would never be measured.
     """
     return host.compute is not None and host.compute > bound
 
 
 def sent(host: HostView, work: int) -> HostView:
-    """A visit of so many blocks x images is under way."""
+    """A visit of `work` blocks x images was sent."""
     return replace(host, waiting=host.waiting + work)
 
 
@@ -310,12 +310,12 @@ def _timed(host: HostView, hop: Visited, *, limits: Limits) -> HostView:
 
 
 def failed(host: HostView, hop: Visited, *, now: float, limits: Limits) -> HostView:
-    """A visit or probe failed: the host is left alone for a while, or for good.
+    """A visit or probe failed: the host gets no visits for a while, or for good.
 
-    A dead host is gone, a wrong answer shuts it out; all else makes it a suspect, for longer at
-    every failure since its last success.
+    A dead host is gone, and a wrong answer shuts a host out. Any other failure makes it a suspect,
+    for longer after every failure since its last success.
     """
-    # A host that lied stays out: it may well answer the stored input of a probe rightly.
+    # A host that lied stays out, because it may well answer a probe correctly.
     if host.condition in ("gone", "shut-out"):
         return host
     if hop.outcome == "lost":
@@ -326,34 +326,34 @@ def failed(host: HostView, hop: Visited, *, now: float, limits: Limits) -> HostV
     pause = min(limits.suspect_ms * 2**host.strikes, limits.suspect_max_ms) / 1000
     return replace(
         host,
-        # As a suspect, a draining host would be brought back by its next probe.
+        # As a suspect, a draining host would come back with its next probe.
         condition="draining" if host.condition == "draining" else "suspect",
         why=hop.why,
-        # Bounded, or 2**strikes would some day be too large for a float.
+        # Bounded, or 2**strikes would eventually overflow a float.
         strikes=min(host.strikes + 1, 32),
         retry_at=now + pause,
-        # If it comes back, it was only late, and the next visit is given more time.
+        # If it comes back, it was only late, so its next visit gets more time.
         lag=_lag_after(host, hop, fade=0.0) if hop.outcome == "late" else host.lag,
     )
 
 
 def probe_due(host: HostView, *, now: float) -> bool:
-    """Whether a suspect host has been left alone long enough to be asked again."""
+    """Whether a suspect host has waited long enough to be probed."""
     return host.condition == "suspect" and now >= host.retry_at
 
 
 def may_return(host: HostView, *, now: float, left: float) -> bool:
-    """Whether a suspect is asked again within `left` seconds, or a process died not long ago."""
+    """Whether a suspect is probed within `left` seconds, or the process died only recently."""
     if host.condition == "suspect":
         return host.retry_at < now + left
     return host.condition == "gone" and now < host.retry_at
 
 
 def probed(host: HostView, hop: Visited, *, limits: Limits) -> HostView:
-    """A probe was answered rightly and in time: a suspect host is healthy again.
+    """A probe was answered correctly and in time: a suspect host is healthy again.
 
-    Its averages begin anew from the probe: what was measured before it failed says little. Only an
-    answered visit forgives its strikes, for there are hosts that answer nothing but probes.
+    Its averages restart with the probe, because measurements from before the failure mean little.
+    Only an answered visit clears its strikes, because some hosts answer nothing but probes.
     """
     if host.condition != "suspect":
         return _timed(host, hop, limits=limits)
@@ -362,7 +362,7 @@ def probed(host: HostView, hop: Visited, *, limits: Limits) -> HostView:
 
 
 def draining(host: HostView) -> HostView:
-    """The host is to leave: it takes no new visits."""
+    """The host is about to leave and takes no new visits."""
     if host.condition not in ("healthy", "suspect"):
         return host
     return replace(host, condition="draining", why="it is leaving")

@@ -1,7 +1,7 @@
-"""One request on its way through the swarm: its state, its visits, and who makes them.
+"""A request on its way through the swarm: its state, its visits, and the object that makes them.
 
-`OverlapWalk` has several visits under way at once and carries out what `overlap` decides;
-`OrderedWalk` is of a request that names its steps, and carries out what `ordered` decides.
+`OverlapWalk` has several visits in flight and carries out the decisions of `overlap`.
+`OrderedWalk` serves a request that names its steps, and carries out the decisions of `ordered`.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from layershuffle.swarm.state import Swarm
 
 @dataclass
 class PendingVisit:
-    """A visit under way with the state `before`, of that version.
+    """A visit in flight that carries the state `before`, which has this `version`.
 
-    `ends`: when it is late, in seconds of the router's clock. `reported`: its lateness has already
-    counted against its host.
+    `ends`: the time from which the visit is late, in seconds of the router's clock. `reported`: its
+    lateness has already counted against its host.
     """
 
     visit: Visit
@@ -39,13 +39,13 @@ class PendingVisit:
 
     @property
     def waited(self) -> bool:
-        """Whether its request waits for it."""
+        """Whether its request waits for this visit."""
         return self.visit.waited and not self.reported
 
 
 @dataclass
 class Walk:
-    """One request under way: its state, its progress, the visits so far, and a late visit."""
+    """A running request: its state, its progress, its visits so far, and a late visit."""
 
     state: State
     progress: RequestProgress
@@ -55,9 +55,9 @@ class Walk:
 
 
 class Caller(Protocol):
-    """What makes the visits of requests and knows the hosts: the router.
+    """The interface of the router: it makes the visits of requests and tracks the hosts.
 
-    `walks`: requests under way.
+    `walks`: the number of running requests.
     """
 
     limits: Limits
@@ -66,54 +66,54 @@ class Caller(Protocol):
 
     @property
     def swarm(self) -> Swarm:
-        """The present state of the hosts."""
+        """The current state of the hosts."""
 
     def call(
         self, walk: Walk, visit: Visit, *, before: State, version: int, now: float
     ) -> PendingVisit:
-        """Send the state `before` of a request, of that version, to a host, as decided at `now`."""
+        """Send the state `before`, which has this `version`, to a host, as decided at `now`."""
 
     def answer_to(self, walk: Walk, call: PendingVisit) -> State | None:
-        """The state that the ended call brought; `None`, and its host is blamed, without one."""
+        """The state from the ended call; `None`, and a strike for its host, if it failed."""
 
     def fail(self, walk: Walk, call: PendingVisit, *, outcome: Outcome, why: str) -> None:
-        """Note a failed visit: one hop and at most one strike, however often it fails."""
+        """Record a failed visit: one hop and at most one strike, even if it fails several times."""
 
     async def wait(
         self, tasks: Iterable[asyncio.Task[Answer]], *, until: float, changes: bool
     ) -> None:
-        """Wait until one of `tasks` ends, that time comes or, with `changes`, the swarm changes."""
+        """Wait until one of `tasks` ends, the time `until` or, with `changes`, a swarm change."""
 
 
 class Watcher(Protocol):
-    """Who sees requests while they walk. Its methods must be quick: the request waits for them."""
+    """An observer of running requests. Its methods must be fast, because the request waits."""
 
     def begun(self, walk: Walk) -> None:
         """A request begins."""
 
     def sent(self, walk: Walk, call: PendingVisit) -> None:
-        """A visit of it begins."""
+        """A visit of a request begins."""
 
     def noted(self, call: PendingVisit, hop: Visited) -> None:
-        """A visit has an outcome; one that was late may have another one later."""
+        """A visit has an outcome; a late visit may have another one later."""
 
     def over(self, walk: Walk, route: Route | None) -> None:
-        """A request ends, without a route if it was cancelled."""
+        """A request ends; `route` is `None` if it was cancelled."""
 
 
 class OverlapWalk:
-    """The visits of one request. Its states and its progress are those of `walk`."""
+    """Makes the visits of one request; `walk` holds its state and progress."""
 
     def __init__(self, router: Caller, walk: Walk, *, rounds: Rounds) -> None:
         self._router, self._walk, self._rounds = router, walk, rounds
         self._calls: list[PendingVisit] = []
 
     async def run(self) -> Ending:
-        """Make visits until the request is over."""
+        """Make visits until the request ends."""
         router, walk = self._router, self._walk
         try:
             while True:
-                # Read once: else the deadline might pass in between, and nothing would be late.
+                # Read once: the deadline might pass between two reads, and no visit would be late.
                 now = router.clock()
                 self._take_ended(now)
                 action = decide_overlap(
@@ -138,17 +138,17 @@ class OverlapWalk:
 
     @property
     def _joinable(self) -> list[PendingVisit]:
-        """Visits whose answers may join the state now.
+        """Visits whose answers may be added to the state now.
 
-        Not while several blocks run one after the other on the newest one: theirs comes first, and
-        fits no other.
+        While a visit of several blocks runs on the newest state, only that visit: its answer comes
+        first, and fits no other state.
         """
         several = [call for call in self._calls if call.waited and len(call.visit.blocks) > 1]
         return several or self._calls
 
     def _take_ended(self, now: float) -> None:
-        """Give up what is late, add up what has come, and drop what can no longer count."""
-        # First, because answers that came wait for a visit of several blocks until it is late.
+        """Give up late visits, add answers that arrived, and drop visits that no longer count."""
+        # First, because other answers wait for a visit of several blocks until it is late.
         _give_up_late(self._router, self._walk, self._calls, now=now)
         while ended := [call for call in self._joinable if call.task.done()]:
             call = ended[0]
@@ -168,7 +168,7 @@ class OverlapWalk:
                 self._calls.remove(call)
 
     async def _wait(self, action: Wait) -> None:
-        """Until a visit ends or is late, the time comes or, if it matters, the swarm changes."""
+        """Wait until a visit ends or is late, time is up or, if it matters, the swarm changes."""
         router = self._router
         limits = [call.ends for call in self._calls if call.waited]
         tasks = {call.task for call in self._joinable}
@@ -176,10 +176,10 @@ class OverlapWalk:
 
 
 class OrderedWalk:
-    """The visits of one request. Its state and its progress are those of `walk`.
+    """Makes the visits of one request; `walk` holds its state and progress.
 
-    Answers come in any order, and are added up in that of the steps: so `layershuffle.running` does
-    it, and float sums depend on it.
+    Answers arrive in any order, but are added in the order of the steps, because
+    `layershuffle.running` does so and float sums depend on the order.
     """
 
     def __init__(self, router: Caller, walk: Walk, *, order: ExecutionOrder) -> None:
@@ -187,16 +187,16 @@ class OrderedWalk:
         self._steps = Steps(order)
         self._calls: list[tuple[int, PendingVisit]] = []
         self._answers: dict[int, tuple[PendingVisit, State]] = {}
-        # The versions that later steps read, no longer than they do.
+        # The versions that later steps read, kept until their last reader.
         self._last = order.last_readers()
         self._states = {0: walk.state} if 0 in self._last else {}
 
     async def run(self) -> Ending:
-        """Make visits until the request is over."""
+        """Make visits until the request ends."""
         router, walk = self._router, self._walk
         try:
             while True:
-                # Read once: else the deadline might pass in between, and nothing would be late.
+                # Read once: the deadline might pass between two reads, and no visit would be late.
                 now = router.clock()
                 self._take_ended(now)
                 action = decide_step(
@@ -220,11 +220,11 @@ class OrderedWalk:
                 call.task.cancel()
 
     def _now(self) -> Steps:
-        """The steps as they stand."""
+        """The current progress of the steps."""
         return replace(
             self._steps,
-            # A visit of several blocks begins with the first step that is not over, so that its
-            # answer joins at once and none of its later positions stands here.
+            # A visit of several blocks begins with the first step that is not over, so its answer
+            # is added at once and none of its later positions is in this set.
             answered=frozenset(self._answers),
             under_way=tuple((position, _under_way(call)) for position, call in self._calls),
         )
@@ -239,7 +239,7 @@ class OrderedWalk:
         self._calls.append((position, call))
 
     def _take_ended(self, now: float) -> None:
-        """Keep the answers that have come, add up those in turn, and give up what is late."""
+        """Store the answers that arrived, add those whose turn it is, and give up late visits."""
         for position, call in self._calls[:]:
             # Another holder may have answered for this step a moment ago.
             if not call.task.done() or (position, call) not in self._calls:
@@ -253,7 +253,7 @@ class OrderedWalk:
         self._join()
 
     def _join(self) -> None:
-        """Add up the answers, as far as no step before them is still open."""
+        """Add the answers up to the first open step."""
         walk = self._walk
         while answer := self._answers.pop(self._steps.over, None):
             call, after = answer
@@ -261,7 +261,7 @@ class OrderedWalk:
             self._over(len(call.visit.blocks), ran=True)
 
     def _over(self, count: int, *, ran: bool) -> None:
-        """The next `count` steps are over: the state is that of another version."""
+        """The next `count` steps are over, so the state has a new version."""
         self._steps = self._steps.after(count, ran=ran)
         version = self._steps.over
         if version in self._last:
@@ -270,13 +270,13 @@ class OrderedWalk:
             del self._states[old]
 
     def _pass_over(self) -> None:
-        """Go on without the first step that is not over; its late visits count no more."""
+        """Skip the first step that is not over; its late visits no longer count."""
         self._drop(self._steps.over)
         self._over(1, ran=False)
         self._join()
 
     def _end(self) -> None:
-        """Add up what is there, without the steps that are not."""
+        """Add the answers that arrived, and skip all other steps."""
         while self._steps.over < len(self._steps.order):
             self._pass_over()
 
@@ -288,7 +288,7 @@ class OrderedWalk:
                 self._calls.remove((at, call))
 
     async def _wait(self, action: Wait) -> None:
-        """Until a visit ends or is late, the swarm changes, or the time comes."""
+        """Wait until a visit ends or is late, the swarm changes, or the time is over."""
         tasks = [call.task for _, call in self._calls]
         limits = [call.ends for _, call in self._calls if call.waited]
         await self._router.wait(tasks, until=min([action.until, *limits]), changes=True)
@@ -299,15 +299,15 @@ def _under_way(call: PendingVisit) -> UnderWay:
 
 
 def _give_up_late(router: Caller, walk: Walk, calls: Iterable[PendingVisit], *, now: float) -> None:
-    """Count the visits that the request waits for, and that are late, as failed."""
+    """Record late visits for which the request waits as failed."""
     for call in calls:
         if call.waited and now >= call.ends and not call.task.done():
             router.fail(walk, call, outcome="late", why="no answer in time")
 
 
 def _add(walk: Walk, call: PendingVisit, after: State) -> None:
-    """Join the answer of a visit to the state of its request."""
-    # Exactly the host's answer where it read the newest state; else what it added to its own.
+    """Add the answer of a visit to the state of its request."""
+    # The host's answer itself if it read the newest state; otherwise add its residual.
     newest = call.version == len(walk.progress.done)
     walk.state = after if newest else walk.state + (after - call.before)
     walk.progress = walk.progress.after(call.visit.blocks, version=call.version)

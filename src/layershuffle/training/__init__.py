@@ -1,6 +1,6 @@
 """Training: `fit` refines a host model with one of the methods and keeps its best state.
 
-A run directory holds `settings.yaml`, `checkpoints/` (to go on after a kill), `model/` (the best
+A run directory holds `settings.yaml`, `checkpoints/` (to resume after a kill), `model/` (the best
 state so far, in the host library's own layout), `tensorboard/` and, at the end, `result.json`.
 """
 

@@ -1,4 +1,4 @@
-"""The run directory: whose run it holds, and the checkpoints that an unfinished run resumes from.
+"""The run directory: the settings of its run, and the checkpoints of an unfinished run.
 
 A checkpoint `checkpoints/step-00000123/` holds `model.safetensors`, `state.pt` (step, optimiser,
 schedule, best score, seconds), `precision.json` and, for every process, the states of its random
@@ -32,7 +32,7 @@ from layershuffle.training.state import TrainState, new_state
 SETTINGS_FILE = "settings.yaml"
 _PRECISION = "precision.json"
 _MODEL, _EMA, _STATE, _RNG = "model.safetensors", "ema.safetensors", "state.pt", "rng-{}.pt"
-# These change where and how fast a run computes, not what: a resumed run may change them.
+# These change where and how fast a run computes, but not its result, so they may change.
 _MAY_CHANGE = frozenset({"log_every", "workers"})
 _OF_A_RUN_WITHOUT_RESULTS = frozenset({SETTINGS_FILE, "checkpoints", "tensorboard"})
 
@@ -40,8 +40,8 @@ _OF_A_RUN_WITHOUT_RESULTS = frozenset({SETTINGS_FILE, "checkpoints", "tensorboar
 def prepare_directory(out: Path, settings: FitSettings) -> None:
     """Write the settings of a new run into `out`, or check that they are those of the run there.
 
-    Raises `UsageError` if `out` holds a run with other settings (naming them) or files of something
-    else. A directory without a checkpoint or a result, as a misspelt model name leaves it, takes
+    Raises `UsageError` if `out` holds a run with other settings (the error names them) or unrelated
+    files. A directory without a checkpoint or a result, as left by a misspelt model name, accepts
     any settings.
     """
     resolved = settings.model_dump(mode="json")
@@ -63,7 +63,7 @@ def prepare_directory(out: Path, settings: FitSettings) -> None:
 
 
 def _refuse_other_settings(path: Path, settings: FitSettings) -> None:
-    # Settings that did not exist when the file was written had their defaults' effect.
+    # Settings that did not exist when the file was written had the effect of their defaults.
     stored = {**FitSettings.model_construct().model_dump(mode="json"), **read_recipe(path)}
     resolved = settings.model_dump(mode="json")
     differing = {
@@ -71,7 +71,7 @@ def _refuse_other_settings(path: Path, settings: FitSettings) -> None:
         for name in sorted(stored.keys() | resolved.keys())
         if name not in _MAY_CHANGE and stored.get(name) != resolved.get(name)
     }
-    # An option may be given where the method has the same value by itself.
+    # An option may be given if the method has the same value anyway.
     only_options = differing.keys() <= set(METHOD_OPTIONS)
     if only_options and FitSettings(**stored).find_method() == settings.find_method():
         return
@@ -79,7 +79,7 @@ def _refuse_other_settings(path: Path, settings: FitSettings) -> None:
         raise UsageError(
             f"This directory holds a run with other settings: {', '.join(differing.values())}",
             place=path,
-            hint="give the same settings to go on, or another --out to start afresh",
+            hint="give the same settings to continue, or another --out to start again",
         )
 
 
@@ -93,7 +93,7 @@ def latest_checkpoint(checkpoints: Path) -> Path | None:
 def recorded_precision(checkpoints: Path) -> ChosenPrecision | None:
     """The precision in which the newest checkpoint was trained; `None` without a checkpoint.
 
-    A run goes on as it began: another processor, or a busy moment, might choose otherwise.
+    A resumed run keeps its precision; another processor, or a busy moment, might choose another.
     """
     checkpoint = latest_checkpoint(checkpoints)
     if checkpoint is None or not (checkpoint / _PRECISION).is_file():
@@ -116,7 +116,7 @@ def save_checkpoint(state: TrainState, *, loss: float) -> None:
     last good checkpoint is worth more than a newer one with broken weights.
     """
     job, ranks = state.job, state.job.ranks
-    # The step that breaks the weights can have had a finite loss itself.
+    # A step that breaks the weights may still have a finite loss.
     value = loss if all_finite(state.model) else math.inf
     if ranks.any(not math.isfinite(value)):
         state.refuse_non_finite(value if not math.isfinite(value) else math.inf)
@@ -146,7 +146,7 @@ def save_checkpoint(state: TrainState, *, loss: float) -> None:
             precision = {"precision": job.precision, "why": job.precision_why}
             write_text(stage / _PRECISION, json.dumps(precision))
     if ranks.first:
-        # Only now: a kill before this line leaves two checkpoints, never none.
+        # Only now, so that a kill before this line leaves two checkpoints and never none.
         for path in sorted(job.checkpoints.glob("step-*")):
             if path.name < final.name:
                 shutil.rmtree(path)
@@ -158,7 +158,7 @@ def load_state(job: Job, checkpoint: Path | None) -> TrainState:
         return new_state(job)
     if not (checkpoint / _STATE).is_file():
         raise TrainingError(
-            "An older version of layershuffle began this run, and its checkpoint cannot be read",
+            "An older version of layershuffle began this run, so its checkpoint cannot be read",
             place=checkpoint,
             hint="finish the run with that version, or start again in another --out",
         )
@@ -166,7 +166,7 @@ def load_state(job: Job, checkpoint: Path | None) -> TrainState:
     state = new_state(job)
     if state.ema is not None:
         load_model(state.ema.module, str(checkpoint / _EMA))
-    # A run directory may come from somewhere else: nothing in it is unpickled.
+    # A run directory may come from elsewhere, so nothing in it is unpickled.
     content = torch.load(checkpoint / _STATE, map_location="cpu", weights_only=True)
     state.step, state.best = content["step"], content["best"]
     state.seconds_before = content["seconds"]
@@ -176,7 +176,7 @@ def load_state(job: Job, checkpoint: Path | None) -> TrainState:
         state.optimizer.load_state_dict(content["optimizer"])
     state.scheduler.load_state_dict(content["scheduler"])
     path = checkpoint / _RNG.format(job.ranks.rank)
-    if path.is_file():  # another number of processes goes on with the seeds of `new_state`
+    if path.is_file():  # with another number of processes the seeds of `new_state` remain
         _set_random_states(torch.load(path, weights_only=True))
     return state
 

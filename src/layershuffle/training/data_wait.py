@@ -1,4 +1,4 @@
-"""How much of the time of the training steps is spent waiting for data, by the host's clock alone.
+"""The share of the training steps' time that is spent waiting for data, by the host's clock.
 
 Asking the GPU would make every step wait for it. The host's clock is enough: a host that runs ahead
 of its GPU is held back where it launches work, so in the long run it waits for data only when the

@@ -1,6 +1,6 @@
 """The processes that train together, as torchrun starts them, and the messages between them.
 
-One process is the common case; every question below is then answered without torch.distributed.
+One process is the common case; then everything below works without torch.distributed.
 Messages go from host to host over gloo, so no GPU has to be waited for.
 """
 
@@ -88,7 +88,7 @@ class Ranks:
         else:
             yield self.broadcast(final)
             self.wait()
-        self.wait()  # nobody goes on before the directory has its final name
+        self.wait()  # no process continues before the directory has its final name
 
 
 def is_first_process() -> bool:

@@ -141,7 +141,7 @@ def _run(job: Job, listeners: Sequence[Listener], on_phase: OnPhase) -> FitResul
         raise Interrupted(
             f"Stopped at step {state.step} of {job.steps}; a checkpoint is saved",
             place=job.out,
-            hint="the same command goes on from there",
+            hint="run the same command again to continue",
         )
     return job.ranks.from_first(lambda: _finish(state))
 

@@ -42,7 +42,7 @@ from layershuffle.training.distributed import Ranks
 from layershuffle.training.order_schedule import OrderSchedule, always_runs_all
 from layershuffle.training.sharding import idle_parameters
 
-# Of 100 images one alone is a percent; below, checkpoints differ by less than chance moves them.
+# Of 100 images, one is a percent; with fewer, chance outweighs the differences of checkpoints.
 _FEW_IMAGES = 100
 
 
@@ -55,7 +55,7 @@ class Job:
     process, `steps` the optimiser steps, `eval_every` those between two evaluations. The held-out
     cross-entropy in the order mode `select_by` picks the checkpoint. `ranks` are the processes that
     train together. `precision` is the dtype of forwards (fp32, bf16 by autocast, or bf16-pure), and
-    `precision_why` the reason where the settings left it open.
+    `precision_why` the reason if the settings left it open.
     """
 
     settings: FitSettings
@@ -100,7 +100,7 @@ class Job:
     def has_unused_parameters(self) -> bool:
         """Whether DDP has to look for parameters without a gradient.
 
-        It then walks the graph in every step, so it is told to look only where there can be some.
+        It then walks the graph in every step, so this is only on if there can be such parameters.
         """
         if self.ranks.count == 1 or self.sharded:
             return False
@@ -130,8 +130,8 @@ class Job:
         It stays on the GPU after the first pass if there is room for it.
         """
         split, ranks = self.data.splits[self.selection_split], self.ranks
-        # Every process scores every n-th image. A stream has no n-th image, and a split of fewer
-        # images than processes would leave some without any: then all score all of it.
+        # Every process scores every n-th image. A stream has no n-th image, and with fewer images
+        # than processes some would get none; in these cases every process scores all images.
         if ranks.count > 1 and split.size is not None and split.size >= ranks.count:
             rows = range(ranks.rank, split.size, ranks.count)
             split = Split(dataset=Subset(split.dataset, rows), size=len(rows))
@@ -150,8 +150,8 @@ def prepare(
 ) -> Job:
     """Load the model and open the data; other classes give the model a new head.
 
-    `recorded`: the precision of the run that is resumed, which it keeps on any processor.
-    Raises `UsageError` for settings that cannot be met here and whatever model and data raise.
+    `recorded`: the precision of a resumed run, which it keeps on any processor. Raises `UsageError`
+    for settings that are impossible here, and the errors of model and data.
     """
     forwards, device = settings.accumulate * ranks.count, device_of(settings.device)
     if settings.batch_size % forwards:
@@ -164,17 +164,17 @@ def prepare(
     method = settings.find_method()
     host = load(settings.model, seed=settings.seed)
     options = DataOptions(
-        # The paper picked on the split that it reports, and trained on all the rest.
+        # The paper selected on the split that it reports, and trained on all the rest.
         holdout=None if settings.paper_protocol else settings.holdout,
         augment=settings.augment,
         skip_corrupt=settings.skip_corrupt,
         streaming=settings.streaming,
         seed=settings.seed,
     )
-    # What was asked for is saved with the model, so that every later score prepares images so.
+    # Saved with the model, so that every later score prepares images in the same way.
     set_image_view(host, resized_as(image_view(host), settings.resize))
     data = _with_head(host, open_data(settings.data, image_view(host), options=options), settings)
-    # Before `truncate` takes blocks out: merges compare the bases of their donors by this digest.
+    # Before `truncate` removes blocks, because merges compare the bases of donors by this digest.
     base_sha256 = weights_digest(stack_of(host))
     origin = None
     if method.blocks is not None:
@@ -184,7 +184,7 @@ def prepare(
         tie(host, middle_blocks(method.distinct, depth_of(host)))
     steps, per_epoch = steps_of(settings, data.splits["train"])
     eval_every = min(settings.eval_every or per_epoch, steps)
-    # A single evaluation chooses nothing.
+    # A single evaluation leaves nothing to choose.
     if eval_every < steps:
         data = _with_warning(data, settings)
     eager = None  # why blocks are not compiled, if they are not
@@ -195,7 +195,7 @@ def prepare(
     model, images = _with_position(host, method, settings), settings.batch_size // forwards
     chosen = ChosenPrecision(precision="fp32")
     if settings.precision == "auto":
-        # The first process decides for all: the steps of others may have been slowed down.
+        # The first process decides for all, because others may have been slowed down.
         chosen = recorded or ranks.from_first(
             lambda: choose_precision(model, device=device, training=True, images=images)
         )
@@ -237,14 +237,14 @@ def _with_head(host: nn.Module, data: ImageData, settings: FitSettings) -> Image
 
 
 def _with_warning(data: ImageData, settings: FitSettings) -> ImageData:
-    """`data` with a note where too few images pick the checkpoint to tell good from lucky."""
+    """`data` with a note if too few images pick the checkpoint."""
     split = "test" if settings.paper_protocol else "holdout"
     images = data.splits[split].size
     if images is None or images >= _FEW_IMAGES:
         return data
     note = (
-        f"only {counted(images, 'image')} ({split}) to pick the checkpoint: which one is kept is a "
-        f"guess; {_FEW_IMAGES} or more tell them apart (--holdout is their share)"
+        f"only {counted(images, 'image')} ({split}) to pick the checkpoint, so the choice is "
+        f"mostly chance; use {_FEW_IMAGES} or more (--holdout is their share)"
     )
     return replace(data, notes=(*data.notes, note))
 
@@ -263,7 +263,7 @@ def _with_position(host: nn.Module, method: Method, settings: FitSettings) -> Po
             f"The model has position encoding: {has[0]}, prediction: {has[1]}; the method "
             f"{method.name!r} trains encoding: {method.encoding}, prediction: {method.prediction}",
             place=settings.model,
-            hint="go on with the method that the model was trained by",
+            hint="continue with the method that trained the model",
         )
     return host
 
@@ -275,7 +275,7 @@ def steps_of(settings: FitSettings, train: Split) -> tuple[int, int]:
     """
     if train.size is None and settings.steps is None:
         raise DataError(
-            "The size of this stream is not known, so epochs cannot be counted",
+            "The size of this stream is unknown, so epochs cannot be counted",
             place=settings.data,
             hint="give --steps",
         )

@@ -31,9 +31,9 @@ from layershuffle.training.warmup import warm_up
 
 Event = dict[str, Any]
 Listener = Callable[[Event], None]
-"""Hears the events of a run. Their kinds: "data" (text, notes), "start" (steps, at), "log" (step,
-loss, grad_norm, learning_rate, accuracy and waiting, the share of the steps' time spent waiting for
-data, both in percent), "scores" (step and metrics), "checkpoint" (step), "best" (step,
+"""Receives the events of a run, of these kinds: "data" (text, notes), "start" (steps, at), "log"
+(step, loss, grad_norm, learning_rate, accuracy and waiting, the share of the steps' time spent
+waiting for data, both in percent), "scores" (step and metrics), "checkpoint" (step), "best" (step,
 cross_entropy), "end" (step)."""
 OnPhase = Callable[[str, int], None]
 """Called with a phase and the number of steps taken when "data", "forward", "backward",
@@ -43,7 +43,7 @@ TrainingBatch = tuple[Tensor, Tensor]
 
 
 def ignore_phase(phase: str, step: int) -> None:
-    """The `OnPhase` of a run that nobody profiles."""
+    """An `OnPhase` that ignores all phases."""
     del phase, step
 
 
@@ -56,11 +56,11 @@ def train(
     on_phase: OnPhase = ignore_phase,
     batches: Iterator[list[TrainingBatch]] | None = None,
 ) -> None:
-    """Take the steps of a run that are left; `state.step` says how far it came.
+    """Take the remaining steps of a run; `state.step` is the number of steps taken so far.
 
-    `tell(kind, **facts)` hears the events, `keep_best(model, scores)` saves a new best
-    model, `stop_asked` ends the run after its step with a checkpoint. `batches` (on the device,
-    those of a step together) stand for the training data, and the run ends when they do.
+    `tell(kind, **facts)` receives the events, `keep_best(model, scores)` saves a new best model,
+    `stop_asked` ends the run after the current step with a checkpoint. `batches` (on the device,
+    one list per step) replace the training data, and the run ends when they end.
 
     Raises `TrainingError` for a loss that is not finite and `torch.OutOfMemoryError` for a batch
     that does not fit.
@@ -85,7 +85,7 @@ def train(
             exit_after = job.orders.exit_after(orders, step=state.step, micro_batch=micro_batch)
             images = state.images(pixels)
             # DDP averages gradients once, with the last micro-batch. Shards reduce theirs with
-            # each one: put off, those of a block that the last one leaves out would be lost.
+            # each one, or those of a block that the last one leaves out would be lost.
             reduces = micro_batch == len(micro_batches) - 1 or job.sharded
             with (
                 state.running(orders, len(labels), exit_after=exit_after),
@@ -95,7 +95,7 @@ def train(
                 loss, logits = state.loss_and_logits(state.wrapped, images=images, labels=labels)
                 loss = loss / len(micro_batches)
                 on_phase("backward", state.step)
-                # Activation checkpointing runs the blocks again, so `running` still has to hold.
+                # Activation checkpointing runs the blocks again, so `running` must still be active.
                 accelerator.backward(loss)
             sums.add(loss.detach(), logits, labels)
 
@@ -110,7 +110,7 @@ def train(
         state.step += 1
 
         on_phase("report", state.step)
-        # Processes have to stop together, or one would wait for the gradients of the others.
+        # Processes must stop together, or one would wait for the gradients of the others.
         stopping = job.ranks.any(stop_asked is not None and stop_asked.is_set())
         if state.step % log_every == 0:
             means = sums.reset(job.ranks, step=state.step)
@@ -161,13 +161,13 @@ def _score_and_keep(
     tell: Callable[..., None],
     keep_best: Callable[[nn.Module, dict[str, float]], None],
 ) -> None:
-    """Score the model on held-out data; a new best is kept."""
+    """Score the model on held-out data, and keep it if it is the best so far."""
     model = state.scored_model()
     try:
         with state.accelerator.autocast(), torch.no_grad(), state.cast(model):
             metrics = state.job.compiler.or_eager(lambda: score(state.job, model))
     except torch.OutOfMemoryError as error:
-        # torch's message goes on with the state of its allocator; the first sentence is enough.
+        # The rest of torch's message describes its allocator; the first sentence is enough.
         cause = one_line(error).split(". ", maxsplit=1)[0]
         raise TrainingError(
             f"Scoring needs more than the memory of the device ({cause})",
@@ -211,8 +211,8 @@ def score(job: Job, model: nn.Module) -> dict[str, float]:
 class EpochSampler(Sampler[int]):
     """A new permutation of the data for every epoch, a pure function of (seed, epoch).
 
-    So a run can resume in the middle of an epoch without anything saved. It passes the epoch on to
-    the data set, whose augmentation is a function of it.
+    So a run can resume in the middle of an epoch without saved state. The sampler passes the epoch
+    on to the data set, whose augmentation is a function of it.
     """
 
     def __init__(self, dataset: Any, seed: int) -> None:
@@ -237,14 +237,14 @@ def _no_images(job: Job) -> DataError:
     return DataError(
         "The stream of training images ended before its first image: there is no image in it",
         place=job.data.spec,
-        hint="look into the files that it names; a --holdout may have taken all of a few images",
+        hint="check the files that it names; if there are few images, --holdout may take all",
     )
 
 
 def _batches(state: TrainState) -> Iterator[list[TrainingBatch]]:
-    """The micro-batches of one step after the other, from `state.step` on, without end.
+    """Yield the micro-batches of every step from `state.step` on, without end.
 
-    The last step of an epoch gets what is left: fewer micro-batches, the last one smaller.
+    The last step of an epoch gets the rest: fewer micro-batches, of which the last one is smaller.
     """
     job, accelerator, accumulate = state.job, state.accelerator, state.job.settings.accumulate
     dataset = job.data.splits["train"].dataset
@@ -259,8 +259,8 @@ def _batches(state: TrainState) -> Iterator[list[TrainingBatch]]:
             pin_memory=job.device == "cuda",
         )
     )
-    # A stream cannot start in the middle, and nobody knows where its epochs end: after a resume the
-    # batches of the steps that are done are read again and thrown away.
+    # A stream cannot start in the middle, and the ends of its epochs are unknown, so after a resume
+    # the batches of finished steps are read again and discarded.
     epoch, done, reread = 0, 0, state.step
     if not is_stream:
         (epoch, done), reread = divmod(state.step, math.ceil(len(loader) / accumulate)), 0
@@ -268,17 +268,17 @@ def _batches(state: TrainState) -> Iterator[list[TrainingBatch]]:
         sampler.set_epoch(epoch)
         rest = accelerator.skip_first_batches(loader, done * accumulate) if done else loader
         rest.set_epoch(epoch)
-        # accelerate forgets this in a loader that skips; every copy would be waited for.
+        # accelerate forgets this in a loader that skips, so every copy would block.
         rest._non_blocking = accelerator.non_blocking
         iterator = iter(rest)
         while True:
-            # Where an epoch starts torch's loader draws a seed for its processes. If the epoch
-            # started before the checkpoint, that draw is in the checkpoint's random state already.
+            # At the start of an epoch, torch's loader draws a seed for its processes. If the epoch
+            # started before the checkpoint, the checkpoint's random state includes that draw.
             with torch.random.fork_rng(devices=[]) if done or reread else nullcontext():
                 try:
                     micro_batches = list(islice(iterator, accumulate))
                 except ValueError as error:
-                    # accelerate raises one where a stream ends before its first batch.
+                    # accelerate raises it if a stream ends before its first batch.
                     if is_stream and next(iter(dataset), None) is None:
                         raise _no_images(job) from error
                     raise

@@ -1,4 +1,4 @@
-"""Which execution orders the forwards of a run use: by step, micro-batch, group and process."""
+"""The execution orders of a run's forwards, by step, micro-batch, group and process."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ class OrderSchedule:
     def exit_after(
         self, orders: Sequence[ExecutionOrder], *, step: int, micro_batch: int
     ) -> int | None:
-        """After how many steps of `orders` the states of a forward go to the head as well.
+        """The number of steps of `orders` after which the states also go to the head.
 
         Uniform in 1 to one less than the longest order has; an order that is shorter than that
         counts with its end. `None` without exits.
         """
         if not self.exits:
             return None
-        # No group has this number, so that an exit does not depend on what the orders drew.
+        # No group has this number, so exits do not depend on the draws of the orders.
         stream = Stream(self.seed, step, micro_batch=-1 - micro_batch, rank=self.rank)
         return 1 + stream.below(max(1, max(map(len, orders)) - 1))
 

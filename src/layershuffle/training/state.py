@@ -1,4 +1,4 @@
-"""What the steps of a run change (weights, optimiser, schedule, average), and its forward."""
+"""The state that the steps of a run change (weights, optimiser, schedule, average)."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from layershuffle.training.order_schedule import orders_by_row
 from layershuffle.training.sharding import gathered, shard
 from layershuffle.training.weights_cast import weights_cast_to
 
-# Decoupled weight decay pulls these parameters to zero in no recipe for transformers.
+# Recipes for transformers do not apply decoupled weight decay to these parameters.
 _NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 
 
 @dataclass(kw_only=True)
 class TrainState:
-    """A run under way.
+    """The state of a run.
 
-    `model` is what is saved and scored; `wrapped` is the same model inside what averages gradients
-    over processes (DDP) and casts (autocast). `ema` averages the weights of `model`, and `whole` is
-    a copy with room for all weights if every process holds only a part of them. `best` is the
-    lowest held-out cross-entropy so far, `seconds_before` the time spent before the last resume.
+    `model` is saved and scored; `wrapped` is the same model inside the wrappers that average
+    gradients over processes (DDP) and cast (autocast). `ema` averages the weights of `model`, and
+    `whole` is a copy with room for all weights if every process holds only a part of them. `best`
+    is the lowest held-out cross-entropy so far, `seconds_before` the time before the last resume.
     """
 
     job: Job
@@ -63,7 +63,7 @@ class TrainState:
         return self.seconds_before + time.monotonic() - self.started
 
     def scored_model(self) -> nn.Module:
-        """The model to score and to save: averaged, or gathered from shards, if it has to be."""
+        """The model to score and to save: averaged or gathered from shards if necessary."""
         if self.whole is not None:
             return gathered(self.model, into=self.whole)
         return self.model if self.ema is None else self.ema.module
@@ -88,13 +88,13 @@ class TrainState:
 
     @contextmanager
     def cast(self, model: nn.Module) -> Iterator[None]:
-        """The weights of `model` in bf16 under bf16-pure, else as they are."""
+        """Cast the weights of `model` to bf16 under bf16-pure; otherwise do nothing."""
         pure = self.job.precision == "bf16-pure"
         with weights_cast_to(model, torch.bfloat16) if pure else nullcontext():
             yield
 
     def images(self, pixels: Tensor) -> Tensor:
-        """What the model takes, made of a batch of pixels on the device."""
+        """The model's input, computed from a batch of pixels on the device."""
         images = self.job.data.finish(pixels)
         # Without autocast nothing else casts the images to the dtype of the weights.
         return images.bfloat16() if self.job.precision == "bf16-pure" else images
@@ -102,7 +102,7 @@ class TrainState:
     def loss_and_logits(
         self, model: nn.Module, *, images: Tensor, labels: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Mean cross-entropy of the classes plus what the method adds, and logits [n, classes].
+        """Mean cross-entropy of the classes plus the losses of the method, and logits [n, classes].
 
         A method adds the position loss of the paper's section 3.4, or the cross-entropy at an exit.
         `model` is `self.wrapped`, or `self.model` for a forward that other processes do not join.
@@ -120,8 +120,8 @@ class TrainState:
         # Losses are computed in fp32 under every precision, so logits are widened here.
         if self.model.prediction is None:
             return logits_of(model(images)).float(), None
-        # DDP takes parameters for unused if no output of the model's call depends on them. So the
-        # loss of the position guesses has to be an output: a hook inside of what DDP wraps adds it.
+        # DDP treats parameters as unused if no output of the model's call depends on them. So the
+        # loss of the position guesses must be an output: a hook inside the DDP wrapper adds it.
         with self.model.guessing() as guesses:
             hook = self.model.register_forward_hook(
                 # A trial of the host (layershuffle.chain) runs no block, and nothing is guessed.
@@ -148,20 +148,20 @@ def new_state(job: Job) -> TrainState:
     """The state before the first step. Seeds torch's global generator, which dropout draws from."""
     settings, on_gpu = job.settings, job.device == "cuda"
     unused = job.has_unused_parameters
-    # accelerate keeps one state per process and refuses another precision in a second run there.
+    # accelerate keeps one state per process and refuses another precision in a second run.
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(
         cpu=not on_gpu,
         mixed_precision="bf16" if job.precision == "bf16" else "no",
-        # Without it the host waits until each batch has been copied to the GPU.
+        # Otherwise the host waits until each batch has been copied to the GPU.
         dataloader_config=DataLoaderConfiguration(non_blocking=on_gpu),
         kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=unused)],
     )
-    # Each process drops units of its own. Seeds of numpy end at 2 ** 32.
+    # Each process has its own dropout. Seeds of numpy are below 2 ** 32.
     set_seed((settings.seed + job.ranks.rank) % (1 << 32))
     model = job.model.to(accelerator.device)
     ema = ModelEmaV3(model, decay=settings.ema) if settings.ema is not None else None
-    # Before `shard`: afterwards no process holds a whole model that could be copied.
+    # Before `shard`, because afterwards no process holds a whole model to copy.
     whole = copy.deepcopy(model) if job.sharded else None
     for compiled in (model, whole, ema.module if ema else None):
         if compiled is not None:

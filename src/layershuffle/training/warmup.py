@@ -1,4 +1,4 @@
-"""Forwards and backwards that leave no trace: to compile before the first step, to try sizes."""
+"""Forwards and backwards without side effects, to compile before the first step or try sizes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from layershuffle.training.state import TrainState
 
 
 def warm_up(state: TrainState) -> None:
-    """Compile the blocks before the first step, for every size of batch that the run will meet.
+    """Compile the blocks before the first step, for every batch size of the run.
 
-    Blocks that do not compile run in eager mode from here on, with a warning. In a training step
-    that decision would come after some blocks had already run.
+    Blocks that do not compile run in eager mode from then on, with a warning. Within a training
+    step, some blocks would already have run before this decision.
     """
     job, compiler = state.job, state.job.compiler
     if not compiler.on:
@@ -29,7 +29,7 @@ def warm_up(state: TrainState) -> None:
     try:
         for images in forward_sizes(state):
             try_forward(state, images)
-    # It is a RuntimeError too, but eager mode would need no less memory.
+    # This is a RuntimeError too, but eager mode would not need less memory.
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, FailOnRecompileLimitHit) as error:
@@ -43,7 +43,7 @@ def warm_up(state: TrainState) -> None:
 def forward_sizes(state: TrainState) -> list[int]:
     """Numbers of images in the forwards of a run: a full batch, and a last, partial one.
 
-    Several processes fill the last batch up. The last batch of a stream is not known beforehand.
+    Several processes fill up the last batch. The last batch of a stream is not known beforehand.
     """
     job, data = state.job, state.job.data.splits["train"].dataset
     full = job.images_per_forward
@@ -56,8 +56,8 @@ def forward_sizes(state: TrainState) -> list[int]:
 def try_forward(state: TrainState, images: int) -> None:
     """A forward and backward of `images` copies of one image, as training runs them.
 
-    It uses the model without DDP, so one process can try alone. Weights, gradients, buffers and
-    random generators are afterwards as before. Raises what a training step raises.
+    It uses the model without DDP, so one process can try alone. Afterwards weights, gradients,
+    buffers and random generators are unchanged. Raises the errors of a training step.
     """
     model, data = state.model, state.job.data.splits["train"].dataset
     item = data[0] if hasattr(data, "__getitem__") else next(iter(data))
@@ -80,7 +80,7 @@ def try_forward(state: TrainState, images: int) -> None:
 
 @contextmanager
 def _untouched(model: nn.Module) -> Iterator[None]:
-    # Only buffers and gradients: no step of the optimiser is taken.
+    # Restores only buffers and gradients, because the optimiser takes no step.
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
         yield
@@ -92,7 +92,7 @@ def _untouched(model: nn.Module) -> Iterator[None]:
 
 
 def largest_that_fits(trial: Callable[[int], None], *, below: int) -> int:
-    """The first of `below`/2, `below`/4, ... that `trial` has memory for; 0 if none."""
+    """The first of `below`/2, `below`/4, ... for which `trial` has enough memory; 0 if none."""
     # accelerate's `find_executable_batch_size` ends with "No executable batch size found" and
     # catches errors by words in their text; this finds a number for the message and nothing else.
     size = below // 2
@@ -110,11 +110,11 @@ def largest_that_fits(trial: Callable[[int], None], *, below: int) -> int:
 
 
 def largest_forward(state: TrainState, *, below: int) -> int:
-    """Images of a forward and backward that fit, halving `below`; 0 if not even one does.
+    """Images of a forward and backward that fit, found by halving `below`; 0 if none fits.
 
-    Leaves room for Adam's two moments, which may not be there yet.
+    It leaves room for Adam's two moments, which may not exist yet.
     """
-    # Gradients of the forward that failed would take room from every trial.
+    # Gradients of the failed forward would take memory from every trial.
     state.model.zero_grad()
     missing = () if state.optimizer.state else (0, 1)
     moments = [torch.empty_like(w) for w in state.model.parameters() for _ in missing]
@@ -124,11 +124,11 @@ def largest_forward(state: TrainState, *, below: int) -> int:
 
 
 def too_large(state: TrainState) -> TrainingError:
-    """The error for a batch that the memory does not hold: what would fit, and what helps."""
+    """The error for a batch that does not fit into memory, with a size that fits and remedies."""
     job, settings = state.job, state.job.settings
     images = job.images_per_forward
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "this machine"
-    cause = f"A forward of {images} images does not fit the memory of {device}"
+    cause = f"A forward of {images} images does not fit into the memory of {device}"
     ways = ["a smaller --batch-size"]
     if not settings.activation_checkpointing:
         ways.insert(0, "--activation-checkpointing (computes every block twice)")

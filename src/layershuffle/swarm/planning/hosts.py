@@ -366,7 +366,7 @@ def refuse_no_battery(problem: PlacementProblem) -> None:
     """Raises `UsageError` if nothing can run out, so that there is no life to lengthen."""
     if not np.isfinite(problem.column("battery")).any():
         raise UsageError(
-            "No host names a battery, so none runs out",
+            "No host has a battery, so none runs out",
             hint="give hosts battery_wh, or choose another objective",
         )
 

@@ -317,7 +317,7 @@ def _add_copies(problem: PlacementProblem, placement: Placement, *, give: Number
         able = ~placement[:, block] & (free >= problem.sizes[block])
         if not able.any():
             raise UsageError(
-                f"No room was found for another copy of block {block}",
+                f"There is no memory for another copy of block {block}",
                 hint="add hosts or memory, or ask for fewer replicas or a lower reach",
             )
         # The host with the fewest places for what it can give; of equal ones the most available.

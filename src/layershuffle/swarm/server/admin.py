@@ -244,7 +244,7 @@ def state_directory(path: str | None = None) -> Path:
     status = directory.stat()
     if status.st_mode & 0o077 or status.st_uid != os.getuid():
         raise UsageError(
-            "Other users may enter the swarm's directory, and could command it",
+            "Other users may enter the swarm's directory and could control it",
             place=directory,
             hint=f"chmod 700 {directory}, or remove it if it is not yours",
         )

@@ -268,7 +268,7 @@ class Keys:
     def __init__(self, keys: Sequence[str]) -> None:
         if any(len(key) < _SHORTEST_KEY for key in keys):
             raise UsageError(
-                f"An API key has at least {_SHORTEST_KEY} characters",
+                f"An API key needs at least {_SHORTEST_KEY} characters",
                 hint='make one: python -c "import secrets; print(secrets.token_urlsafe(24))"',
             )
         self._digests = tuple(_digest(key.encode()) for key in keys)
@@ -308,7 +308,7 @@ def _labels(
     classes = num_classes_of(remote_model.model)
     if calibration is not None and len(calibration.queue) != remote_model.depth:
         raise UsageError(
-            f"The calibration is of {len(calibration.queue)} blocks, the model has "
+            f"The calibration has {len(calibration.queue)} blocks, but the model has "
             f"{remote_model.depth}"
         )
     if labels is None:

@@ -135,7 +135,7 @@ class GatewayPage:
         if self.options.break_host is None or not allowed:
             raise HTTPError(
                 HTTPStatus.FORBIDDEN,
-                "Hosts cannot be broken from here",
+                "Failures cannot be injected from here",
                 hint="start the swarm with `layershuffle swarm up --page-may-break`, on this "
                 "machine, and use its own page",
             )

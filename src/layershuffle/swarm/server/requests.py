@@ -173,7 +173,7 @@ def read_order(text: str, *, depth: int) -> ExecutionOrder:
     order = order_of(ExecutionOrder.from_json(text) if is_json else text, depth)
     if len(order) > MAX_PASSES * depth:
         raise UsageError(
-            f"The order has {len(order)} steps", hint=f"take {MAX_PASSES * depth} at most"
+            f"{len(order)} steps are too many", hint=f"take {MAX_PASSES * depth} at most"
         )
     for position, (block, version) in enumerate(order.steps):
         if position - version >= depth:
@@ -249,7 +249,7 @@ async def read_form(
     except TimeoutError as error:
         raise HTTPError(
             HTTPStatus.REQUEST_TIMEOUT,
-            f"The body did not come in within {limits.body_ms / 1000:g} s",
+            f"The body did not arrive within {limits.body_ms / 1000:g} s",
             hint="send smaller images",
         ) from error
     except MultiPartException as error:
@@ -408,7 +408,7 @@ class _BoundedFile(io.BytesIO):
         """As `io.BytesIO.read`."""
         if self.left is not None:
             if not self.left:
-                raise ValueError("the head of the image does not end")
+                raise ValueError("the header of the image is too long")
             self.left -= 1
         return super().read(size)
 

@@ -25,7 +25,7 @@ def server_context(certificate: Path, key: Path) -> ssl.SSLContext:
     # Without it OpenSSL would ask on the terminal, and a service without one would hang.
     def refuse_password() -> NoReturn:
         raise UsageError(
-            "The key is encrypted, and nobody is there to type the password",
+            "The key is encrypted, and the server cannot ask for its password",
             place=key,
             hint=f"openssl pkey -in {key} -out NEW.pem, mode 0600",
         )

@@ -97,7 +97,7 @@ class Workbench:
         """
         _, order = await self._read(request)
         if not self.has_pairs:
-            raise UsageError("The test pairs are no images of this model")
+            raise UsageError("The test pairs are not images for this model")
         right = await self._run(partial(self._scores, order))
         return {"order": str(order), "right": right, "of": len(pair_names())}
 

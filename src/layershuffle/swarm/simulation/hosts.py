@@ -114,7 +114,7 @@ class SimulatedHost:
         job.expires = job.arrived + job.visit.budget_ms / _MILLI
         self._forget_expired()
         if self.draining or len(self._jobs) - len(self._batch) >= self.limits.max_queue:
-            self._reply(job, HostUnavailable("It takes no more work"))
+            self._reply(job, HostUnavailable("The host takes no more work"))
             return
         self._jobs.append(job)
         self._start_batch()
@@ -126,7 +126,7 @@ class SimulatedHost:
         now = self._loop.time()
         for job in self._jobs:
             if now >= job.expires and job not in self._batch and not job.over:
-                self._reply(job, WorkExpired("Its budget ran out before its turn"))
+                self._reply(job, WorkExpired("The budget ran out before its turn"))
         self._jobs = [job for job in self._jobs if job in self._batch or not job.over]
 
     def _start_batch(self) -> None:

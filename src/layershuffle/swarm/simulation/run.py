@@ -62,7 +62,7 @@ def simulate(
     requests.
     """
     if requests < 1:
-        raise UsageError(f"At least one request is needed, not {requests}")
+        raise UsageError(f"At least one request is needed, got {requests}")
     pending = check_faults(faults, list(plan.hosts))
     arrivals = arrivals or Arrivals()
 
