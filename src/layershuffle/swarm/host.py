@@ -43,8 +43,8 @@ MAX_SKIPS = 8
 class HostInfo:
     """A host's report about itself. `blocks`: SHA-256 of each block's tensors.
 
-    `waiting`: the number of visits that are not being computed now; `computing`: the number of those
-    that are. `channel`: address and port of its data channel, "" without one.
+    `waiting`: the number of visits that are not being computed now; `computing`: the number of
+    those that are. `channel`: address and port of its data channel, "" without one.
     """
 
     name: str
