@@ -21,6 +21,7 @@ LABELS = {
     "baseline": "ordinary training",
     "layershuffle": "LayerShuffle",
     "layershuffle-mixed": "four orders, 1/4 in order",
+    "layershuffle-tied-3-mixed-exit": "three tied blocks, four orders, 1/4 in order, exit loss",
     "frozen baseline": "frozen ordinary classifier, linear head",
     "frozen layershuffle": "frozen LayerShuffle classifier, linear head",
 }
