@@ -3,8 +3,9 @@
     python scripts/keep_study.py runs/digits-paper docs/results/digits-paper
 
 A study that has grown may be run without its finished tasks: what the directory lacks stays as it
-is kept, where the recipe plans the same task. `layershuffle report` reads the copy and makes its
-report.html (`layershuffle.study.store`).
+is kept, where the recipe plans the same task. A kept study given twice is written again as this
+version writes it. `layershuffle report` reads the copy and makes its report.html
+(`layershuffle.study.store`).
 """
 
 from __future__ import annotations
@@ -24,9 +25,21 @@ from layershuffle.study.plan import KEPT_FILE
 from layershuffle.study.report import KEPT_DPI, write_report
 from layershuffle.study.store import completed, read_study, write_kept
 
-COLOURS = 40
-"""With a palette of so many a scatter plot is a quarter as large, and a heat map has 40 steps."""
+COLOURS = 24
+"""A figure with so many is a quarter as large, and the lines of its arms keep their colours."""
 FIELDS = ("schema", "code_version", "recipe")
+
+
+def small(figure: bytes) -> bytes:
+    """The PNG with a palette of `COLOURS`."""
+    picture = Image.open(io.BytesIO(figure)).convert("RGB")
+    # The median cut, Pillow's own choice, merges rare colours: those of thin lines.
+    with_palette = picture.quantize(
+        COLOURS, Image.Quantize.MAXCOVERAGE, kmeans=2, dither=Image.Dither.NONE
+    )
+    content = io.BytesIO()
+    with_palette.save(content, "PNG", optimize=True)
+    return content.getvalue()
 
 
 def keep(directory: Path, out: Path) -> int:
@@ -39,7 +52,9 @@ def keep(directory: Path, out: Path) -> int:
     plan = json.loads((directory / "plan.json").read_text(encoding="utf-8"))
     figures: dict[str, bytes] = {}
     asked = set[tuple[str, str]]()
-    computed = {outcome.task.name for outcome in fresh.analyses if outcome.result is not None}
+    # A kept study has the figures of its analyses alone, without the tables that they show.
+    analyses = () if fresh.kept else fresh.analyses
+    computed = {outcome.task.name for outcome in analyses if outcome.result is not None}
     for outcome in study.main_analyses:
         task, question = outcome.task, (outcome.task.options.name, outcome.task.arm)
         if outcome.result is not None and task.name not in computed:
@@ -51,10 +66,11 @@ def keep(directory: Path, out: Path) -> int:
             drawn = find_analysis(task.options.name).load().figures(tables)
             for name, figure in drawn.items():
                 if "-blocks" not in name:  # a page for every block is for who runs the study
-                    figures[f"{task.name}-{name}.png"] = figure_bytes(figure, "png", dpi=KEPT_DPI)
+                    content = small(figure_bytes(figure, "png", dpi=KEPT_DPI))
+                    figures[f"{task.name}-{name}.png"] = content
     if out.exists():
         shutil.rmtree(out)
-    text = json.dumps({field: plan[field] for field in FIELDS}, indent=2)
+    text = json.dumps({field: plan[field] for field in FIELDS}, indent=1)
     write_kept(study, out, plan=f"{text}\n")
     for name, content in figures.items():
         (out / "figures").mkdir(exist_ok=True)
@@ -64,10 +80,8 @@ def keep(directory: Path, out: Path) -> int:
     (out / "table.md").unlink()  # the first table of report.md
     if all(judged == "not measured" for _, judged, _ in judge(report.summary)):
         (out / "claims.md").unlink()
-    for path in out.rglob("*.png"):
-        picture = Image.open(io.BytesIO(path.read_bytes())).convert("RGB")
-        with_palette = picture.quantize(COLOURS, dither=Image.Dither.NONE)
-        with_palette.save(path, optimize=True)
+    for path in out.glob("*.png"):
+        path.write_bytes(small(path.read_bytes()))
     return sum(path.is_file() for path in out.rglob("*"))
 
 

@@ -5,7 +5,6 @@ python scripts/science_page.py
 
 from __future__ import annotations
 
-import csv
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from matplotlib.figure import Figure
 from layershuffle.errors import LayerShuffleError
 from layershuffle.files import write_bytes, write_text
 from layershuffle.plotting import INK, RULE, figure_bytes, legend_below, new_figure, style_axes
+from layershuffle.results import read_rows
 from layershuffle.stats import Difference, compare, estimate, mean
 from layershuffle.text import markdown_table
 
@@ -121,11 +121,8 @@ SETS = {3: 64, 2: 144, 1: 12}
 def read_scores(path: Path = RESULTS) -> Scores:
     """The top-1 of every arm and mode, in percent."""
     scores: Scores = defaultdict(lambda: defaultdict(list))
-    with path.open(encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            order = "sequential" if row["mode"] == "sequential" else "arbitrary"
-            cell = (row["method"], order, int(row["kept"]), int(row["passes"]))
-            scores[cell][int(row["seed"])].append(float(row["top1"]))
+    for row in read_rows(path):
+        scores[row.method, row.mode, row.kept, row.passes][row.seed].append(row.top1)
     return scores
 
 
@@ -195,12 +192,10 @@ def alive_table() -> str:
 def by_blocks(path: Path, arm: str) -> dict[int, list[float]]:
     """Top-1 of every drawn set of three places, each run four times, by its different blocks."""
     values: dict[int, list[float]] = defaultdict(list)
-    with path.open(encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            is_arbitrary = row["mode"] != "sequential"
-            if (row["method"], row["kept"], row["passes"]) == (arm, "3", "4") and is_arbitrary:
-                places = map(int, row["order"].split(","))
-                values[len({place // 4 for place in places})].append(float(row["top1"]))
+    for row in read_rows(path):
+        if (row.method, row.mode, row.kept, row.passes) == (arm, "arbitrary", 3, 4):
+            places = map(int, row.order.split(","))
+            values[len({place // 4 for place in places})].append(row.top1)
     return values
 
 
@@ -213,12 +208,9 @@ def over_sets(values: Mapping[int, Sequence[float]]) -> float:
 def read_rounds(path: Path = ROUNDS_RESULTS) -> Rounds:
     """Top-1 of all twelve places in any order, one by one and in rounds."""
     scores: Rounds = defaultdict(lambda: defaultdict(list))
-    with path.open(encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            is_arbitrary = row["mode"] != "sequential"
-            if is_arbitrary and (row["kept"], row["passes"]) == (str(PLACES), "1"):
-                cell = (row["method"], int(row["parallel"]))
-                scores[cell][int(row["seed"])].append(float(row["top1"]))
+    for row in read_rows(path):
+        if (row.mode, row.kept, row.passes) == ("arbitrary", PLACES, 1):
+            scores[row.method, row.parallel][row.seed].append(row.top1)
     return scores
 
 

@@ -43,7 +43,7 @@ def test_rows_are_written_and_read_back(tmp_path):
         "layershuffle,0,arbitrary,3,,1,,200,45.5000,70.3333,0.666667,batch\n"
     )
     write_rows(path, rows, padded=False)
-    assert path.read_text().splitlines()[0] == ",".join([*COLUMNS, "seconds"])
+    assert path.read_text().splitlines()[0] == ",".join([*COLUMNS, "draw", "seconds"])
     first, second, third = read_rows(path)
     assert (first.model_extra, third.model_extra) == ({"seconds": ""}, {"seconds": "0.5"})
     assert first.top5 == rows[0].top5  # every digit
@@ -52,26 +52,31 @@ def test_rows_are_written_and_read_back(tmp_path):
 
 def test_effective_numbers_of_images_have_columns_where_some_row_has_them(tmp_path):
     path = tmp_path / "results.csv"
-    rows = (row(top1_n=123.4, top5_n=200.0, seconds="2"), row(order_seed=1, seconds="3"))
+    rows = (row(top1_n=123, top5_n=200, seconds="2"), row(order_seed=1, seconds="3"))
     write_rows(path, rows, padded=False)
     assert path.read_text().splitlines()[0] == ",".join([*COLUMNS, "top1_n", "top5_n", "seconds"])
     assert read_rows(path) == rows
-    assert path.read_text().endswith(",pass,,,3\n")
-    path.write_text(path.read_text().replace("123.4", "0.5"))
+    assert path.read_text().endswith(",,,3\n")
+    # Files from before they were whole numbers.
+    path.write_text(path.read_text().replace(",123,", ",122.6,"))
+    assert read_rows(path) == rows
+    path.write_text(path.read_text().replace("122.6", "0.5"))
     with pytest.raises(DataError, match=r"top1_n '0.5'"):
         read_rows(path)
 
 
-def test_rounds_and_passes_have_columns_where_some_row_has_more_than_one(tmp_path):
+def test_columns_that_hold_their_default_in_every_row_are_left_out(tmp_path):
     path = tmp_path / "results.csv"
     rows = (row(), row(parallel=2, order="2+0,1"), row(passes=2, order="2,0,1,2@1,0,1"))
     write_rows(path, rows, padded=False)
     assert path.read_text().splitlines()[0] == ",".join([*COLUMNS, "parallel", "passes"])
     assert read_rows(path) == rows
-    # A file from before these columns, which such rows do not change.
+    write_rows(path, rows[::2], padded=False)
+    assert path.read_text().splitlines()[0] == ",".join([*COLUMNS, "passes"])
+    assert read_rows(path) == rows[::2]
     write_rows(path, rows[:1], padded=False)
     assert path.read_text().splitlines()[0] == ",".join(COLUMNS)
-    assert [(r.parallel, r.passes) for r in read_rows(path)] == [(1, 1)]
+    assert [(r.draw, r.parallel, r.passes) for r in read_rows(path)] == [("pass", 1, 1)]
     path.write_text(path.read_text().replace("2,0,1", "2,0,1,2"))
     with pytest.raises(DataError, match="order has 4 steps but kept is 3 and passes is 1"):
         read_rows(path)
@@ -100,7 +105,7 @@ def test_impossible_rows_are_refused_with_their_line(path, column, value, messag
         rows = list(csv.DictReader(file))
     rows[1][column] = value
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
+        writer = csv.DictWriter(file, [*COLUMNS, "draw"], restval="pass")
         writer.writeheader()
         writer.writerows(rows)
     with pytest.raises(DataError, match="line 3") as error:
@@ -115,7 +120,7 @@ def test_impossible_rows_are_refused_with_their_line(path, column, value, messag
         (lambda lines: [lines[0] + ",n", *lines[1:]], "names a column twice"),
         (lambda lines: lines[:1], "has no rows"),
         (lambda lines: [*lines, lines[-1]], "has a score twice"),
-        (lambda lines: [*lines, "a,b"], "2 fields, the header 12"),
+        (lambda lines: [*lines, "a,b"], "2 fields, the header 11"),
     ],
 )
 def test_wrong_csv_is_refused(path, change, message):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -33,9 +34,10 @@ Row = TypeVar("Row")
 Percent = Annotated[float, Field(ge=0, le=100)]  # NaN fails both comparisons
 Count = Annotated[int, Field(ge=1)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-# Files from before these columns, and data without groups of images, say nothing.
+# Files from before these columns, and data without groups of images, say nothing. Part of an image
+# says nothing either: it moves no interval by a digit that a report shows.
 Effective = Annotated[
-    Annotated[float, Field(ge=1, allow_inf_nan=False)] | None,
+    Annotated[float, Field(ge=1, allow_inf_nan=False), AfterValidator(round)] | None,
     BeforeValidator(lambda value: None if value == "" else value),
 ]
 
@@ -45,9 +47,10 @@ class ScoreRow(BaseModel):
 
     `top1` and `top5` in percent over `n` images, `cross_entropy` in nats. `choose`: how the kept
     blocks were chosen, empty where all run. `top1_n`, `top5_n`: how many independent images the `n`
-    images count as (`stats.ImageGroups`). `order_seed` numbers the draws of a mode. `order` is text
-    as `layershuffle.orders` writes it, "3,0,2"; it is empty where `draw` is "batch": every batch
-    had another order. The `kept` blocks ran `passes` times, in rounds of `parallel` side by side.
+    images count as (`stats.ImageGroups`), a whole number. `order_seed` numbers the draws of a mode.
+    `order` is text as `layershuffle.orders` writes it, "3,0,2"; it is empty where `draw` is
+    "batch": every batch had another order. The `kept` blocks ran `passes` times, in rounds of
+    `parallel` side by side.
     Columns that this version does not know are kept as text.
     """
 
@@ -64,7 +67,7 @@ class ScoreRow(BaseModel):
     top1: Percent
     top5: Percent
     cross_entropy: Finite
-    draw: Literal["pass", "batch"]
+    draw: Literal["pass", "batch"] = "pass"
     top1_n: Effective = None
     top5_n: Effective = None
     parallel: Count = 1
@@ -84,32 +87,40 @@ class ScoreRow(BaseModel):
         return self
 
 
-EFFECTIVE = ("top1_n", "top5_n")
-"""Columns of a results file that are there where the images have groups."""
-ROUNDS = ("parallel", "passes")
-"""Columns of a results file that are there where a row has more than 1; without them all have 1."""
-COLUMNS = tuple(name for name in ScoreRow.model_fields if name not in EFFECTIVE + ROUNDS)
+COLUMNS = tuple(name for name, field in ScoreRow.model_fields.items() if field.is_required())
+"""Columns that every results file has."""
+OPTIONAL = {n: f.default for n, f in ScoreRow.model_fields.items() if not f.is_required()}
+"""Columns that are there where some row has another value than this one."""
+EFFECTIVE: dict[str, object] = {"top1_n": None, "top5_n": None}
+"""Those of them that tables of merged models have, too."""
 _DECIMALS = {"top1": ".4f", "top5": ".4f", "cross_entropy": ".6f"}
 
 
 def write_rows(path: Path, rows: Iterable[ScoreRow], *, padded: bool = True) -> None:
-    """Write the rows under `COLUMNS`, then their further columns, whole or not at all.
+    """Write the rows under `COLUMNS` and those that they need, whole or not at all.
 
     `padded` gives every accuracy four decimals and every cross-entropy six; without it a number
     has as few digits as it takes to read the same number back.
     """
     rows = list(rows)
-    names = [*with_effective(COLUMNS, rows)]
-    # Files of one block after the other stay byte for byte as they were.
-    names += ROUNDS if any(row.parallel > 1 or row.passes > 1 for row in rows) else ()
+    names = [*with_optional(COLUMNS, OPTIONAL, rows=rows)]
     names += sorted({name for row in rows for name in row.model_extra or ()})
     write_text(path, format_rows(rows, names, decimals=_DECIMALS if padded else {}))
 
 
-def with_effective(columns: Sequence[str], rows: Iterable[object]) -> tuple[str, ...]:
-    """The columns, with those of `EFFECTIVE` behind them if any of the rows has a value there."""
-    grouped = any(getattr(row, name) is not None for row in rows for name in EFFECTIVE)
-    return (*columns, *EFFECTIVE) if grouped else tuple(columns)
+def with_optional(
+    columns: Sequence[str], optional: Mapping[str, object], *, rows: Sequence[object]
+) -> tuple[str, ...]:
+    """The columns, and behind them those of `optional` that say something.
+
+    A column that holds its default in every row is left out: a reader fills it in.
+    """
+    differs = (
+        name
+        for name, default in optional.items()
+        if any(getattr(row, name) != default for row in rows)
+    )
+    return (*columns, *differs)
 
 
 def format_rows(
@@ -151,7 +162,7 @@ def read_rows(path: Path, *, hint: str | None = None) -> tuple[ScoreRow, ...]:
     except (OSError, UnicodeDecodeError) as error:
         raise refuse(f"The file cannot be read ({error})") from error
     rows = parse_rows(text, ScoreRow, columns=COLUMNS, refuse=refuse)
-    names = ("method", "seed", "mode", "kept", "choose", "draw", "order_seed", *ROUNDS)
+    names = ("method", "seed", "mode", "kept", "choose", "draw", "order_seed", "parallel", "passes")
     scores = {tuple(getattr(row, name) for name in names) for row in rows}
     if len(scores) < len(rows):
         raise refuse("The results file has a score twice")

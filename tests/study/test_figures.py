@@ -20,8 +20,10 @@ from layershuffle.study.figures import (
     figure_bytes,
     inline_svg,
     panels_of,
+    too_many_arms,
 )
 from layershuffle.study.paper import NUMBERS
+from layershuffle.study.report import write_report
 from layershuffle.study.store import read_study
 from layershuffle.study.summary import Summary, summarise
 
@@ -197,6 +199,18 @@ def test_thirteen_arms_take_three_rows_of_at_most_five(crowd: Summary):
     assert [len(arms) for arms in panels_of("abcdef")] == [3, 3]
     # Beyond ten arms colours come again, with another marker.
     assert len({arm_style(crowd, arm)[:2] for arm in crowd.arms}) == 13
+
+
+def test_more_arms_than_three_rows_hold_have_no_figure(crowd: Summary, tmp_path: Path):
+    assert too_many_arms(crowd) == ""
+    arms = {"layershuffle": "layershuffle", **{f"arm{i}": "layerdrop" for i in range(15)}}
+    report = write_report(write_study(tmp_path, orders=1, arms=arms))
+    assert not [path.name for path in report.files if path.name.startswith("figure1")]
+    page = (tmp_path / "report.md").read_text()
+    assert "16 arms are too many lines for a figure: the table above has their numbers" in page
+    assert "![" not in page
+    assert "16 arms are too many" in report.html.read_text()
+    assert 'id="figure"' not in report.html.read_text()
 
 
 def test_every_point_is_within_a_fifth_of_its_tick(crowd: Summary):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,12 @@ def test_the_report_has_the_figures(out: Path) -> None:
     assert {(row.parallel, row.passes) for row in rows} == {
         (1, 1), *((parallel, 1) for parallel in SIDE_BY_SIDE), (1, 2), (1, 3)
     }  # fmt: skip
+
+
+def test_more_arms_than_panels_of_a_row_have_the_tables_alone(summary: Summary) -> None:
+    section = rounds_section(replace(summary, arms=(*summary.arms, "a", "b", "c")))
+    assert section is not None
+    assert (len(section.tables), section.pictures) == (2, ())
 
 
 def test_a_study_of_the_paper_has_no_such_section(tmp_path: Path) -> None:

@@ -366,19 +366,19 @@ def test_the_report_holds_all_of_it_and_says_what_is_missing(out):
 
 
 def test_grouped_images_widen_the_interval_and_the_notes_say_so(tmp_path):
-    """One model in one order: Wilson over 343.3 images in place of 1,000."""
+    """One model in one order: Wilson over 343 images in place of 1,000."""
     out = write_study(tmp_path, arms={"baseline": "baseline"}, more_arms=[{"method": "layerdrop"}])
     (task,) = [task for task in runs_of(read_study_plan(out)) if task.name == "layerdrop-seed0"]
     row = ScoreRow(
         method="layerdrop", seed=0, mode="sequential", kept=12, choose="", order_seed=0, order=FULL,
-        n=1000, top1=80.0, top5=95.0, cross_entropy=1.0, draw="pass", top1_n=343.3, top5_n=400.0,
+        n=1000, top1=80.0, top5=95.0, cross_entropy=1.0, draw="pass", top1_n=343, top5_n=400,
     )  # fmt: skip
     task.directory(out).mkdir(parents=True)
     write_run(out, task, [row])
     summary = summarise(read_study(out))
     cell = summary.cell("layerdrop", Column("sequential", 12))
-    assert (cell.top1.low, cell.top1.high) == wilson_interval(80.0, 343.3)
-    assert (cell.top5.low, cell.top5.high) == wilson_interval(95.0, 400.0)
+    assert (cell.top1.low, cell.top1.high) == wilson_interval(80.0, 343)
+    assert (cell.top5.low, cell.top5.high) == wilson_interval(95.0, 400)
     (note,) = [note for note in table_notes(summary) if "Wilson" in note]
     # The baseline of this study has no groups: it is older, or its data name none.
     words = "(one model, one order), which count as 343 independent ones, or were taken as"

@@ -8,6 +8,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import keep_study
 import pytest
 from fixture import merging_rows, write_merging, write_study
 
@@ -73,10 +74,37 @@ def test_a_run_is_a_line_and_what_all_share_stands_once(whole: Path, kept: Path)
     lines = (kept / "runs.json").read_text().splitlines()
     runs = [json.loads(line.rstrip(",")) for line in lines if line.startswith('{"run"')]
     assert [run["run"] for run in runs] == [o.task.name for o in read_study(whole).runs if o.result]
-    shared = json.loads((kept / "runs.json").read_text())["shared"]
-    assert shared["settings"]["lr"] == 0.001
-    assert all("lr" not in run["settings"] and "versions" not in run for run in runs)
+    stored = json.loads((kept / "runs.json").read_text())
+    assert stored["shared"]["settings"]["lr"] == 0.001
+    methods = [stored["arms"][run["arm"]]["method"] for run in runs]
+    assert methods == [result.method for result in read_study(whole).results]
+    lines = [*runs, *stored["arms"].values()]
+    assert all("lr" not in line.get("settings", {}) and "versions" not in line for line in lines)
+    assert not any("method" in run for run in runs)
     assert read_study(kept).results == read_study(whole).results
+
+
+def test_runs_that_were_kept_before_arms_had_lines_are_read(whole: Path, kept: Path):
+    results = read_study(whole).results
+    runs = [
+        result.model_dump(mode="json", exclude={"rows", "schema_version"}) for result in results
+    ]
+    shared = {"versions": runs[0]["versions"], "settings": {"lr": 0.001}}
+    for run in runs:
+        assert (run.pop("versions"), run["settings"].pop("lr")) == (shared["versions"], 0.001)
+    (kept / "runs.json").write_text(json.dumps({"schema": 1, "shared": shared, "runs": runs}))
+    assert read_study(kept).results == results
+
+
+def test_a_kept_study_that_is_kept_again_stays_as_it_is(kept: Path, tmp_path: Path):
+    """So that a repository can follow a change of the form without the models."""
+    again = shutil.copytree(kept, tmp_path / "again")
+    keep_study.keep(again, again)
+    names = {path.name for path in kept.iterdir() if path.is_file()}
+    assert names - {path.name for path in again.iterdir()} == {"report.html", "table.md"}
+    for name in ("runs.json", "results.csv", "merging.csv", "analysis.csv", "report.md"):
+        assert (again / name).read_bytes() == (kept / name).read_bytes(), name
+    assert (again / "figure1.png").stat().st_size < (kept / "figure1.png").stat().st_size
 
 
 def test_fields_that_this_version_does_not_know_are_kept(whole: Path, tmp_path: Path):
@@ -186,7 +214,7 @@ def test_mergings_with_and_without_effective_images_are_kept_together(tmp_path: 
     """Merges that were scored before images had groups lie beside later ones."""
     out = write_study(tmp_path / "study", orders=2, merging={"arms": ["baseline", "layershuffle"]})
     old = merging_rows([70.0, 74.0], [66.0])
-    new = [replace(row, top1_n=343.5, top5_n=400.0) for row in old]
+    new = [replace(row, top1_n=343, top5_n=400) for row in old]
     write_merging(out, "baseline", old)
     write_merging(out, "layershuffle", new)
     kept = tmp_path / "kept"

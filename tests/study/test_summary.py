@@ -49,7 +49,7 @@ def test_many_levels_are_thinned_to_quarters(out: Path):
         arm = lines[0].split(",")[0]
         orders = {kept: ",".join(map(str, range(kept))) for kept in range(1, 12)}
         return lines[:1] + [
-            f'{arm},0,arbitrary,{kept},random,0,"{order}",5000,1.0,2.0,4.0,pass'
+            f'{arm},0,arbitrary,{kept},random,0,"{order}",5000,1.0,2.0,4.0'
             for kept, order in orders.items()
         ]
 
@@ -78,7 +78,7 @@ def test_random_choice_leads_and_others_stay_apart(out: Path):
 def test_arms_of_another_depth_stand_under_their_number_of_blocks(out: Path):
     path = out / "runs" / "layerdrop-seed0" / "results.csv"
     head, *_ = path.read_text().splitlines()
-    row = 'layerdrop,0,sequential,3,,0,"0,1,2",5000,44.0,66.0,2.0,pass'
+    row = 'layerdrop,0,sequential,3,,0,"0,1,2",5000,44.0,66.0,2.0'
     path.write_text(f"{head}\n{row}\n")
     summary = summarise(read_study(out))
     cell = summary.cell("layerdrop", Column("sequential", 3))

@@ -15,7 +15,7 @@ from layershuffle.results import (
     Percent,
     format_rows,
     parse_rows,
-    with_effective,
+    with_optional,
 )
 from layershuffle.stats import Estimate, estimate
 
@@ -87,9 +87,13 @@ def score_of(rows: Sequence[MergingRow], metric: str = "top1") -> Estimate:
 
 
 def rows_csv(rows: Iterable[MergingRow], columns: Sequence[str] = COLUMNS) -> str:
-    """The rows under `columns`; `rows_from_csv` reads them back."""
+    """The rows under `columns`, with a cross-entropy of six decimals as in every results file.
+
+    `rows_from_csv` reads them back.
+    """
     rows = list(rows)
-    return format_rows(rows, with_effective(columns, rows))
+    names = with_optional(columns, EFFECTIVE, rows=rows)
+    return format_rows(rows, names, decimals={"cross_entropy": ".6f"})
 
 
 def rows_from_csv(text: str, columns: Sequence[str] = COLUMNS) -> list[MergingRow]:

@@ -49,6 +49,7 @@ PANELS = {
     "arbitrary": "Arbitrary order (the paper's Figure 1c)",
 }
 ARMS_PER_PANEL = 5  # more lines cannot be told apart
+_MOST_ARMS = 3 * ARMS_PER_PANEL
 # Blocks between the outermost arms of a panel, so that intervals of near values stay apart, and
 # between an arm's point and the paper's: every point is within 0.2 of the number it stands for.
 _DODGE, _PAPER_SHIFT = 0.3, 0.04
@@ -81,6 +82,20 @@ def arms_drawn(summary: Summary) -> tuple[str, ...]:
     }
     pruned = (a for a, cells in curves.items() if any(c.kept < summary.depth for c in cells))
     return tuple(pruned) or tuple(arm for arm, cells in curves.items() if cells)
+
+
+def too_many_arms(summary: Summary) -> str:
+    """Why the study has no figure of its arms; empty if it has one.
+
+    Nobody compares lines over more than three rows of panels.
+    """
+    count = len(arms_drawn(summary))
+    if count <= _MOST_ARMS:
+        return ""
+    return (
+        f"{count} arms are too many lines for a figure: the table above has their numbers, and "
+        "results.csv every score."
+    )
 
 
 def panels_of(arms: Sequence[str]) -> list[tuple[str, ...]]:

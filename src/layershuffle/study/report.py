@@ -5,7 +5,7 @@
     OUT/claims.md      the paper's claims that were measured, one by one
     OUT/report.md      the whole report in Markdown
     OUT/report.html    the same as one self-contained page (no script, nothing fetched)
-    OUT/figure1.svg/.png    accuracy against blocks kept
+    OUT/figure1.svg/.png    accuracy against blocks kept, of at most 15 arms
 
 The same results give the same bytes: nothing is dated, nothing depends on the machine.
 """
@@ -24,7 +24,14 @@ from layershuffle.plotting import figure_bytes
 from layershuffle.results import write_rows
 from layershuffle.study.budget import budget_section
 from layershuffle.study.claims import judge
-from layershuffle.study.figures import PANELS, STYLES, describe_panel, draw_figure, inline_svg
+from layershuffle.study.figures import (
+    PANELS,
+    STYLES,
+    describe_panel,
+    draw_figure,
+    inline_svg,
+    too_many_arms,
+)
 from layershuffle.study.headline import headline, key_facts
 from layershuffle.study.merging_report import merging_section
 from layershuffle.study.open_choices import open_choices
@@ -100,7 +107,7 @@ def write_report(out: Path) -> Report:
         return file
 
     kind: Literal["png", "svg"] = "png" if study.kept else "svg"
-    if summary.cells:
+    if summary.cells and not too_many_arms(summary):
         figure = draw_figure(summary)
         draw(figure, "figure1", kind=kind)
         if not study.kept:
@@ -140,6 +147,7 @@ def render(summary: Summary, parts: list[Section], *, pictures: dict[str, bytes]
     from markupsafe import Markup
 
     judgements = [(c, verdict, text) for c, verdict, text in judge(summary)]
+    no_figure = too_many_arms(summary)
     values: dict[str, Any] = {
         "name": printable(summary.study.settings.name),
         "ours": describe_data(summary.study),
@@ -150,7 +158,7 @@ def render(summary: Summary, parts: list[Section], *, pictures: dict[str, bytes]
         "gaps": gaps(summary.study),
         "table": main_table(summary),
         "table_title": "Table 1 and Figures 1b, 1c: top-1 accuracy beside the paper",
-        "notes": table_notes(summary) if summary.cells else [],
+        "notes": [*table_notes(summary), *filter(None, [no_figure])] if summary.cells else [],
         "figure": next((name for name in pictures if name.startswith("figure1.")), None),
         "descriptions": [describe_panel(summary, mode) for mode in PANELS],
         "sections": parts,
@@ -160,7 +168,7 @@ def render(summary: Summary, parts: list[Section], *, pictures: dict[str, bytes]
             verdict: sum(j[1] == verdict for j in judgements) for verdict in get_args(Verdict)
         },
     }
-    panels = PANELS if summary.cells else {}
+    panels = PANELS if summary.cells and not no_figure else {}
     html_values = {
         "panels": [(title, Markup(inline_svg(summary, mode))) for mode, title in panels.items()],
         "colours": [colour for colour, _, _ in STYLES],

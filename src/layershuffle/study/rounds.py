@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_MOST_ARMS = 4  # panels in a row: more would not be read
+_MOST_ARMS = 4  # panels in a row, lines in a panel: more are not read, and the tables have them
 _SIZE = 4.4  # inches of a panel
 
 
@@ -31,7 +31,8 @@ def rounds_section(summary: Summary) -> Section | None:
     if not any(table.rows for table in tables):
         return None
     pictures = []
-    if tables[0].rows:
+    is_drawn = len(summary.arms) <= _MOST_ARMS
+    if is_drawn and tables[0].rows:
         pictures.append(
             Picture(
                 file="rounds",
@@ -39,7 +40,7 @@ def rounds_section(summary: Summary) -> Section | None:
                 figure=draw_rounds(summary),
             )
         )
-    if tables[1].rows:
+    if is_drawn and tables[1].rows:
         pictures.append(
             Picture(
                 file="passes",
@@ -164,7 +165,7 @@ def draw_rounds(summary: Summary) -> Figure:
 
 def draw_passes(summary: Summary) -> Figure:
     """A panel per arm: accuracy against blocks alive, a line per number of passes."""
-    arms = summary.arms[:_MOST_ARMS]
+    arms = summary.arms
     figure = new_figure(_SIZE * max(1, len(arms)) * 0.75, _SIZE)
     panels = figure.subplots(1, len(arms), sharey=True, squeeze=False)[0]
     for axes, arm in zip(panels, arms, strict=True):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from layershuffle.results import CHOICES, MODES
-from layershuffle.study.figures import draw_figure
+from layershuffle.study.figures import draw_figure, too_many_arms
 from layershuffle.study.summary import Column, ScoreCell, Summary, label
 from layershuffle.study.tables import (
     NONE,
@@ -55,7 +55,7 @@ def choices_table(summary: Summary) -> Section | None:
             )
             for choose in choices
             # That is the main figure.
-            if choose != "random"
+            if choose != "random" and not too_many_arms(summary)
         ),
         tables=(
             Table(

@@ -3,7 +3,8 @@
 The second form has no weights and no logs:
 
     OUT/plan.json       the recipe
-    OUT/runs.json       what `result.json` says of every run: what all share once, a line per run
+    OUT/runs.json       what `result.json` says of every run: once what all runs share, and what the
+                        runs of an arm share; then a line per run
     OUT/results.csv     every score of every run
     OUT/merging.csv     every score of the mergings, by arm
     OUT/analysis.csv    title, paragraph and numbers of every analysis
@@ -50,8 +51,8 @@ from layershuffle.study.tasks import (
 )
 from layershuffle.text import one_line, shortened
 
-_SCHEMA = 1
-_OF_ONE_RUN = ("run", "arm", "method", "seed")
+_SCHEMA = 2
+_OF_ONE_RUN = ("run", "arm", "seed")
 """Fields that say which run a line is about."""
 _MERGING_COLUMNS = ("arm", *COLUMNS)
 _HINT = "keep the study again with scripts/keep_study.py"
@@ -125,11 +126,7 @@ def write_kept(study: Study, out: Path, *, plan: str) -> None:
     write_text(out / PLAN_FILE, plan)
     leave_out = {"rows", "schema_version"}
     runs = [result.model_dump(mode="json", exclude=leave_out) for result in study.results]
-    shared = _shared_by(runs)
-    # One line per run, so that a diff shows which run changed.
-    lines = ",\n".join(json.dumps(_without(run, shared)) for run in runs)
-    head = f'"schema": {_SCHEMA},\n"shared": {json.dumps(shared)}'
-    write_text(out / KEPT_FILE, f'{{{head},\n"runs": [\n{lines}\n]}}\n')
+    write_text(out / KEPT_FILE, _runs_text(runs))
     write_rows(out / "results.csv", study.rows, padded=False)
     merging = [
         replace(row, arm=o.task.arm) for o in study.mergings if o.result for row in o.result.rows
@@ -150,6 +147,25 @@ def write_kept(study: Study, out: Path, *, plan: str) -> None:
         write_text(out / "analysis.csv", text.getvalue())
 
 
+def _runs_text(runs: Sequence[Mapping[str, Any]]) -> str:
+    """The text of runs.json: a line per arm and per run, so that a diff shows which changed."""
+    by_arm: dict[str, list[Mapping[str, Any]]] = {}
+    for run in runs:
+        by_arm.setdefault(run["arm"], []).append(run)
+    arms = {arm: _shared_by(group) for arm, group in by_arm.items()}
+    shared = _shared_by(list(arms.values()))
+
+    def compact(value: object) -> str:
+        return json.dumps(value, separators=(",", ":"))
+
+    of_arms = ",\n".join(
+        f"{compact(arm)}:{compact(_without(fields, shared))}" for arm, fields in arms.items()
+    )
+    of_runs = ",\n".join(compact(_without(run, arms[run["arm"]])) for run in runs)
+    head = f'"schema": {_SCHEMA},\n"shared": {compact(shared)}'
+    return f'{{{head},\n"arms": {{\n{of_arms}\n}},\n"runs": [\n{of_runs}\n]}}\n'
+
+
 def _shared_by(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The fields that are the same in all runs, and of a mapping the keys that are."""
 
@@ -167,7 +183,7 @@ def _shared_by(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _without(run: Mapping[str, Any], shared: Mapping[str, Any]) -> dict[str, Any]:
-    """What a run has beside what all share."""
+    """What a run, or the runs of an arm, have beside what all share."""
     own: dict[str, Any] = {}
     for name, value in run.items():
         if name not in shared:
@@ -175,6 +191,16 @@ def _without(run: Mapping[str, Any], shared: Mapping[str, Any]) -> dict[str, Any
         elif isinstance(value, dict) and value.keys() - shared[name]:
             own[name] = {key: of for key, of in value.items() if key not in shared[name]}
     return own
+
+
+def _with(run: Mapping[str, Any], shared: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `_without`."""
+    groups = {
+        name: {**value, **run.get(name, {})}
+        for name, value in shared.items()
+        if isinstance(value, dict)
+    }
+    return {**shared, **run, **groups}
 
 
 def read_kept(out: Path) -> Study:
@@ -188,15 +214,13 @@ def read_kept(out: Path) -> Study:
     path = out / KEPT_FILE
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
-        if stored["schema"] != _SCHEMA:
+        if stored["schema"] not in (1, _SCHEMA):  # the first had no arms
             raise ValueError(f"it has schema {stored['schema']!r}, this version reads {_SCHEMA}")
-        runs = {run["run"]: run for run in stored["runs"]}
-        for run in runs.values():
+        runs = {}
+        for run in stored["runs"]:
+            of_arm = _with(stored.get("arms", {}).get(run["arm"], {}), stored["shared"])
             # The file's own schema was checked above.
-            run["schema_version"] = 1
-            for name, value in stored["shared"].items():
-                is_group = isinstance(value, dict)
-                run[name] = {**value, **run.get(name, {})} if is_group else value
+            runs[run["run"]] = {**_with(run, of_arm), "schema_version": 1}
         merging = _mergings(out / "merging.csv")
         analysis = _analyses(out / "analysis.csv")
     except (OSError, ValueError, KeyError, TypeError, DataError) as error:

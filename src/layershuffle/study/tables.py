@@ -301,7 +301,7 @@ def runs_table(study: Study) -> Table:
                 duration(result.eval_seconds),
                 f"{result.images_per_second:,.0f}",
                 result.finished,
-                result.settings_hash[:12],
+                result.settings_hash,
             )
         seed = str(run.task.settings.seed)
         rows.append((run.task.name, label(run.task.arm), seed, run.state, *facts))

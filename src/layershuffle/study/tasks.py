@@ -16,9 +16,9 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from layershuffle.errors import DataError, LayerShuffleError
 from layershuffle.merging.rows import MergingRow, rows_from_csv
@@ -80,7 +80,8 @@ class RunResult(TaskResult):
     arm: str
     method: str
     seed: int
-    settings_hash: str
+    # 12 of the 64 digits tell settings apart.
+    settings_hash: Annotated[str, AfterValidator(lambda digits: digits[:12])]
     finished: str
     train_seconds: float
     eval_seconds: float
