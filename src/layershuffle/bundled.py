@@ -24,28 +24,28 @@ def recipe_names() -> list[str]:
     return sorted(path.stem for path in asset("recipes").glob("*.yaml"))
 
 
-def recipe_file(given: Path) -> Path:
-    """The file of a recipe: `given` itself, or the packaged recipe that it names.
+def recipe_file(path: Path) -> Path:
+    """The file of a recipe: `path` itself, or the packaged recipe that it names.
 
     A packaged recipe is named as "digits-quick", or as "recipes/digits-quick.yaml" where there is
     no such file. Raises `UsageError` if there is neither.
     """
-    is_name = given.parent in (Path(), Path("recipes")) and given.suffix in ("", ".yaml")
-    packaged = asset("recipes", f"{given.stem}.yaml")
+    is_name = path.parent in (Path(), Path("recipes")) and path.suffix in ("", ".yaml")
+    packaged = asset("recipes", f"{path.stem}.yaml")
     # A directory of that name may be here as well: the results of an earlier run.
-    if is_name and not given.is_file() and packaged.is_file():
+    if is_name and not path.is_file() and packaged.is_file():
         return packaged
-    if given.exists():
-        return given
+    if path.exists():
+        return path
     listed = f"the recipes of this package are {', '.join(recipe_names())}"
     raise UsageError(
         "There is no recipe of this name",
-        place=given,
-        hint=did_you_mean(given.stem, recipe_names(), otherwise=listed),
+        place=path,
+        hint=did_you_mean(path.stem, recipe_names(), otherwise=listed),
     )
 
 
-def image_file(given: Path) -> Path:
-    """The file of an image: `given` itself, or the packaged picture "bundled:NAME"."""
-    name = str(given)
-    return asset(name.removeprefix(_SCHEME)) if name.startswith(_SCHEME) else given
+def image_file(path: Path) -> Path:
+    """The file of an image: `path` itself, or the packaged picture "bundled:NAME"."""
+    name = str(path)
+    return asset(name.removeprefix(_SCHEME)) if name.startswith(_SCHEME) else path

@@ -54,18 +54,18 @@ def bench_eval(config: BenchConfig, *, progress: Progress = unheard) -> BenchRep
     workload, compiler = converted(workload, config.precision), config.compiler()
     compiler.add(workload.model)
     images, depth = workload.images, depth_of(workload.model)
-    timer, syncs, taken = PhaseTimer(config.device), Syncs(), 0
+    timer, syncs, step = PhaseTimer(config.device), Syncs(), 0
 
     def forwards(count: int) -> None:
-        nonlocal taken
+        nonlocal step
         for _ in range(count):
-            taken += 1
-            progress("steps", taken - 1, WARM_UP + config.steps + PHASED)
+            step += 1
+            progress("steps", step - 1, WARM_UP + config.steps + PHASED)
             timer.begin("data")
             pixels = workload.pixels.to(images.device, non_blocking=True)
             batch = workload.finish(pixels).to(images.dtype)
             timer.begin("stem")
-            with running(workload.model, Shuffled().draw(depth, seed=0, step=taken)):
+            with running(workload.model, Shuffled().draw(depth, seed=0, step=step)):
                 logits_of(workload.model(batch))
 
     with torch.inference_mode(), compiler.limits():

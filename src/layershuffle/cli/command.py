@@ -58,6 +58,8 @@ def _for_readers(info: StructTypeInfo) -> StructConstructorSpec | None:
     homes = [vars(kind).get("__annotations__", ()) for kind in info.type.__mro__]
 
     def place(field: StructFieldSpec) -> tuple[bool, int]:
+        if tyro.conf.Positional in getattr(field.type, "__metadata__", ()):
+            return False, -1  # words are told apart by their order alone
         missing = any(field.default is mark for mark in (tyro.MISSING, tyro.MISSING_NONPROP))
         home = next((n for n, names in enumerate(homes) if field.name in names), 0)
         return not missing and "(required" not in _hint(field), home

@@ -181,8 +181,8 @@ def limited_test(
         return Split(dataset=dataset, size=size, groups=groups)
     shuffle = torch.randperm(size, generator=generator_for("max_test", TEST_SHUFFLE_SEED))
     rows = sorted(shuffle[:limit].tolist())
-    taken = None if groups is None else groups[rows]
-    return Split(dataset=Subset(dataset, rows), size=limit, groups=taken)
+    of_rows = None if groups is None else groups[rows]
+    return Split(dataset=Subset(dataset, rows), size=limit, groups=of_rows)
 
 
 def check_labels(labels: Sequence[int] | Tensor, classes: int, *, place: str | Path) -> None:

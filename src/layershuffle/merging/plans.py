@@ -97,10 +97,10 @@ def sample_plans(
     merges = []
     for index, donors in enumerate(plans):
         ends = _source(end, donors, seed, index)
-        taken = None
+        blocks = None
         if slots == "random":
-            taken = Stream(seed, index, rank=_SLOTS).shuffled(range(depth))
-        merges.append(MergePlan(donors, ends, ends, taken))
+            blocks = Stream(seed, index, rank=_SLOTS).shuffled(range(depth))
+        merges.append(MergePlan(donors, ends, ends, blocks))
     return merges
 
 

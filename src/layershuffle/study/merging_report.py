@@ -144,8 +144,8 @@ def beeswarm_offsets(values: Sequence[float], *, height: float) -> list[float]:
     placed: list[tuple[float, int]] = []
     # From the lowest value up, so that the order of the rows does not change the picture.
     for index in sorted(range(len(values)), key=lambda i: values[i]):
-        taken = {place for value, place in placed if abs(value - values[index]) < height}
-        place = next(place for place in _outwards() if place not in taken)
+        used = {place for value, place in placed if abs(value - values[index]) < height}
+        place = next(place for place in _outwards() if place not in used)
         placed.append((values[index], place))
         offsets[index] = float(place)
     return offsets

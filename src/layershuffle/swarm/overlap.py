@@ -85,15 +85,15 @@ def decide_overlap(
     # The answer of a visit of several blocks fits only its own state, so no other may join it.
     if waited and (len(waited) >= width or len(busy) > len(waited)):
         return Wait(now + left, for_hosts=False)
-    taken = rounds.with_twins(busy)
+    occupied = rounds.with_twins(busy)
     first = [b for b in blocks if b not in ran and b not in busy and swarm.usable(b)]
-    ready = [b for b in first if b not in taken]
+    ready = [b for b in first if b not in occupied]
     visit = request.visit(ready, room=most - len(ran | busy), width=width)
     # A place that waits for its twin belongs to this pass, so the next pass cannot begin yet.
     if visit is None and busy <= ran and len(ready) == len(first):
         passes = rounds.way(len(ran), enough=most).passes
         again = _again(progress, request, busy=busy, passes=passes)
-        again = [block for block in again if block not in taken]
+        again = [block for block in again if block not in occupied]
         visit = request.visit(again, room=len(again), width=width)
     if visit is not None and visit.expected <= left:
         return visit

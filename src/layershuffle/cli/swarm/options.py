@@ -60,10 +60,10 @@ def tls_of(options: TlsOptions) -> Tls | None:
     """The TLS files of the flags, or `None`. Raises `UsageError` if only some of them are given."""
     from layershuffle.swarm.ray_config import Tls, check_tls
 
-    given = (options.tls_certificate, options.tls_key, options.tls_authority)
-    if not any(given):
+    files = (options.tls_certificate, options.tls_key, options.tls_authority)
+    if not any(files):
         return None
-    certificate, key, authority = given
+    certificate, key, authority = files
     if certificate is None or key is None or authority is None:
         raise UsageError(
             "TLS needs a certificate, its key and the authority",

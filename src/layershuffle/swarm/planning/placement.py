@@ -291,14 +291,14 @@ def _route(problem: PlacementProblem, placement: Placement) -> float:
         count = np.clip(np.minimum(problem.room, problem.runs[missing].sum()), 1, None)
         host = int(np.where(open_hosts, problem.hop / count + block_time, np.inf).argmin())
         open_hosts[host] = False
-        taken = 0
+        runs = 0
         for block in missing.copy():
             if problem.sizes[block] <= free[host]:
                 placement[host, block] = True
                 free[host] -= problem.sizes[block]
                 missing.remove(block)
-                taken += int(problem.runs[block])
-        if ran := min(taken, demand):
+                runs += int(problem.runs[block])
+        if ran := min(runs, demand):
             total += float(problem.hop[host] + ran * block_time[host])
             demand -= ran
     return total

@@ -330,19 +330,19 @@ class RequestScheduler:
     def _body_memory(self) -> Iterator[Callable[[int], None]]:
         """A function that takes bytes from what all bodies together may hold, given back at the
         end; it raises `HTTPError` (429) if that many are not free."""
-        taken = 0
+        total = 0
 
         def take(count: int) -> None:
-            nonlocal taken
+            nonlocal total
             if count > self._free_bytes:
                 raise busy("The bodies of other requests fill the memory")
             self._free_bytes -= count
-            taken += count
+            total += count
 
         try:
             yield take
         finally:
-            self._free_bytes += taken
+            self._free_bytes += total
 
 
 def _too_late(event: str) -> NotAnswered:
