@@ -187,12 +187,12 @@ class ChaosTransport:
             answer = await self._slowly(visit, packet)
         else:
             answer = await self._passed(visit, packet)
-        # Also on the way back: a host that is cut off computes, and nobody hears of it.
+        # Also on the way back: a host that is cut off computes, but its answer is lost.
         await self.way_to(visit.host)
         if self._lies(visit):
             state = unpack(answer.packet)
             noise = np.random.default_rng(_NOISE_SEED).standard_normal(state.shape, np.float32)
-            # A state of zeros has no spread, but must come out false too.
+            # A state of zeros has no spread, but must become wrong too.
             state = state + noise * np.float32(_NOISE_FACTOR * (state.std() or 1.0))
             answer = replace(answer, packet=pack(state, answer.packet.wire))
         return answer

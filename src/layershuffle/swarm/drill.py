@@ -62,7 +62,7 @@ class Drill:
 
     def quantile(self, q: float) -> float:
         """Milliseconds below which a share `q` of all requests ended (nearest rank)."""
-        # Failed requests count: somebody waited for them, too.
+        # Failed requests count, because clients waited for them too.
         times = sorted(reply.ms for reply in self.replies.values())
         return times[max(0, math.ceil(q * len(times)) - 1)] if times else math.nan
 

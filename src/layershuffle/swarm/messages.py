@@ -60,7 +60,7 @@ def pack(state: State, wire: Wire) -> Packet:
     # A token of zeros would divide by zero.
     scales = np.where(largest == 0, 1, largest / _LEVELS).astype(np.float32)
     broken = ~np.isfinite(scales)
-    scales[broken] = np.nan  # so that its whole token comes out as not finite
+    scales[broken] = np.nan  # so that its whole token is not finite
     levels = state / scales
     # In place, because a state is the largest thing that a hop touches.
     np.rint(levels, out=levels)

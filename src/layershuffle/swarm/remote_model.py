@@ -124,7 +124,7 @@ class RemoteModel:
             check_enough(route, min_blocks=min_blocks)
         except NotAnswered:
             # No head runs that would measure it anew: after one stall of ten seconds the average
-            # would refuse every request of two seconds for ever.
+            # would refuse every request of two seconds forever.
             if late_by:
                 self.head_seconds *= 1 - _HEAD_WEIGHT
             raise
@@ -172,7 +172,7 @@ class RemoteModel:
 
 
 def check_enough(route: Route, *, min_blocks: int) -> None:
-    """Raises `NotAnswered` if a route is none to answer from: too few blocks ran, or it broke."""
+    """Raises `NotAnswered` if a route gives no answer: too few blocks ran, or it broke."""
     if route.ending == "lost":
         first = min(route.skipped, default=0)
         raise NotAnswered(
@@ -194,7 +194,7 @@ def served_host(model: nn.Module) -> nn.Module:
     """The wrapped host model that a swarm can serve, without a position prediction.
 
     Raises `StackError` for models with position encoding, and for those that do more between their
-    blocks than hand on the state.
+    blocks than pass the state on.
     """
     if isinstance(model, PositionedModel) and model.encoding is not None:
         raise StackError(
