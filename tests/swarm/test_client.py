@@ -426,7 +426,7 @@ def test_deploy_warns_of_keys_in_clear(papers, tmp_path, capsys):
         return capsys.readouterr().err
 
     clear = said("--keys", keys)
-    assert clear.startswith("warning: API keys, images and answers travel to and from 10.0.0.1 in")
+    assert clear.startswith("warning: API keys, images and answers are sent to and from 10.0.0.1")
     assert "copy it from the head" in clear
     assert "warning" not in said("--keys", keys, *files)
     assert "without an API key" in said(*files)

@@ -88,7 +88,7 @@ def test_errors_are_one_paragraph(capsys, monkeypatch, tmp_path, words, code, ph
         monkeypatch.setenv("XDG_STATE_HOME", short)
         status, out, err = run(capsys, *words)
     # What takes seconds is said before.
-    loading = "  0.0 s  Loading dir:/nowhere, to see how many blocks it has ...\n"
+    loading = "  0.0 s  Loading dir:/nowhere to count its blocks ...\n"
     assert (status, out.removeprefix(loading)) == (code, "")
     assert err.startswith("error: ")
     assert err.count("\n") == 1
