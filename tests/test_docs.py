@@ -265,7 +265,7 @@ def test_the_load_figures_of_the_swarm_page_are_the_measured_ones(repository):
     assert f"lets expect, % | {bounds[0]} | {bounds[1]} |" in page
     times = [f"{slow[key]:.0f} ms" for key in ("p99_slow_ms", "p99_ms")]
     assert f"99 % of the requests ended within {times[0]}, against {times[1]}" in page
-    assert f"{slow['degraded']:.1f} % of the answers do without" in page
+    assert f"{slow['degraded']:.1f} % of the answers lack" in page
     memory = facts["memory"]
     assert f"{memory['requests']:,} requests with no host failed" in page
     assert (memory["failed"], memory["late"]) == (0, 0)

@@ -35,7 +35,7 @@ def find_blocks(
     Without `path`: the longest `nn.Sequential` or `nn.ModuleList` of blocks of one class.
     `may_differ`: names of plain attributes that do not change what a block computes. Raises
     `StackError` with the reason when there is none, when the blocks are spread over several stages
-    (Swin), or when they differ, so that one cannot take the place of another.
+    (Swin), or when they differ, so that they are not interchangeable.
     """
     if path is None:
         path, container = _largest_stack(model)

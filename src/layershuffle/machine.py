@@ -132,7 +132,7 @@ def warn_of_slow_bf16(precision: str, device: str) -> None:
 
 
 def device_of(choice: Device) -> Literal["cpu", "cuda"]:
-    """The device that `choice` stands for here. Raises `UsageError` for a GPU that is not there."""
+    """The device that `choice` denotes here. Raises `UsageError` if there is no GPU for it."""
     import torch
 
     has_gpu = torch.cuda.is_available()

@@ -44,7 +44,7 @@ def connect_ray(
 
     `address`: HOST:PORT, or "auto" for the cluster that this machine is a member of. `cluster` and
     `hint` are for messages: what should answer there, and what to do if it does not; `refused`:
-    what to do if it lets nobody in. Raises `UsageError` if Ray is not installed, if nothing
+    what to do if it refuses the connection. Raises `UsageError` if Ray is not installed, if nothing
     answers, or if the cluster does not take this client's token.
     """
     ray = import_ray(extra=extra)

@@ -37,8 +37,8 @@ class Estimate:
     orders within a model, pooled over models. `sd_models`: standard deviation of the models'
     means. `None` where there are fewer than two values to spread. `low`, `high`: 95 % interval
     of `mean` over what `kind` names. `orders`, `images`: per model (the fewest, if they differ).
-    `effective`: how many independent images an interval over images counts; `None` where they
-    were taken as independent, because nobody named groups of them. `least`, `most`: the lowest and
+    `effective`: how many independent images an interval over images counts; `None` if they
+    were treated as independent, because no groups were given. `least`, `most`: the lowest and
     highest single value.
     """
 

@@ -302,7 +302,7 @@ def test_the_command(capsys):
     assert report["conditions"]["hardware"]["processor"]
     assert main(["bench", "trian"]) == 2
     error = capsys.readouterr().err
-    assert "bench measures train, eval" in error
+    assert "KIND must be one of train, eval" in error
     assert "did you mean 'train'?" in error
     assert set(BENCHES) == set(KINDS)
 

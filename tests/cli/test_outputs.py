@@ -132,7 +132,7 @@ def test_scores_replace_a_file_only_when_asked(
     words = ["merge", "runs/a", "runs/b", "--random", "1", "--no-soups", "--data", DATA]
     words += ["--num-orders", "1", "--out", "scores.csv"]
     assert main(words) == 2
-    assert "Something is here already. Where: scores.csv." in capsys.readouterr().err
+    assert "This path exists already. Where: scores.csv." in capsys.readouterr().err
     assert main([*words, "--overwrite"]) == 0
     assert (work / "scores.csv").read_text().startswith("kind,")
 

@@ -230,7 +230,7 @@ def test_key_files_that_others_may_read_are_refused(tmp_path):
     for path, words in [
         (written(tmp_path / "group", "one", 0o640), "Other users may read or change"),
         (written(tmp_path / "empty", " \n"), "is empty"),
-        (tmp_path / "missing", "is not there"),
+        (tmp_path / "missing", "does not exist"),
     ]:
         with pytest.raises(UsageError, match=words):
             read_keys(path)
@@ -409,7 +409,7 @@ def test_certificates_that_cannot_be_used(papers, tmp_path):
         (certificate, locked, "The key is encrypted"),
         (papers / "ca.pem", key, "cannot be used"),
         (papers / "missing", key, "cannot be used .No such file"),
-        (certificate, papers / "missing", "is not there"),
+        (certificate, papers / "missing", "does not exist"),
         (key, key, "cannot be used"),
     ]:
         with pytest.raises(UsageError, match=phrase):
@@ -417,7 +417,7 @@ def test_certificates_that_cannot_be_used(papers, tmp_path):
     for authority in (papers / "missing", written(tmp_path / "no.pem", "no certificate")):
         with pytest.raises(UsageError, match="authority's certificate cannot be read"):
             client_context(authority)
-    with pytest.raises(UsageError, match="An authority says nothing about http:"):
+    with pytest.raises(UsageError, match="An authority has no effect on http:"):
         SwarmClient(URL, authority=papers / "ca.pem")
     assert context_of(HttpsOptions()) is None
     for half in (HttpsOptions(https_key=key), HttpsOptions(https_certificate=certificate)):
@@ -439,7 +439,7 @@ def test_deploy_warns_of_keys_in_clear(papers, tmp_path, capsys):
         return capsys.readouterr().err
 
     clear = said("--keys", keys)
-    assert clear.startswith("warning: API keys, images and answers travel to and from 10.0.0.1 in")
+    assert clear.startswith("warning: API keys, images and answers are sent to and from 10.0.0.1")
     assert "copy it from the head" in clear
     assert "warning" not in said("--keys", keys, *files)
     assert "without an API key" in said(*files)

@@ -315,7 +315,7 @@ def test_a_new_token_is_for_its_owner_alone(tmp_path):
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda path: None, "is not there"),
+        (lambda path: None, "does not exist"),
         (lambda path: path.mkdir(), "cannot be read"),
         (lambda path: written(path, "  \n", 0o600), "is empty"),
         (lambda path: written(path, "0" * 64, 0o640), "Other users may read"),
@@ -354,7 +354,7 @@ def test_where_nobody_answers(tmp_path):
 def test_tls_files_are_checked(tmp_path):
     files = Tls(*(tmp_path / name for name in ("cert.pem", "key.pem", "ca.pem")))
     for path in (files.certificate, files.key, files.authority):
-        with pytest.raises(UsageError, match="is not there"):
+        with pytest.raises(UsageError, match="does not exist"):
             check_tls(files)
         written(path, "x", 0o600)
     check_tls(files)

@@ -62,7 +62,9 @@ def test_keys_in_clear_bring_a_warning():
     ]:  # fmt: skip
         assert tls.in_clear(host, keyed=keyed, encrypted=encrypted) == ""
     warning = tls.in_clear("10.0.0.1", keyed=True, encrypted=False)
-    assert warning.startswith("API keys, images and answers travel to and from 10.0.0.1 in clear")
+    assert warning.startswith(
+        "API keys, images and answers are sent to and from 10.0.0.1 unencrypted"
+    )
 
 
 def test_the_rate_against_a_slow_count():

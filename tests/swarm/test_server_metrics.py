@@ -47,7 +47,7 @@ def test_health_says_whether_hosts_are_watched():
     before, after, metrics = run(go, watching=lambda: watched[0])
     assert (before.status_code, before.json()["watching"], before.json()["why"]) == (200, True, "")
     assert (after.status_code, after.json()["watching"]) == (200, False)  # requests are answered
-    assert after.json()["why"] == "nobody watches the hosts now: those that fail do not come back"
+    assert after.json()["why"] == "the hosts are not watched now: those that fail do not come back"
     assert "layershuffle_watching 0.0" in metrics.splitlines()
 
 

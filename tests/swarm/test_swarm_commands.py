@@ -77,7 +77,7 @@ def run(capsys, *words):
         (["swarm", "up", "--hosts", "13"], 2, "13 hosts are too many for 12 blocks"),
         (["swarm", "up", "--model", "dir:/nowhere"], 1, "no such directory"),
         (["swarm", "plan", "/nowhere.yaml"], 2, "There is no such file"),
-        ([*HOST, "--ip", "10.0.0.2"], 2, "token is not there"),
+        ([*HOST, "--ip", "10.0.0.2"], 2, "token does not exist"),
         (["swarm", "head", "--ip", "10.0.0.1", "--tls-key", "k"], 2, "TLS needs a certificate"),
         (["swarm", "head", "--ip", "127.0.0.1"], 2, "machines cannot reach 127.0.0.1"),
         (["swarm", "calibrate", "timm:vit_tiny_patch16_224?pretrained=false"], 2, "no directory"),
@@ -89,7 +89,7 @@ def test_errors_are_one_paragraph(capsys, monkeypatch, tmp_path, words, code, ph
         monkeypatch.setenv("XDG_STATE_HOME", short)
         status, out, err = run(capsys, *words)
     # What takes seconds is said before.
-    loading = "  0.0 s  Loading dir:/nowhere, to see how many blocks it has ...\n"
+    loading = "  0.0 s  Loading dir:/nowhere to count its blocks ...\n"
     assert (status, out.removeprefix(loading)) == (code, "")
     assert err.startswith("error: ")
     assert err.count("\n") == 1

@@ -122,7 +122,7 @@ def split_logits(
     """The parts of the right class's centred logit under `order`.
 
     Raises `DoesNotApply` if they do not add up, because the head is not affine, and `StackError`
-    for a host that does more between its blocks than hand on the state.
+    for a host that does more between its blocks than pass the state on.
     """
     refuse_loops(subject.model, images, forward=subject.logits)
     updates = _Updates()

@@ -1,4 +1,4 @@
-"""Token summaries of what goes into a block and what comes out, per image, block and position."""
+"""Token summaries of the inputs and outputs of blocks, per image, block and position."""
 
 from __future__ import annotations
 

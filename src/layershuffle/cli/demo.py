@@ -54,7 +54,7 @@ class PageCommand(Command):
             serve(demo_app(loading), port=self.port, ready=self._announce)
         )
         await asyncio.wait({loading, serving}, return_when=asyncio.FIRST_EXCEPTION)
-        # Whichever failed says why; without this a page would wait for ever for its models.
+        # Raise the error of the task that failed; otherwise a page would wait forever for models.
         for task in (serving, loading):
             if task.done():
                 task.result()

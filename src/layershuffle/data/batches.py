@@ -86,7 +86,7 @@ class DeviceBatches:
         return tensor.to(self.device, non_blocking=True)
 
     def _place(self, pixels: Tensor) -> PixelPlace | None:
-        # A stream has no length, so nobody can say beforehand whether it fits.
+        # A stream has no length, so it is unknown beforehand whether it fits.
         if self.split.size is None:
             return None
         size = self.split.size * pixels[0].numel()

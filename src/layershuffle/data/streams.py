@@ -155,7 +155,7 @@ class StreamedImages(IterableDataset[Item]):
 
     def _records(self) -> Iterator[Record]:
         try:
-            # Nothing but reading stands in this `try`: a bad image is named by an error of its own.
+            # This `try` contains only the reading: a bad image has its own error.
             yield from self.stream
         except STREAM_ERRORS as error:
             raise DataError(

@@ -54,7 +54,7 @@ class PlainTransform:
         """Pixels uint8 [C, H, W]."""
         size, (left, top) = _size_and_corner(image.size, self.view)
         # Resizing only the part that stays (`box=`) is 1.4 times as fast, but its boxes are
-        # 32-bit floats, and 1 byte in 30,000 comes out different. Scores are not to move.
+        # 32-bit floats, and 1 byte in 30,000 differs. Scores must not change.
         sized = image.resize(size, _RESAMPLING[self.view.interpolation])
         box = (left, top, left + self.view.width, top + self.view.height)
         return pixel_tensor(sized.crop(box)).contiguous()

@@ -192,7 +192,7 @@ def _note_depth(config: Any, depth: int) -> None:
 
 
 def image_view(host: HostModel) -> ImageView:
-    """The view of models of this kind; what came with a model stands in its origin."""
+    """The view of models of this kind; the view that came with a model is in its origin."""
     return view_of(host)
 
 

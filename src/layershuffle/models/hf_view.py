@@ -1,7 +1,7 @@
-"""How a transformers model wants its images: its image processor's file, or the kind of model.
+"""The image preparation of a transformers model, from its image processor's file or its kind.
 
-transformers itself resolves the file, since what a key means, and what stands for a missing one,
-depends on the class of the processor. Without a file the numbers are those of the published
+transformers itself resolves the file, because the meaning of a key, and the default of a missing
+one, depend on the class of the processor. Without a file the numbers are those of the published
 checkpoints of that kind; they are listed here because the defaults of the processor classes differ
 from them in places (DeiT, DINOv2).
 """

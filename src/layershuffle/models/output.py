@@ -72,7 +72,7 @@ def check_replaceable(directory: Path) -> None:
 def own_directory(spec: str) -> Path | None:
     """The directory of a bundled, saved or trained model; `None` for a model of a host library.
 
-    Raises `UsageError` for a spec that is none.
+    Raises `UsageError` for an invalid spec.
     """
     return directory_of(spec) if parse_spec(spec).scheme in ("bundled", "dir") else None
 
@@ -80,7 +80,7 @@ def own_directory(spec: str) -> Path | None:
 def directory_of(spec: str) -> Path | None:
     """The directory with the files of the model `spec`, `None` where a library fetches or makes it.
 
-    Raises `UsageError` for a spec that is none.
+    Raises `UsageError` for an invalid spec.
     """
     parsed = parse_spec(spec)
     if parsed.scheme == "bundled":
@@ -89,7 +89,7 @@ def directory_of(spec: str) -> Path | None:
         return Path(str(parsed.settings["checkpoint"])).expanduser().parent
     path = Path(parsed.place.removeprefix("local-dir:")).expanduser()
     if parsed.scheme != "dir":
-        # Names of the hub are no paths, unless somebody has a directory of that name here.
+        # Names of the hub are not paths, unless there is a directory of that name here.
         return path if path.is_dir() else None
     # What `fit` writes has the model one level below its checkpoints.
     below = path / "model"

@@ -30,7 +30,7 @@ def with_stored_parts(host: nn.Module, metadata: ModelMetadata, *, directory: Pa
     path = directory / PARTS
     encoding, prediction = metadata.position.encoding, metadata.position.prediction
     if encoding is None and prediction is None:
-        # To ignore the file would mean to score a model without parts that it was trained with.
+        # Ignoring the file would score a model without parts that it was trained with.
         if path.exists():
             raise ModelFileError(
                 f"{METADATA_FILE} does not mention this file",

@@ -34,7 +34,7 @@ _PUBLISHED = {
 class StudySubject:
     """What the work depends on: model and data.
 
-    The numbers of images are `None` where nobody knows them, as of a stream. `notes` say what was
+    The numbers of images are `None` if they are unknown, as for a stream. `notes` list what was
     estimated, and from what.
     """
 
@@ -277,7 +277,7 @@ def published_sizes(
 
 
 def work_of(task: Task, subject: StudySubject) -> Work | None:
-    """The work of one task; `None` where it depends on a number of images that nobody knows."""
+    """The work of one task; `None` if it depends on an unknown number of images."""
 
     def scored(most: int | None) -> int | None:
         return min((count for count in (subject.test_images, most) if count), default=None)

@@ -241,7 +241,7 @@ def gaps(study: Study) -> list[tuple[str, str]]:
 
 
 def unmeasured(summary: Summary) -> str:
-    """One line that names the claims that this study cannot judge; empty if there is none."""
+    """One line that names the claims that this study cannot judge; empty without such claims."""
     names = [f'"{c.says}"' for c, verdict, _ in judge(summary) if verdict == "not measured"]
     return f"Not measured in this study: {'; '.join(names)}." if names else ""
 

@@ -20,7 +20,7 @@ ARTEFACTS = ("table1", "fig1b", "fig1c", "table2", "fig5", "budget", *_ANALYSES)
 def tasks_for(study: StudySettings, only: str | None) -> tuple[Task, ...]:
     """The tasks behind the artefacts of a comma-separated list, with all that they need.
 
-    `None` means everything. Raises `UsageError` for a name that is none, and for one that this
+    `None` means everything. Raises `UsageError` for an unknown name, and for one that this
     study has nothing for.
     """
     tasks = tasks_of(study)

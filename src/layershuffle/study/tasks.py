@@ -215,7 +215,7 @@ def check_result(
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(map(str, first["loc"])).replace("schema_version", "schema")
-        # A result of a later version is whole: nobody should be told to delete it.
+        # A result of a later version is intact, so users should not be advised to delete it.
         hint = _OTHER_VERSION if name == "schema" else AGAIN
         raise StudyError(
             f'The field "{name}" is wrong: {first["msg"]}', place=place, hint=hint

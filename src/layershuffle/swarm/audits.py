@@ -1,9 +1,9 @@
 """Which visits are audited: some drawn at random, others because they look odd for their host.
 
 A host that lies in one visit of a hundred meets a random audit of 2 % once in 5,000 visits. But
-what it then answers rarely looks like its other answers. So half of the audits go to the visits
-that are odd, by two cheap measures of what the blocks added to the state. To look odd convicts
-nobody: the audit does, which computes the visit again. Numpy and a generator; nothing is awaited.
+its false answers rarely look like its other ones. So half of the audits go to visits that are odd
+by two cheap measures of what the blocks added to the state. Looking odd proves nothing: only the
+audit, which computes the visit again, does. This needs numpy and a generator; nothing is awaited.
 """
 
 from __future__ import annotations

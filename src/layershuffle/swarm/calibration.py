@@ -57,7 +57,7 @@ class CalibrationFacts:
 
 
 class _CalibrationModel(BaseModel):
-    # Strict: a number that somebody wrote as a text is refused, not converted.
+    # Strict: a number written as text is refused, not converted.
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 

@@ -1,7 +1,7 @@
-"""The data channel: states go to a host over one connection of our own, beside Ray.
+"""The data channel: states travel to a host over a separate connection, beside Ray.
 
 A call of an actor takes 2 ms for a state of 148 KiB, a socket a tenth of that (decision 025). So
-each host opens one server, its address stands in its `HostInfo`, and a gateway keeps one connection
+each host opens one server, whose address is in its `HostInfo`, and a gateway keeps one connection
 to each host, over which visits go side by side. Ray starts and watches the hosts as before, and
 carries the visits to a host whose channel cannot be reached.
 
@@ -176,7 +176,7 @@ class _Served:
             level = logging.DEBUG if self._server.refused else logging.WARNING
             _log.log(level, "A connection to the data channel was refused: %s", why)
             self._server.refused += 1
-        # Nobody waits for them any more.
+        # Their results are no longer needed.
         for visit in [*self._visits.values()]:
             visit.cancel()
 
@@ -308,10 +308,10 @@ class _Connection:
 
 
 class ChannelLink:
-    """The way to a host over its channel: opens a connection, and another one when it is lost.
+    """The way to a host over its channel: opens a connection, and reopens it when it is lost.
 
-    `why` says why there is none, "" while it is open. The pauses between tries double, from
-    `suspect_ms` to `suspect_max_ms`.
+    `why` is the reason for a missing connection, "" while it is open. The pauses between tries
+    double, from `suspect_ms` to `suspect_max_ms`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Failures on purpose: which host fails when, and the wrappers that make it so.
+"""Injected failures: which host fails when, and the wrappers that inject them.
 
 A list of `Fault` is pure data and a function of a seed. Its times are counted in requests, so that
 the same list hits a real swarm, one in this process and a simulated one at the same places.
@@ -76,7 +76,7 @@ class Fault:
 
 
 def check_faults(faults: Sequence[Fault], hosts: Sequence[str]) -> tuple[Fault, ...]:
-    """`faults` by time. Raises `UsageError` for hosts that are not there."""
+    """`faults` by time. Raises `UsageError` for unknown hosts."""
     for fault in faults:
         if fault.host not in hosts:
             raise UsageError(
@@ -100,7 +100,7 @@ def crashes(hosts: Sequence[str], *, share: float, requests: int, seed: int) -> 
     stream = Stream(seed, 0)
     count = max(1, int(len(hosts) * share))
     chosen = [hosts[i] for i in stream.shuffled(range(len(hosts)))[:count]]
-    # Quiet at both ends, so that there is a before and an after to compare.
+    # Quiet at both ends, so that the times before and after can be compared.
     first, last = requests // 10, requests - requests // 10
     return check_faults(
         [Fault(first + stream.below(max(1, last - first)), host, "crash") for host in chosen], hosts
@@ -158,7 +158,7 @@ class ChaosTransport:
         self._open: dict[str, asyncio.Event] = {}
 
     def break_host(self, host: str, kind: FaultKind, *, factor: float = SLOW_FACTOR) -> None:
-        """From now on `host` is broken so: cut, freeze, slow (by `factor`), or a kind of wrong."""
+        """From now on, break `host`: cut, freeze, slow (by `factor`), or a kind of wrong."""
         if kind == "slow":
             self._slow[host] = (factor, asyncio.Lock())
         elif kind.startswith("wrong"):
@@ -167,7 +167,7 @@ class ChaosTransport:
             self._open.setdefault(host, asyncio.Event())
 
     def heal(self, host: str) -> None:
-        """Nothing is wrong with the way to `host` any more."""
+        """Repair the way to `host`."""
         self._slow.pop(host, None)
         self._wrong.pop(host, None)
         self.dead.discard(host)
@@ -187,12 +187,12 @@ class ChaosTransport:
             answer = await self._slowly(visit, packet)
         else:
             answer = await self._passed(visit, packet)
-        # Also on the way back: a host that is cut off computes, and nobody hears of it.
+        # Also on the way back: a host that is cut off computes, but its answer is lost.
         await self.way_to(visit.host)
         if self._lies(visit):
             state = unpack(answer.packet)
             noise = np.random.default_rng(_NOISE_SEED).standard_normal(state.shape, np.float32)
-            # A state of zeros has no spread, but must come out false too.
+            # A state of zeros has no spread, but must become wrong too.
             state = state + noise * np.float32(_NOISE_FACTOR * (state.std() or 1.0))
             answer = replace(answer, packet=pack(state, answer.packet.wire))
         return answer
@@ -254,7 +254,7 @@ class ChaosBackend:
         return await self.inner.start(name, node=node)
 
     async def end(self, name: str) -> None:
-        """End the host; whatever was wrong with it ends too."""
+        """End the host, and with it its injected failure."""
         await self.inner.end(name)
         self.transport.heal(name)
 
@@ -307,7 +307,7 @@ class FaultInjector:
         coordinator.backend, coordinator.router.transport = self.backend, self.backend.transport
 
     async def inject(self, fault: Fault) -> None:
-        """Make the fault happen. A crashed host stays dead until its rejoin.
+        """Inject the fault. A crashed host stays dead until its rejoin.
 
         Raises `LayerShuffleError` for a host that is not there, or is dead already.
         """
@@ -315,7 +315,7 @@ class FaultInjector:
         coordinator.record_of(name)
         if fault.kind == "crash":
             await self.kill(name)
-            # Or the coordinator would start it again at once.
+            # Otherwise the coordinator would restart it at once.
             coordinator.hold(name, "it crashed")
         elif fault.kind == "kill":
             await self.kill(name)
@@ -334,7 +334,7 @@ class FaultInjector:
             await coordinator.readmit(name)
 
     async def kill(self, name: str) -> None:
-        """The host's process dies at once. Raises `HostUnavailable` if there is none."""
+        """Kill the host's process at once. Raises `HostUnavailable` if there is none."""
         host = self._running(name)
         if self._ray is not None:
             signal_process(self._ray, host.pid, number=signal.SIGKILL, node=host.node)
@@ -345,14 +345,14 @@ class FaultInjector:
         self.coordinator.has_process(name, 0)  # its number may become another process's
 
     def freeze(self, name: str) -> None:
-        """The host's process stops without a word; in this process it falls silent."""
+        """Stop the host's process; a host in this process stops answering."""
         if self._ray is None:
             return self.backend.transport.break_host(name, "freeze")
         host = self._running(name)
         signal_process(self._ray, host.pid, number=signal.SIGSTOP, node=host.node)
 
     def heal(self, name: str) -> None:
-        """Nothing is wrong with the host any more, unless it is dead."""
+        """Repair the host, unless it is dead."""
         if self._ray is not None:
             host = self._running(name)
             signal_process(self._ray, host.pid, number=signal.SIGCONT, node=host.node)

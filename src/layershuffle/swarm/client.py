@@ -265,7 +265,7 @@ def _swarm_errors(url: httpx.URL) -> Iterator[None]:
             cause = f"The gateway's certificate is not trusted ({error})"
             hint = (
                 "name the certificate of its authority (--authority FILE), and the gateway by a "
-                "name or address that stands in its certificate"
+                "name or address in its certificate"
             )
         raise SwarmError(cause, place=str(url), hint=hint) from error
 

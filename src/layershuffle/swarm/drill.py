@@ -63,7 +63,7 @@ class Drill:
 
     def quantile(self, q: float) -> float:
         """Milliseconds below which a share `q` of all requests ended (nearest rank)."""
-        # Failed requests count: somebody waited for them, too.
+        # Failed requests count, because clients waited for them too.
         return quantile([reply.ms for reply in self.replies.values()], q)
 
 

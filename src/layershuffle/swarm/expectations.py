@@ -78,7 +78,7 @@ def expected_at(calibration: Calibration, cell: Cell) -> Expected | None:
 
 
 def expected_of_named(calibration: Calibration, order: ExecutionOrder) -> Expected | None:
-    """The accuracy to expect of steps that somebody named; `None` if such were not measured."""
+    """The accuracy to expect of steps that a client named; `None` if it was not measured."""
     if calibration.tied is not None and beside_twins(order, calibration.tied):
         return None
     cell = cell_of_named(order)

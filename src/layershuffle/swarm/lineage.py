@@ -65,7 +65,7 @@ def lineage_of(model: nn.Module) -> Lineage:
 def read_lineage(directory: str | Path) -> Lineage:
     """The lineage of a saved model, from its JSON and the headers of its weights.
 
-    Raises `ModelFileError` for what is no saved model, `UsageError` if it has position encoding.
+    Raises `ModelFileError` if it is not a saved model, `UsageError` if it has position encoding.
     """
     place, facts = _metadata_at(directory)
     if facts.position.encoding is not None:

@@ -1,4 +1,4 @@
-"""What router, transports and hosts send to each other: states, visits, answers and failures.
+"""The messages between router, transports and hosts: states, visits, answers and failures.
 
 A state travels as float32, as float16, or as int8 with a scale per token: that of one image in a
 ViT-B/16 (197 x 768) takes 591, 296 or 148 KiB. Plain data and numpy.
@@ -49,22 +49,22 @@ def pack(state: State, wire: Wire) -> Packet:
     if wire == "fp32":
         return Packet(wire, np.ascontiguousarray(state))
     if wire == "fp16":
-        # Values beyond the range of fp16 would become infinite on the way, and an honest host would
-        # look as if it were wrong.
+        # Values beyond the range of fp16 would become infinite, and an honest host would look
+        # wrong.
         limits = np.finfo(np.float16)
         small = np.clip(state, limits.min, limits.max)
-        # What is not finite stays so, because the router has to see it.
+        # Non-finite values are kept, because the router must see them.
         return Packet(wire, np.where(np.isfinite(state), small, state).astype(np.float16))
     # A scale per token, so that one with large values does not coarsen the others.
     largest = np.abs(state).max(axis=-1, keepdims=True)
     # A token of zeros would divide by zero.
     scales = np.where(largest == 0, 1, largest / _LEVELS).astype(np.float32)
     broken = ~np.isfinite(scales)
-    scales[broken] = np.nan  # so that its whole token comes out as not finite
+    scales[broken] = np.nan  # so that its whole token is not finite
     levels = state / scales
     # In place, because a state is the largest thing that a hop touches.
     np.rint(levels, out=levels)
-    # int8 knows no NaN: the scale alone says that the token is broken.
+    # int8 has no NaN, so only the scale shows that the token is broken.
     if broken.any():
         np.nan_to_num(levels, copy=False)
     return Packet(wire, levels.astype(np.int8), scales)
@@ -93,7 +93,7 @@ def unpack_answer(packet: Packet, *, before: State) -> State:
     Raises `ValueError` for an answer of another shape.
     """
     values = unpack(packet)
-    # Numpy would stretch some other shapes, and add them up all the same.
+    # Numpy would broadcast some other shapes and add them anyway.
     if values.shape != before.shape:
         raise ValueError(f"it has the shape {values.shape}, not {before.shape}")
     return values if packet.wire == "fp32" else before + values
@@ -140,7 +140,7 @@ class Answer:
 
 
 class VisitError(LayerShuffleError):
-    """A visit without an answer. Transports raise it; clients never see it as it is."""
+    """A visit without an answer. Transports raise it; clients never see it directly."""
 
     outcome: Outcome = "failed"
 
@@ -193,7 +193,7 @@ class Visited:
 
 Ending = Literal["complete", "enough", "deadline", "unreachable", "lost"]
 WHOLE: tuple[Ending, ...] = ("complete", "enough")
-"""Endings of requests that got all the blocks that they should have."""
+"""Endings of requests that ran all the blocks that they should."""
 
 
 @dataclass(frozen=True)
@@ -223,12 +223,12 @@ class Route:
 
     @property
     def kept(self) -> int:
-        """How many different blocks ran."""
+        """The number of different blocks that ran."""
         return len(set(self.order))
 
     @property
     def degraded(self) -> bool:
-        """Whether the answer misses blocks that it should have."""
+        """Whether the answer lacks blocks that it should have."""
         return self.ending not in WHOLE
 
 

@@ -163,7 +163,7 @@ def _compiled(inputs: int, steps: Sequence[Sequence[Any]], *, output: int) -> Ca
 def _operation(target: str) -> Callable[..., Any]:
     if target in ARITHMETIC:
         return ARITHMETIC[target]  # type: ignore[no-any-return]
-    # Names below torch.ops.aten alone: a program calls nothing else, whatever stands in its file.
+    # Only names below torch.ops.aten: a program calls nothing else, whatever its file contains.
     name = re.fullmatch(r"aten\.([a-z0-9_]+)\.([A-Za-z0-9_]+)", target)
     if name is None:
         raise ValueError(f"{target[:80]!r} is not an operation of torch")

@@ -245,7 +245,7 @@ class RayHosts:
             why_not = await self._listening(name) if self._channel else "it is switched off"
             info: HostInfo = await self.call(name, "info")
         except HostGone as error:
-            # The reason, as a package that the host lacks, stands at the end of Ray's message.
+            # The reason, such as a package that the host lacks, is at the end of Ray's message.
             why = " ".join(str(error.__cause__).split())[-_MESSAGE:]
             _log.warning("The process of host %s does not start: %s", name, why)
             raise HostGone(
@@ -333,7 +333,7 @@ class RayHosts:
         self.transport.actors.pop(name, None)
 
     async def _outside(self, call: Callable[[], _Result]) -> _Result:
-        """A call that blocks, in a thread of its own for which nobody has to wait.
+        """Run a blocking call in its own thread, for which the process does not have to wait.
 
         A question to a GCS that has died is never answered, and the threads of asyncio's pool keep
         a process from ending.

@@ -171,7 +171,7 @@ def _essential_node() -> Any:
     from ray._private.node import Node
 
     class EssentialNode(Node):  # type: ignore[misc]
-        # Nobody asks Ray's dashboard; starting it took 5 of the 14 seconds of Ray's start.
+        # Ray's dashboard is not used; starting it took 5 of the 14 seconds of Ray's start.
         def start_api_server(self, **settings: Any) -> None:
             del settings
 
@@ -246,7 +246,7 @@ def _owned(directory: Path) -> int:
     fresh = directory / f"{_OWNER}.new"
     lock = os.open(fresh, os.O_RDWR | os.O_CREAT, 0o600)
     _locked(lock)
-    # Only now under the name that `sweep` looks for: nobody may find it unlocked.
+    # Renamed only now to the name that `sweep` looks for, so that it is never found unlocked.
     fresh.rename(directory / _OWNER)
     return lock
 

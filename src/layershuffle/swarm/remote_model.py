@@ -43,7 +43,7 @@ class Classified:
 
 
 class NotAnswered(LayerShuffleError):
-    """A request that the swarm could not answer; `route` says how far it came, if it began."""
+    """A request that the swarm could not answer; `route` is its route so far, if it began."""
 
     def __init__(self, cause: str, *, route: Route | None = None, hint: str | None = None) -> None:
         super().__init__(cause, hint=hint)
@@ -124,7 +124,7 @@ class RemoteModel:
             check_enough(route, min_blocks=min_blocks)
         except NotAnswered:
             # No head runs that would measure it anew: after one stall of ten seconds the average
-            # would refuse every request of two seconds for ever.
+            # would refuse every request of two seconds forever.
             if late_by:
                 self.head_seconds *= 1 - _HEAD_WEIGHT
             raise
@@ -144,7 +144,7 @@ class RemoteModel:
         )
 
     def close(self) -> None:
-        """End the worker threads, once what they compute is done."""
+        """End the worker threads after their current computations."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _forward(self, images: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ class RemoteModel:
 
     def _head(self, images: Tensor, state: State) -> Tensor:
         """Logits, float32 on the CPU, of the state after the last block."""
-        # A transport may hand out memory that is not to be written to.
+        # A transport may return memory that must not be written to.
         whole = np.require(state, np.float32, ["C_CONTIGUOUS", "WRITEABLE"])
         with torch.inference_mode():
             after = torch.from_numpy(whole).to(self._device, self._dtype)
@@ -172,7 +172,7 @@ class RemoteModel:
 
 
 def check_enough(route: Route, *, min_blocks: int) -> None:
-    """Raises `NotAnswered` if a route is none to answer from: too few blocks ran, or it broke."""
+    """Raises `NotAnswered` if a route gives no answer: too few blocks ran, or it broke."""
     if route.ending == "lost":
         first = min(route.skipped, default=0)
         raise NotAnswered(
@@ -194,7 +194,7 @@ def served_host(model: nn.Module) -> nn.Module:
     """The wrapped host model that a swarm can serve, without a position prediction.
 
     Raises `StackError` for models with position encoding, and for those that do more between their
-    blocks than hand on the state.
+    blocks than pass the state on.
     """
     if isinstance(model, PositionedModel) and model.encoding is not None:
         raise StackError(
@@ -213,7 +213,7 @@ def served_host(model: nn.Module) -> nn.Module:
 
 
 def why_no_rounds(model: nn.Module) -> str:
-    """Why the blocks of a model that `served_host` gave cannot run side by side; "" if they can."""
+    """The reason why the blocks of a model from `served_host` cannot run side by side, or ""."""
     if depth_of(model) < 2:
         return ""
     view, weight = image_view(model), next(blocks_of(model)[0].parameters())

@@ -89,8 +89,7 @@ async def play(
 ) -> ScenarioResult:
     """Send `requests` requests, break the swarm at a quarter of them, and wait until it is whole.
 
-    At least one request. `within`: seconds after which nobody waits any longer. Raises what `swarm`
-    raises.
+    At least one request. `within`: seconds after which the wait ends. Raises the errors of `swarm`.
     """
     watches: list[asyncio.Task[float]] = []
 

@@ -45,7 +45,7 @@ _TIMED = 30
 _MILLI = 1000.0
 _log = logging.getLogger(__name__)
 START_SECONDS = 120.0
-"""How long a swarm waits for all of its hosts before it starts with those that are there."""
+"""How long a swarm waits for all of its hosts before it starts with those that are up."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def load_cargo(plan: SwarmPlan) -> Cargo:
     for place in plan.hosts.values():
         for block, donor in place.donors.items():
             donated.setdefault(donor, set()).add(block)
-    # A plan may name its own model as a donor, of which everything is there already.
+    # A plan may name its own model as a donor, which is loaded already.
     donated.pop(plan.model, None)
     for donor, blocks in sorted(donated.items()):
         bundles[donor] = donor_bundle(donor, bundles[plan.model], blocks=sorted(blocks))
@@ -167,13 +167,13 @@ class Service:
 
     @cached_property
     def faults(self) -> FaultInjector:
-        """Breaks the hosts, for drills. Before it is asked for, nothing stands before them."""
+        """Breaks the hosts, for drills. Until it is first used, no wrapper is in front of them."""
         ray = None if self.session is None else self.session.ray
         return FaultInjector(self.coordinator, ray=ray)
 
     @property
     def trouble(self) -> str:
-        """What is wrong with what runs the hosts, "" if nothing."""
+        """The fault of what runs the hosts, "" if there is none."""
         return "" if self.session is None else self.session.trouble
 
 
@@ -206,7 +206,7 @@ async def running_service(
         rounds=rounds_of(cargo.calibration, parallel=plan.parallel),
     )
     coordinator = Coordinator(plan, router=router, backend=backend, bundles=cargo.bundles)
-    # The model may be refused, so before anything runs.
+    # Before anything runs, because the model may be refused.
     remote_model = RemoteModel(cargo.model, router)
     # A calibration measures no more than the model allows; a plan may name any number.
     if remote_model.no_rounds and (plan.parallel or 1) > 1:

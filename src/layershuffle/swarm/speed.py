@@ -33,7 +33,7 @@ def stored_ms(program: bytes, measure: Callable[[], float]) -> float:
     path = store_path()
     stored = _read(path)
     if key not in stored:
-        # Rounded as it is printed: nobody knows more digits of a time.
+        # Rounded as it is printed, because more digits of a time are not meaningful.
         stored[key] = float(f"{measure():.3g}")
         write_text(path, json.dumps(stored, indent=1))
     return stored[key]

@@ -218,7 +218,7 @@ class DrillCommand(ServerOptions):
                     )
                 finally:
                     swarm.close()
-                    # A liar that was found out stays out until somebody readmits it.
+                    # A liar that was caught stays out until it is readmitted.
                     if scenario in LIES:
                         await engine.inject(Fault(0, hosts[-1], "rejoin"))
         if self.json:

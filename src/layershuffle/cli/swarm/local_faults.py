@@ -73,7 +73,7 @@ class RunningSwarm:
     def _all_closed(self) -> bool:
         poll = select.poll()
         for connection in self._unread:
-            # A closed end cannot say so behind answers that nobody reads, but it resets who sends.
+            # A closed end cannot signal it behind unread answers, but it resets senders.
             with suppress(BlockingIOError, ConnectionError):
                 connection.send(b"G")
             poll.register(connection, select.POLLERR | select.POLLHUP)

@@ -156,7 +156,7 @@ async def operator_endpoint(service: Service, state: Path) -> AsyncIterator[None
 class Operator:
     """The owner's side of the socket, for command lines. Every method raises `LayerShuffleError`.
 
-    Raises `UsageError` if nobody listens in `state`.
+    Raises `UsageError` if no swarm listens in `state`.
     """
 
     def __init__(self, state: Path) -> None:
@@ -275,8 +275,8 @@ def scratch_directory(name: str) -> Path:
 
     Ray makes the directory itself, the first time.
     """
-    # Within: Ray opens its own directory to every user, which at its next start would look like
-    # somebody else's.
+    # A subdirectory, because Ray opens its own directory to every user, which at the next start
+    # would look like another user's.
     return state_directory(f"{tempfile.gettempdir()}/ls-{os.getuid()}-{name}") / "ray"
 
 

@@ -88,11 +88,11 @@ def create_app(
     `labels` are the names of the classes (default: those that the model or `calibration` knows),
     `keys` the API keys, none for an open gateway, `model` what /v1/swarm calls the model.
     `foreign_blocks`: the blocks, with their hosts, of another model than the calibrated one;
-    `watching`: whether somebody watches over the hosts; `audits`: visits that were repeated, and
-    those of them that differed; `carriers`: how visits get to each host; `trouble`: what is wrong
-    with what runs the hosts; `page`: what the page at / offers, `None` for no page;
-    `decoder_threads`: what decodes images (default: threads of its own). Raises `UsageError` for
-    short keys, and for labels or a calibration of another model.
+    `watching`: whether the hosts are watched; `audits`: the numbers of repeated visits, and of
+    those that differed; `carriers`: the way of visits to each host; `trouble`: the fault of what
+    runs the hosts; `page`: what the page at / offers, `None` for no page;
+    `decoder_threads`: the executor that decodes images (default: threads of its own). Raises
+    `UsageError` for short keys, and for labels or a calibration of another model.
     """
     names = _labels(remote_model, labels=labels, calibration=calibration)
     scheduler = RequestScheduler(

@@ -102,7 +102,7 @@ class Following:
             self.version += 1
 
     def forget(self) -> None:
-        """Nobody watches any more: what ends from here on is not seen to end."""
+        """The last viewer has left: the ends of requests are no longer recorded."""
         self._shown = self._newest = None
         self.version += 1
 

@@ -29,8 +29,8 @@ class Metrics(Collector):
     """The counters of one gateway, in a Prometheus registry of their own.
 
     `requests` counts classifications by outcome, `hops` visits by host and outcome. `watching`:
-    whether somebody watches over the hosts; `audits`: visits that were repeated, and those of them
-    that differed; `trouble`: what is wrong with what runs the hosts, "" if nothing.
+    whether the hosts are watched; `audits`: the numbers of repeated visits, and of those that
+    differed; `trouble`: the fault of what runs the hosts, "" if there is none.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Metrics(Collector):
             for visit_outcome, count in outcomes.items():
                 hops.add_metric([host, visit_outcome], count)
         yield from (requests, hops)
-        # `watching` is left out where nobody knows it: an alarm on a zero would ring for ever.
+        # `watching` is omitted if unknown: an alarm on a zero would never stop.
         gauges = [
             ("usable_hosts", "Hosts that visits may go to.", health.usable_hosts),
             ("reachable_blocks", "Blocks that a usable host holds.", health.reachable_blocks),
@@ -134,7 +134,7 @@ class Metrics(Collector):
 
     def _count_hop(self, hop: Visited, before: State, after: State | None) -> None:
         del before, after
-        # Here as well as when somebody reads, for gateways whose metrics nobody ever reads.
+        # Here as well as on reading, for gateways whose metrics are never read.
         if hop.host not in self.hops:
             self._forget_hosts()
         self.hops.setdefault(hop.host, Counter())[hop.outcome] += 1

@@ -25,7 +25,7 @@ _KINDS = {
     ".svg": "image/svg+xml",
 }
 HEADERS = {
-    # Nothing comes from elsewhere, no script stands in the page itself, nobody frames it.
+    # Nothing is loaded from elsewhere, no script is inline, and no other page may frame it.
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'self'; "
     "frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",

@@ -76,8 +76,8 @@ class Options(BaseModel):
     min_blocks: int | None = Field(
         None,
         ge=1,
-        description="Fewest blocks of an answer; with less there is none. Default: those that make "
-        "half of the accuracy are waited for until the deadline, then less is an answer too.",
+        description="Fewest blocks of an answer; with fewer there is no answer. Default: the "
+        "request waits until its deadline for half of the accuracy, then answers with fewer.",
     )
     order: Annotated[str, Field(max_length=4096)] | None = Field(
         None,
@@ -167,8 +167,8 @@ async def read_query(
 
 
 def read_order(text: str, *, depth: int) -> ExecutionOrder:
-    """The order that a request names, as text or JSON. Raises `UsageError` for what is none, for
-    too many steps, and for a state of `depth` steps ago or more: that many are kept in memory."""
+    """The order that a request names, as text or JSON. Raises `UsageError` for an invalid order,
+    too many steps, and a state from `depth` or more steps ago, because fewer are kept."""
     is_json = text.lstrip().startswith("{")
     order = order_of(ExecutionOrder.from_json(text) if is_json else text, depth)
     if len(order) > MAX_PASSES * depth:
@@ -188,7 +188,7 @@ def read_order(text: str, *, depth: int) -> ExecutionOrder:
 def _boundary_of(headers: Mapping[str, str]) -> bytes:
     """The boundary of the form that a request with these headers announces.
 
-    Raises `HTTPError`: 415 for bodies that are no form, 400 for a boundary that is none.
+    Raises `HTTPError`: 415 for bodies that are not a form, 400 for an invalid boundary.
     """
     encoding = headers.get("content-encoding", "identity").strip().lower()
     kind, parameters = parse_options_header(headers.get("content-type", ""))

@@ -55,7 +55,7 @@ class Client:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing of this client is under way, threads that nobody waits for included."""
+        """Whether this client has no running work, not even threads whose results are useless."""
         return not self.requests and not self.decodes
 
     def wait(self, now: float) -> float:
@@ -233,7 +233,7 @@ class RequestScheduler:
             async with self._before(deadline, "the images were decoded"):
                 return await client.decode(self._decoder_threads, decoding)
         finally:
-            over.set()  # a thread that still decodes may stop: nobody waits for it
+            over.set()  # a thread that still decodes may stop: its result is not needed
 
     async def _walk(self, images: Tensor, query: Query, *, deadline: float) -> Classified:
         async with self._before(deadline, "it was the request's turn"):
@@ -275,9 +275,9 @@ class RequestScheduler:
     def _expected(
         self, route: Route, foreign: ForeignBlocks, *, named: bool
     ) -> tuple[Expected | None, str]:
-        """The accuracy to expect of the answer of `route`, or why it is not known.
+        """The accuracy to expect of the answer of `route`, or the reason why it is unknown.
 
-        `named`: its client named the steps, and nobody saw to it that such were measured.
+        `named`: the client named the steps, so they may not have been measured.
         """
         cell = cell_of(route.steps) if route.order else None
         if named and route.order and self.calibration is not None:
@@ -359,7 +359,7 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    # Nobody cancels a handler whose client has left: only `receive` tells of it.
+    # A handler is not cancelled when its client leaves; only `receive` reports that.
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(disconnect())
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)

@@ -143,7 +143,9 @@ class SwarmAnswer(BaseModel):
     unreachable_blocks: list[int] = Field(description="Blocks that no usable host holds.")
     hosts: list[HostAnswer]
     counters: dict[str, int] = Field(description="Requests by outcome since the start.")
-    audits: Audits | None = Field(None, description="Since the start; `null` if nobody counts.")
+    audits: Audits | None = Field(
+        None, description="Since the start; `null` if they are not counted."
+    )
     calibration: CalibrationFacts | None
     expected: Expected | None = Field(
         None, description="Of answers with all blocks that can be reached now."
@@ -174,7 +176,7 @@ class Problem(BaseModel):
 
 
 class ErrorAnswer(BaseModel):
-    """The body of every answer that is none."""
+    """The body of every error response."""
 
     error: Problem
 
@@ -259,14 +261,14 @@ def hosts_of(swarm: Swarm, carriers: Mapping[str, Carrier], *, now: float) -> li
 def health(swarm: Swarm, *, depth: int, watching: bool | None = None, trouble: str = "") -> Health:
     """Whether any block can be run at all, and whether the hosts are watched.
 
-    `trouble`: what is wrong with what runs the hosts.
+    `trouble`: the fault of what runs the hosts.
     """
     reachable = depth - len(unreachable(swarm, depth=depth))
     reasons = []
     if reachable == 0:
         reasons.append("no usable host holds a block")
     if watching is False:
-        reasons.append("nobody watches the hosts now: those that fail do not come back")
+        reasons.append("the hosts are not watched now: those that fail do not come back")
     if trouble:
         reasons.append(trouble)
     return Health(

@@ -74,9 +74,9 @@ def in_clear(host: str, *, keyed: bool, encrypted: bool) -> str:
     if encrypted or not keyed or is_loopback(host):
         return ""
     return (
-        f"API keys, images and answers travel to and from {host} in clear: whoever can listen on "
-        "the way can read them, and use the keys. Give the gateway a certificate "
-        "(--https-certificate, --https-key), or use a network that nobody else can listen to"
+        f"API keys, images and answers are sent to and from {host} unencrypted: anyone who can "
+        "listen on the way can read them and use the keys. Give the gateway a certificate "
+        "(--https-certificate, --https-key), or use a network on which no one else can listen"
     )
 
 

@@ -1,6 +1,6 @@
-"""Models in this process that answer in any order: what the page tries orders on.
+"""Models in this process that answer in any order, for the orders that the page tries.
 
-Unlike the hosts of a swarm, they report how many test pairs come out right in an order, because a
+Unlike the hosts of a swarm, they report how many test pairs are correct in an order, because a
 hundred of them are one small batch here.
 """
 
@@ -74,14 +74,14 @@ class Workbench:
         self.clients = Clients(LIMITS)
         self._decoder = Decoder(self.view, LIMITS)
         self._scores = lru_cache(_SCORES)(self._score)
-        # Two, so that nobody's answer waits for somebody else's hundred pairs.
+        # Two, so that an answer does not wait for another user's hundred pairs.
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="workbench")
         self._open = 0
 
     async def answer(self, request: Request) -> dict[str, object]:
         """The most probable classes by every model, with the time of its forward (ms).
 
-        Raises `HTTPError` for a form that is none, `UsageError` for an order that is none,
+        Raises `HTTPError` for an invalid form, `UsageError` for an invalid order,
         `DataError` for an image that cannot be read.
         """
         files, order = await self._read(request)

@@ -65,7 +65,7 @@ class SimulatedVisit:
 
     @property
     def over(self) -> bool:
-        """Whether nobody waits for its computation any more."""
+        """Whether its result is no longer needed."""
         return self.replied or self.answer.done()
 
 

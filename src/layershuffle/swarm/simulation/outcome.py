@@ -102,7 +102,7 @@ def outcome_of(
     right = None
     if accuracy:
         queue = {cell.kept: top1 for cell, top1 in accuracy.items() if cell == Cell(cell.kept)}
-        # Numbers of blocks that nobody calibrated lie between those that were.
+        # Uncalibrated numbers of blocks lie between calibrated ones.
         measured = sorted(queue)
         percent = np.interp(range(depth + 1), measured, [queue[kept] for kept in measured])
         ran = [cell_of(r.route.steps) if r.route.order else Cell(0) for r in answers if not r.false]

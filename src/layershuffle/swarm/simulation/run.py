@@ -134,7 +134,7 @@ class _Simulation:
         self.health.expect(
             name,
             {
-                # The text stands for the digest of the weights.
+                # The text replaces the digest of the weights.
                 block: Reference(_STATE, _unchanged, f"{block} {donor}")
                 for block, donor in donors.items()
             },
@@ -220,7 +220,7 @@ class _Simulation:
             host.mend()
             return
         host.start()
-        # The count of served blocks survives, because it stands for the host's battery.
+        # The count of served blocks is kept, because it represents the use of the host's battery.
         self.router.update(name, lambda view: replace(self._view(name), served=view.served))
         self.health.drop(name)
         self._expect(name)
