@@ -281,7 +281,7 @@ def test_groups_of_images_give_the_effective_number_of_images():
             right = np.array([value < rank for value in ranks])
             assert effective == round(clusters.effective(right))
     assert {score.top1_n for score in evaluate(model, BATCHES, orders=orders)} == {None}
-    with pytest.raises(DataError, match="10 images, and groups of 11"):
+    with pytest.raises(DataError, match="10 images, but groups for 11"):
         evaluate(model, BATCHES, orders=orders, groups=torch.cat((groups, groups[:1])))
     # The third batch is not read: it is known to be too many before.
     unread = iter([*BATCHES, None])

@@ -122,7 +122,7 @@ def test_recipes_go_by_name_in_any_directory(
     mine = Path("digits-quick.yaml")
     mine.write_text(shipped.read_text().replace("digits-quick", "mine"))
     assert recipe_file(mine) == mine
-    with pytest.raises(UsageError, match=r"no such recipe\. Where: elsewhere/"):
+    with pytest.raises(UsageError, match=r"no recipe of this name\. Where: elsewhere/"):
         recipe_file(Path("elsewhere/digits-quick.yaml"))
     with pytest.raises(UsageError, match="did you mean 'digits-quick'"):
         recipe_file(Path("digit-quick"))

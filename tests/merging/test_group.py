@@ -203,7 +203,7 @@ def storages_of(models):
 def test_base_ends():
     donors, base = donors_of("timm-vit"), redraw(FAMILIES["timm-vit"].wrapped(), seed=99).eval()
     plan = MergePlan((2, 0, 3, 1), stem="base", head="average")
-    with pytest.raises(UsageError, match="stem is to come from the base checkpoint, and none"):
+    with pytest.raises(UsageError, match="stem is to come from the base checkpoint, but none"):
         merge(donors, plan)
     view = MergeGroup(donors, base=base).merge(plan)
     stem, head = ends_of(view)

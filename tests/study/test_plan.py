@@ -294,7 +294,7 @@ def test_the_large_recipes_are_planned_with_nothing_at_hand(
         # Per order of all blocks 12 runs, of 9, 6 and 3 blocks 18 together, of 6 blocks twice and
         # of 3 four times 24; test images and orders.
         ("formula-cpu", 8 * 2000, "64", 8 * 2000 * (12 + 6 * (12 + 2 * 18 + 24))),
-        ("formula-gpu", 6 * 2000, "512", 6 * 6000 * (12 + 10 * (12 + 2 * 18 + 24))),
+        ("formula-gpu", 8 * 2000, "512", 8 * 6000 * (12 + 10 * (12 + 2 * 18 + 24))),
     ],
 )
 def test_a_recipe_is_planned_before_the_model_that_it_refines_is_there(
