@@ -285,7 +285,7 @@ def test_groups_of_images_give_the_effective_number_of_images():
         evaluate(model, BATCHES, orders=orders, groups=torch.cat((groups, groups[:1])))
     # The third batch is not read: it is known to be too many before.
     unread = iter([*BATCHES, None])
-    with pytest.raises(DataError, match="10 images and more, and groups of 9"):
+    with pytest.raises(DataError, match="10 images and more, but groups for 9"):
         evaluate(model, unread, orders=orders, groups=groups[1:])
     assert next(unread) is None
 
