@@ -28,6 +28,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE, KEPT = ROOT / "docs" / "recipes.md", ROOT / "docs" / "results"
 # Ordinary training and plain LayerShuffle have the same settings and seeds in digits-paper.
 STUDIES = ("digits-paper", "digits-recipes")
+# Trained at several rates with a seed of their own; plain LayerShuffle in the first.
+RATE_STUDIES = ("digits-tune", "digits-recipes-tune")
 BUDGETS, IMAGES = (500, 2000, 8000), 2000
 BUDGET_TEXTS = [f"{steps:,} steps" for steps in BUDGETS]
 
@@ -261,6 +263,41 @@ def cost_table() -> str:
     return markdown_table(["a step with", "takes, of a step with one order"], rows, align="lr")
 
 
+def read_rates() -> dict[tuple[str, int], dict[float, float]]:
+    """Held-out cross-entropy of arms at their steps, by their peak rate.
+
+    In the order that an arm trains for: random, and sequential for ordinary training.
+    """
+    losses: dict[tuple[str, int], dict[float, float]] = defaultdict(dict)
+    for study in RATE_STUDIES:
+        for run in read_study(KEPT / study).runs:
+            settings = run.task.settings
+            steps = settings.steps or 0
+            arm = run.task.arm.rpartition("-lr")[0].removesuffix(f"-{steps}")
+            if run.result is not None:
+                losses[arm, steps][settings.lr] = run.result.selected.value
+    return losses
+
+
+def rate_table() -> str:
+    """The loss of recipes at every rate that was tried, and the rate of the lowest one."""
+    losses = read_rates()
+    labels = {arm.name: arm.label for arm in ARMS}
+    shown = {key: by_rate for key, by_rate in losses.items() if key[0] in labels}
+    rates = sorted({rate for by_rate in shown.values() for rate in by_rate})
+    rows = []
+    for (arm, steps), by_rate in shown.items():
+        best = min(by_rate, key=by_rate.__getitem__)
+        cells = [f"{by_rate[rate]:.3f}" if rate in by_rate else "" for rate in rates]
+        rows.append([labels[arm], f"{steps:,}", *cells, _rate_text(best)])
+    head = ["recipe", "steps", *map(_rate_text, rates), "lowest at"]
+    return markdown_table(head, rows, align="lr" + "r" * (len(rates) + 1))
+
+
+def _rate_text(rate: float) -> str:
+    return f"{1000 * rate:g}e-3"
+
+
 def with_tables(page: str, scores: Scores) -> str:
     """`page` with new tables between its marks."""
     for steps in BUDGETS:
@@ -275,6 +312,7 @@ def with_tables(page: str, scores: Scores) -> str:
     page = with_marked(page, "exits", table)
     for budget in changed_training.BUDGETS:
         page = with_marked(page, f"changes {budget}", changes_table(budget))
+    page = with_marked(page, "rates", rate_table())
     return with_marked(page, "costs", cost_table())
 
 

@@ -27,7 +27,7 @@ def test_tables_are_made_of_the_results(page: str, scores: recipes_page.Scores) 
     budgets = [f"accuracy {steps}" for steps in recipes_page.BUDGETS]
     goals = [goal.name for goal in recipes_page.GOALS]
     changes = [f"changes {budget}" for budget in recipes_page.changed_training.BUDGETS]
-    assert sorted(marks) == sorted([*budgets, *goals, *changes, "costs", "exits", "tied"])
+    assert sorted(marks) == sorted([*budgets, *goals, *changes, "costs", "exits", "rates", "tied"])
 
 
 def test_every_arm_is_trained_at_the_smallest_budget_with_three_seeds(

@@ -53,8 +53,8 @@ def test_the_expected_accuracy_is_that_of_images_like_the_calibrations():
     )  # fmt: skip
     assert describe_answer(answer, Path("a.png")).splitlines()[-1] == (
         "On images like digit-pairs, 95.0 % of answers with 2 blocks in any order are correct "
-        "(94.1 to 96.0 over 2,000 images, which count as 700 independent ones); nine of ten orders lie "
-        "between 93.0 and 97.0 %. Of other images nothing is known."
+        "(94.1 to 96.0 over 2,000 images, which count as 700 independent ones); nine of ten orders "
+        "lie between 93.0 and 97.0 %. Of other images nothing is known."
     )
     ran = describe_answer(answer, Path("a.png")).splitlines()[1]
     assert ran == "2 of 2 blocks in 5 ms: "
