@@ -279,7 +279,7 @@ def test_groups_of_images_give_the_effective_number_of_images():
             ranks += (logits > logits.gather(1, labels[:, None])).sum(dim=1).tolist()
         for rank, effective in ((1, score.top1_n), (5, score.top5_n)):
             right = np.array([value < rank for value in ranks])
-            assert effective == round(clusters.effective(right))
+            assert effective == round(clusters.effective(right), 1)
     assert {score.top1_n for score in evaluate(model, BATCHES, orders=orders)} == {None}
     with pytest.raises(DataError, match="10 images, but groups for 11"):
         evaluate(model, BATCHES, orders=orders, groups=torch.cat((groups, groups[:1])))

@@ -57,10 +57,12 @@ def test_effective_numbers_of_images_have_columns_where_some_row_has_them(tmp_pa
     assert path.read_text().splitlines()[0] == ",".join([*COLUMNS, "top1_n", "top5_n", "seconds"])
     assert read_rows(path) == rows
     assert path.read_text().endswith(",,,3\n")
-    # Files from before they were whole numbers.
+    # Files from before they were whole numbers. Few images differ by a tenth.
     path.write_text(path.read_text().replace(",123,", ",122.6,"))
     assert read_rows(path) == rows
-    path.write_text(path.read_text().replace("122.6", "0.5"))
+    path.write_text(path.read_text().replace("122.6", "6.6"))
+    assert read_rows(path)[0].top1_n == 6.6
+    path.write_text(path.read_text().replace("6.6", "0.5"))
     with pytest.raises(DataError, match=r"top1_n '0.5'"):
         read_rows(path)
 

@@ -59,8 +59,8 @@ class Score:
     top5: float
     cross_entropy: float
     batch_orders: tuple[ExecutionOrder, ...] = ()
-    top1_n: int | None = None
-    top5_n: int | None = None
+    top1_n: float | None = None
+    top5_n: float | None = None
 
     @property
     def label(self) -> str:
@@ -135,20 +135,20 @@ class Tally:
         return float(self.loss) / self.images
 
     @property
-    def top1_n(self) -> int | None:
-        """Effective number of independent images for top-1; `None` without groups."""
+    def top1_n(self) -> float | None:
+        """Effective number of independent images for top-1, to a tenth; `None` without groups."""
         return self._effective(0)
 
     @property
-    def top5_n(self) -> int | None:
-        """Effective number of independent images for top-5; `None` without groups."""
+    def top5_n(self) -> float | None:
+        """Effective number of independent images for top-5, to a tenth; `None` without groups."""
         return self._effective(1)
 
-    def _effective(self, metric: int) -> int | None:
+    def _effective(self, metric: int) -> float | None:
         if self.groups is None:
             return None
         right = torch.cat(self.right)[:, metric].cpu().numpy()
-        return round(self.groups.effective(right))
+        return round(self.groups.effective(right), 1)
 
 
 @dataclass

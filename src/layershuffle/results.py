@@ -34,10 +34,15 @@ Row = TypeVar("Row")
 Percent = Annotated[float, Field(ge=0, le=100)]  # NaN fails both comparisons
 Count = Annotated[int, Field(ge=1)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-# Files from before these columns, and data without groups of images, say nothing. Part of an image
-# says nothing either: it moves no interval by a digit that a report shows.
+# Files from before these columns, and data without groups of images, say nothing. Of a hundred and
+# more, a part of an image moves no interval by a digit that a report shows.
 Effective = Annotated[
-    Annotated[float, Field(ge=1, allow_inf_nan=False), AfterValidator(round)] | None,
+    Annotated[
+        float,
+        Field(ge=1, allow_inf_nan=False),
+        AfterValidator(lambda images: images if images < 100 else round(images)),
+    ]
+    | None,
     BeforeValidator(lambda value: None if value == "" else value),
 ]
 
@@ -47,9 +52,9 @@ class ScoreRow(BaseModel):
 
     `top1` and `top5` in percent over `n` images, `cross_entropy` in nats. `choose`: how the kept
     blocks were chosen, empty where all run. `top1_n`, `top5_n`: how many independent images the `n`
-    images count as (`stats.ImageGroups`), a whole number. `order_seed` numbers the draws of a mode.
-    `order` is text as `layershuffle.orders` writes it, "3,0,2"; it is empty where `draw` is
-    "batch": every batch had another order. The `kept` blocks ran `passes` times, in rounds of
+    images count as (`stats.ImageGroups`), whole from 100 on. `order_seed` numbers the draws of a
+    mode. `order` is text as `layershuffle.orders` writes it, "3,0,2"; it is empty where `draw`
+    is "batch": every batch had another order. The `kept` blocks ran `passes` times, in rounds of
     `parallel` side by side.
     Columns that this version does not know are kept as text.
     """
