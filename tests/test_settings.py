@@ -89,7 +89,13 @@ def test_shipped_recipes_are_valid():
     fits += ["formula-cpu-base.yaml", "formula-gpu-base.yaml"]
     fits += [f"formula-{size}-base.yaml" for size in (64, 100, 1000)]
     names = ("cifar100-paper", "digits-paper", "digits-quick", "digits-recipes", "digits-rounds")
-    names += ("digits-recipes-tune", "digits-swarm-tune", "digits-tied", "digits-tune")
+    names += (
+        "digits-recipes-tune",
+        "digits-swarm-tune",
+        "digits-tied",
+        "digits-tied-rounds",
+        "digits-tune",
+    )
     names += ("formula-cpu", "formula-gpu", "formula-sizes", "imagenet-paper")
     studies = [f"{name}.yaml" for name in names]
     for name in fits:
