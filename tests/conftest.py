@@ -1,6 +1,5 @@
 """Shared fixtures. Tests never touch the network: the hub libraries are told so."""
 
-import atexit
 import fcntl
 import gc
 import os
@@ -63,8 +62,11 @@ def pytest_collection_finish() -> None:
     through it, half a second each time."""
     gc.collect()
     gc.freeze()
-    # Libraries count at the very end what nobody collected, and complain; pytest collects before.
-    atexit.register(gc.unfreeze)
+
+
+def pytest_unconfigure() -> None:
+    """Libraries count at the end what nobody collected, and complain about it."""
+    gc.unfreeze()
 
 
 @pytest.hookimpl(wrapper=True)

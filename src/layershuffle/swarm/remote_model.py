@@ -200,7 +200,7 @@ def served_host(model: nn.Module) -> nn.Module:
         raise StackError(
             "A model with position encoding cannot be served by a swarm: its blocks compute "
             "something else at every position, and block hosts do not know theirs",
-            hint="serve a model refined by layershuffle or layershuffle-depth",
+            hint="serve a model refined by layershuffle or layershuffle-exit",
         )
     host = wrap(host_of(model))
     weight = next(blocks_of(host)[0].parameters())

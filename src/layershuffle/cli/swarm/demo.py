@@ -101,7 +101,8 @@ class DemoCommand(Command):
         )
         print(
             f"\nOne answer: {guess.label} ({100 * guess.probability:.0f} %; it is "
-            f"{images[0].label:02d}), by {len(answer.blocks)} of {answer.depth} blocks: {route}"
+            f"{images[0].label:02d}), "
+            f"by {len(set(answer.blocks))} of {answer.depth} blocks: {route}"
         )
         for skipped in answer.skipped:
             print(f"  block {skipped.block} skipped: {skipped.why}")
