@@ -42,7 +42,7 @@ SWARM_LAYERS = (
     ("limits", "ray_config", "program", "speed"),
     ("ray_local", "messages", "export", "lineage", "ray_session"),
     ("state", "audits", "frames", "rounds"),
-    ("policy", "overlap", "ordered", "walk"),
+    ("policy", "free", "ordered", "walk"),
     ("plan", "router", "host", "channel", "bundle"),
     ("placement", "health", "remote_model", "calibration", "expectations"),
     ("local", "ray_hosts"),

@@ -4,8 +4,8 @@ import asyncio
 from contextlib import suppress
 
 import pytest
-from test_overlap import THREE
-from test_overlap_walk import SIX, START, Curved, slow_visits
+from test_free import THREE
+from test_free_walk import SIX, START, Curved, slow_visits
 from test_policy import LIMITS
 
 from clock import loop_time, run_virtual
@@ -106,7 +106,10 @@ def test_named_rounds_are_seen_as_they_run():
 
 
 def test_late_lost_and_given_up_visits_are_told_apart():
-    """a is late after 100 ms and given up, b is gone: what only they have is skipped."""
+    """a is late after 100 ms, b is gone: the blocks that only they hold are skipped.
+
+    The visit to a is given up when c has answered 10 ms later, because its state is too old then.
+    """
 
     async def go(router, following):
         walking = begin(router, seconds=0.6)
@@ -119,7 +122,7 @@ def test_late_lost_and_given_up_visits_are_told_apart():
     acts = {"a": [5.0] * 9, "b": [HostGone("its process is gone")] * 9, "c": [0.01] * 9}
     waiting, end = watched(acts, {"a": (0,), "b": (1,), "c": (2, 3)}, go)
     late = next(visit for visit in waiting["visits"] if visit["host"] == "a")
-    assert (late["outcome"], late["late"], late["ended"]) == ("late", True, 100)
+    assert (late["outcome"], late["late"], late["ended"]) == ("late", True, 110)
     lost = next(visit for visit in waiting["visits"] if visit["host"] == "b")
     assert (lost["outcome"], lost["why"]) == ("lost", "its process is gone")
     assert end["over"]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_overlap import under_way
+from test_free import under_way
 from test_policy import LIMITS, host
 from test_router import LIMITS as SCRIPTED_LIMITS
 from test_router import START, Scripted, after, routed
@@ -65,8 +65,9 @@ def test_a_round_is_asked_for_at_once_and_the_next_one_waits():
     first = sent((0, "a", 0))
     assert next_of("0+2,3", A, B, C, visits=first) == Ask(1, Visit("b", (2,), limit=0.1))
     both = sent((0, "a", 0), (1, "b", 2))
-    assert next_of("0+2,3", A, B, C, visits=both) == Wait(0.99)
-    assert next_of("0+2,3", A, B, C, answered=(1,), visits=both[:1]) == Wait(0.99)
+    nothing_ready = Wait(0.99, for_hosts=False)
+    assert next_of("0+2,3", A, B, C, visits=both) == nothing_ready
+    assert next_of("0+2,3", A, B, C, answered=(1,), visits=both[:1]) == nothing_ready
     assert next_of("0+2,3", A, B, C, ran="xx") == Ask(2, Visit("c", (3,), limit=0.1))
     assert next_of("0+2,3", A, B, C, ran="xxx") == Finish("complete")
     assert next_of("0+2,3", A, B, C, ran="x-x") == Finish("unreachable")
@@ -76,7 +77,7 @@ def test_a_step_on_an_older_state_does_not_wait_for_the_newest():
     """3,2@0: both at once, as in a round; 3,2,0@1: 0 beside 2, after 3."""
     three = sent((0, "c", 3))
     assert next_of("3,2@0", A, B, C, visits=three).position == 1
-    assert next_of("3,2,0@1", A, B, C, visits=three) == Wait(0.99)
+    assert next_of("3,2,0@1", A, B, C, visits=three) == Wait(0.99, for_hosts=False)
     visits = sent((1, "b", 2))
     assert next_of("3,2,0@1", A, B, C, ran="x", visits=visits).position == 2
 
@@ -136,7 +137,7 @@ def test_a_step_that_has_become_one_with_another_is_passed_over():
     assert next_of(text, A, B, ran="x-x") == PassOver()
     assert next_of(text, A, B, ran="xxx").visit.blocks == (2,)
     begun = sent((2, "b", 2))
-    assert next_of(text, A, B, ran="x-", visits=begun) == Wait(0.99)
+    assert next_of(text, A, B, ran="x-", visits=begun) == Wait(0.99, for_hosts=False)
     # The other way round: the later of the two was asked for first.
     assert next_of("0,1,2,2@1", A, B, ran="x-", visits=sent((3, "b", 2))) == PassOver()
 

@@ -127,10 +127,11 @@ def test_a_frozen_host_costs_its_hop_limit_and_no_more():
     assert transport.cancelled == ["a"], "nobody holds its block: the visit is dropped"
 
 
-def test_a_late_visit_is_hedged_and_the_first_answer_counts():
+@pytest.mark.parametrize("asked", [{}, {"order": (0, 1)}, {"routing": "replicated-sequential"}])
+def test_a_late_visit_is_hedged_and_the_first_answer_counts(asked):
     """Host a answers after its limit, the replica b never: a's answer is taken."""
     state, route, transport, _ = routed(
-        {"a": [0.1], "b": [30.0]}, {"a": [0, 1], "b": [0, 1]}, depth=2
+        {"a": [0.1], "b": [30.0]}, {"a": [0, 1], "b": [0, 1]}, depth=2, **asked
     )
     assert [(hop.host, hop.outcome) for hop in route.hops] == [("a", "late"), ("a", "answered")]
     assert (state == after((0, 1))).all()
@@ -138,15 +139,17 @@ def test_a_late_visit_is_hedged_and_the_first_answer_counts():
     assert transport.cancelled == ["b"]
 
 
-def test_a_replica_that_answers_first_wins():
-    state, route, transport, _ = routed({"a": [30.0]}, {"a": [0, 1], "b": [0, 1]}, depth=2)
+@pytest.mark.parametrize("asked", [{}, {"order": (0, 1)}, {"routing": "replicated-sequential"}])
+def test_a_replica_that_answers_first_wins(asked):
+    hosts = {"a": [0, 1], "b": [0, 1]}
+    state, route, transport, _ = routed({"a": [30.0]}, hosts, depth=2, **asked)
     assert [(hop.host, hop.outcome) for hop in route.hops] == [("a", "late"), ("b", "answered")]
     assert (state == after((0, 1))).all()
     assert transport.cancelled == ["a"]
 
 
 def test_a_hedge_that_fails_leaves_the_late_visit_in_the_race():
-    acts = {"a": [0.12], "b": [HostGone("dead")], "c": [30.0]}
+    acts = {"a": [0.11], "b": [HostGone("dead")], "c": [30.0]}
     state, route, _, _ = routed(acts, {"a": [0], "b": [0], "c": [0]}, depth=1)
     assert [(hop.host, hop.outcome) for hop in route.hops] == [
         ("a", "late"), ("b", "lost"), ("a", "answered"),

@@ -1,12 +1,13 @@
-"""Pure functions that choose the next action of a request that names its steps.
+"""Pure functions that choose the next action of a request whose steps are fixed.
 
-Steps may form rounds or passes, or read older states. Each step runs as soon as the state that it
-reads exists, so the blocks of a round run side by side. A visit carries one block, or several that
-run one after the other on one host if no other step reads the states between them.
+The client named them, or they are the blocks of a pipeline in sequential order. Steps may form
+rounds or passes, or read older states. Each step runs as soon as the state that it reads exists, so
+the blocks of a round run side by side. A visit carries one block, or several that run one after the
+other on one host if no other step reads the states between them.
 
-A step is skipped by the rule for an order of single blocks (`policy`): if no fast host can run it,
-but one can run a later step. Versions count the steps that ran, so the steps that ran form an order
-again. A step that now equals an earlier one (the same block on the same state) is skipped too.
+A pipeline skips no step. Other requests skip a step if no fast host can run it, but one can run a
+later step. Versions count the steps that ran, so the steps that ran form an order again. A step
+that now equals an earlier one (the same block on the same state) is skipped too.
 """
 
 from __future__ import annotations
@@ -17,7 +18,16 @@ from dataclasses import dataclass, replace
 from layershuffle.orders import ExecutionOrder
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Visit
-from layershuffle.swarm.policy import Finish, Moment, RequestProgress, UnderWay, Wait, nowhere
+from layershuffle.swarm.policy import (
+    FREE,
+    Finish,
+    Moment,
+    RequestProgress,
+    Routing,
+    UnderWay,
+    Wait,
+    nowhere,
+)
 from layershuffle.swarm.state import HostView, Swarm
 
 
@@ -95,27 +105,53 @@ class PassOver:
 
 
 def decide_step(
-    progress: RequestProgress, steps: Steps, *, swarm: Swarm, now: float, limits: Limits
+    progress: RequestProgress,
+    steps: Steps,
+    *,
+    swarm: Swarm,
+    now: float,
+    limits: Limits,
+    routing: Routing = "order-free",
 ) -> Ask | PassOver | Wait | Finish:
-    """The next action of a request that names its steps.
+    """The next action of a request with these steps.
 
     No visit's limit reaches beyond the deadline less the reserve, no host is asked twice for a step
     at a time, and every step is over once, so a request ends.
     """
-    order, over = steps.order, steps.over
     visits = tuple(visit for _, visit in steps.under_way)
     moment = Moment(replace(progress, under_way=visits), swarm, now=now, limits=limits)
-    if over == len(order):
-        return Finish("complete" if steps.ran[over] == over else "unreachable")
+    if steps.over == len(steps.order):
+        return Finish("complete" if steps.ran[-1] == steps.over else "unreachable")
+    free = routing in FREE
     if moment.left <= 0:
-        return Finish("deadline")
-    if steps.is_repeated(over):
+        # A pipeline gives no partial answers (decision 010).
+        return Finish("deadline" if free else "lost")
+    if steps.is_repeated(steps.over):
         return PassOver()
-    return _go_on(moment, steps, now=now)
+    return _free_step(moment, steps) if free else _pipeline_step(moment, steps, routing=routing)
 
 
-def _go_on(moment: Moment, steps: Steps, *, now: float) -> Ask | PassOver | Wait | Finish:
-    """The next action of a request with steps and time left."""
+def _pipeline_step(moment: Moment, steps: Steps, *, routing: Routing) -> Ask | Wait | Finish:
+    """The next step of a pipeline, on the block's first holder or on any replica."""
+    position, swarm = steps.over, moment.swarm
+    block = steps.order.blocks[position]
+    if any(visit.waited for _, visit in steps.under_way):
+        return Wait(moment.ends, for_hosts=False)
+    if routing == "sequential":
+        # The first holder by name is the only host of its stage, even if it is not usable.
+        usable = [host for name in swarm.held(block)[:1] if (host := swarm[name]).usable]
+    else:
+        usable = moment.compared((block,))
+    asked = {visit.host for _, visit in steps.under_way}
+    hosts = [host for host in usable if host.name not in asked]
+    if not hosts:
+        return nowhere(moment, [block], routing=routing)
+    host = min(hosts, key=lambda host: (host.waiting, host.compute or 0.0, host.name))
+    return Ask(position, moment.visit(host, stretch(steps.order, position, held=host.blocks)))
+
+
+def _free_step(moment: Moment, steps: Steps) -> Ask | PassOver | Wait | Finish:
+    """The next action of a request that may skip steps."""
     progress, left = moment.progress, moment.left
     order, over = steps.order, steps.over
     waited = {position for position, visit in steps.under_way if visit.waited}
@@ -131,9 +167,9 @@ def _go_on(moment: Moment, steps: Steps, *, now: float) -> Ask | PassOver | Wait
             if ask is not None and ask.visit.expected <= left:
                 return ask
             too_long = too_long or ask is not None
-        # Visits in flight may make other steps ready, and a host may come back meanwhile.
+        # Visits in flight may make other steps ready, and a host of a ready step may come back.
         if waited:
-            return Wait(now + left)
+            return Wait(moment.ends, for_hosts=bool(ready))
         if too_long:
             return Finish("deadline")
         if any(_holders(moment, steps, position=position, slow=slow) for position in rest):
@@ -141,9 +177,8 @@ def _go_on(moment: Moment, steps: Steps, *, now: float) -> Ask | PassOver | Wait
     if enough:
         return Finish("unreachable")
     # Only steps that are not over are left to run.
-    missing = tuple(order.blocks[position] for position in sorted([*ready, *rest]))
-    left_over = replace(progress, order=missing, done=())
-    return nowhere(left_over, moment.swarm, now=now, left=left, routing="order-free")
+    missing = [order.blocks[position] for position in (*ready, *rest)]
+    return nowhere(moment, missing, routing="order-free")
 
 
 def _holders(moment: Moment, steps: Steps, *, position: int, slow: bool) -> list[HostView]:

@@ -1,20 +1,23 @@
-"""The routing policy: pure functions that choose the next action of a request.
+"""The routing policy: the rules that all decisions about the next action of a request share.
 
 There are four routings, so that they can be compared under the same failures:
 
     order-free             the next host is the one that is expected to answer first, among the
                            usable hosts with a block that has not run; several visits at once and
-                           second passes as far as the calibration allows (`overlap`)
+                           second passes as far as the calibration allows
     order-free-serial      the same, one visit after the other, no block twice
     sequential             a classical pipeline: block i after block i - 1, each on a single host
-    replicated-sequential  the same, on whichever usable replica is expected to answer first
+    replicated-sequential  the same, on whichever usable replica has the least work
+
+`free` decides for requests in free order, `ordered` for pipelines and for requests that name their
+steps.
 
 If the missing blocks have more than `Limits.compared` holders, some holders of every block are
 drawn at every step, from the request's own seed, and only these are compared: a few choices are
 nearly as good as all (Mitzenmacher 2001, "The power of two choices in randomized load balancing"),
 and a step costs the same in any swarm.
 
-The real router and the simulation run the same code.
+All decisions are pure functions. The real router and the simulation run the same code.
 """
 
 from __future__ import annotations
@@ -67,14 +70,12 @@ class RequestProgress:
     """The progress of a request.
 
     `done`: blocks that ran, in order, and `versions`: the version of the state that each of them
-    read. `deadline`: when the answer must be ready, in seconds of the clock of `decide`. `order`:
-    the blocks to run, in this order, if the client named one; blocks without a holder are then
-    skipped. `min_blocks`: with fewer blocks the request waits, as long as it has time, for hosts
-    that may come back. `seed`: for draws among many holders; it has no effect on
-    `Limits.compared` holders or fewer. `images`: the number of images in its state. `most`: the
-    number of blocks that is enough in free order, if not all are needed. `pending`: a visit that
-    was given up is still running, and its answer could be used. `under_way`: all visits in flight,
-    if there may be several.
+    read. `deadline`: when the answer must be ready, in seconds of the router's clock. `order`: the
+    blocks to run, in this order, if the client named one. `min_blocks`: with fewer blocks the
+    request waits, as long as it has time, for hosts that may come back. `seed`: for draws among
+    many holders; it has no effect on `Limits.compared` holders or fewer. `images`: the number of
+    images in its state. `most`: the number of blocks that is enough in free order, if not all are
+    needed. `under_way`: all visits in flight.
     """
 
     depth: int
@@ -85,27 +86,8 @@ class RequestProgress:
     seed: int = 0
     images: int = 1
     most: int | None = None
-    pending: bool = False
     versions: tuple[int, ...] = ()
     under_way: tuple[UnderWay, ...] = ()
-
-    @property
-    def room(self) -> int:
-        """The number of blocks still to run in free order."""
-        if self.most is None or self.order is not None:
-            return self.depth - len(self.done)
-        return max(self.most, self.min_blocks) - len(self.done)
-
-    @property
-    def to_run(self) -> tuple[int, ...]:
-        """Blocks still to run: in the named order, otherwise ascending.
-
-        In a named order, the blocks before the last one that ran are past.
-        """
-        if self.order is None:
-            return tuple(block for block in range(self.depth) if block not in self.done)
-        reached = self.order.index(self.done[-1]) + 1 if self.done else 0
-        return self.order[reached:]
 
     def after(self, blocks: Sequence[int], *, version: int | None = None) -> RequestProgress:
         """This request after `blocks` ran one after the other, from `version` (default: newest)."""
@@ -137,49 +119,19 @@ Offer = tuple[HostView, tuple[int, ...]]
 """A host, and the blocks that it could run in one visit."""
 
 
-def decide(
-    progress: RequestProgress,
-    swarm: Swarm,
-    *,
-    now: float,
-    limits: Limits,
-    routing: Routing = "order-free",
-) -> Action:
-    """The next action of a request.
-
-    A visit's limit never reaches beyond the deadline less the reserve, and no visit holds a block
-    that ran before, so a request ends after at most `depth` answered visits.
-    """
-    if not progress.to_run:
-        # Blocks of an order without a holder were skipped, so nothing is left to run although
-        # blocks are missing.
-        whole = progress.order is None or len(progress.done) == len(progress.order)
-        return Finish("complete" if whole else "unreachable")
-    free = routing in FREE
-    if free and progress.room <= 0:
-        return Finish("enough")
-    moment = Moment(progress, swarm, now=now, limits=limits)
-    left = moment.left
-    if left <= 0:
-        # A pipeline gives no partial answers (decision 010).
-        return Finish("deadline" if free else "lost")
-    offer = _free_offer(moment) if free else _pipeline_offer(moment, routing=routing)
-    if offer is None:
-        return nowhere(progress, swarm, now=now, left=left, routing=routing)
-    visit = moment.visit(*offer)
-    # A visit that cannot return in time would only keep its host busy.
-    return Finish("deadline") if free and visit.expected > left else visit
-
-
 class Moment:
-    """A request at one moment; `left` is the number of seconds until its last visit must end."""
+    """A request at the time `now`.
+
+    `ends`: the time at which its last visit must end; `left`: the seconds until then.
+    """
 
     def __init__(
         self, progress: RequestProgress, swarm: Swarm, *, now: float, limits: Limits
     ) -> None:
-        self.progress, self.swarm, self.limits = progress, swarm, limits
+        self.progress, self.swarm, self.limits, self.now = progress, swarm, limits, now
         # Head and answer must still fit in after the last visit.
-        self.left = progress.deadline - limits.reserve_ms / 1000 - now
+        self.ends = progress.deadline - limits.reserve_ms / 1000
+        self.left = self.ends - now
         self.pace = swarm.pace(limits)
         self._bound = slow_above(self.pace, limits)
 
@@ -256,23 +208,6 @@ def compared(
     return [swarm[name] for name in sorted(set().union(*holders))]
 
 
-def _free_offer(moment: Moment) -> Offer | None:
-    """The host that is expected to answer first, with its blocks; it fits `left` if any host does.
-
-    If the plan assigns shares, the host that is furthest behind its share is preferred. Slow hosts
-    are used only while the request has fewer blocks than it needs.
-    """
-    progress, to_run = moment.progress, moment.progress.to_run
-    offers = [(host, _offered(host, to_run, moment=moment)) for host in moment.compared(to_run)]
-    quick = [offer for offer in offers if not moment.is_slow(offer[0])]
-    # Fewer blocks are better than waiting for a slow host.
-    if not quick and len(progress.done) >= progress.min_blocks:
-        return None
-    if progress.order is not None:
-        quick = _earliest(quick or offers, to_run)
-    return moment.first(quick or offers)
-
-
 def _turn(host: HostView, work: int) -> float:
     """The work of a host relative to its share, with `work` included: a rank for scheduling.
 
@@ -285,71 +220,23 @@ def _turn(host: HostView, work: int) -> float:
     return done / host.share if host.share > 0 else math.inf
 
 
-def _offered(host: HostView, to_run: tuple[int, ...], *, moment: Moment) -> tuple[int, ...]:
-    """The blocks of `to_run` that `host` could run next, limited to what fits and is needed."""
-    if moment.progress.order is not None:
-        blocks = _run_of(to_run, host)
-    else:
-        blocks = tuple([block for block in to_run if block in host.blocks])[: moment.progress.room]
-    return moment.cut_to_fit(host, blocks)
-
-
-def _run_of(to_run: tuple[int, ...], host: HostView) -> tuple[int, ...]:
-    """The first contiguous part of `to_run` that `host` holds."""
-    start = next((i for i, block in enumerate(to_run) if block in host.blocks), len(to_run))
-    end = next((i for i in range(start, len(to_run)) if to_run[i] not in host.blocks), len(to_run))
-    return to_run[start:end]
-
-
-def _earliest(offers: Sequence[Offer], to_run: tuple[int, ...]) -> list[Offer]:
-    """The offers that begin with the first block of the order that a reachable host holds."""
-    place = {block: i for i, block in enumerate(to_run)}
-    first = min((place[blocks[0]] for _, blocks in offers), default=0)
-    return [offer for offer in offers if place[offer[1][0]] == first]
-
-
-def _pipeline_offer(moment: Moment, *, routing: Routing) -> Offer | None:
-    """The next part of the pipeline, on the block's first holder or on any replica."""
-    to_run, swarm = moment.progress.to_run, moment.swarm
-    if routing == "sequential":
-        # The first holder by name is the only host of its stage, even if it is not usable.
-        usable = [host for name in swarm.held(to_run[0])[:1] if (host := swarm[name]).usable]
-    else:
-        usable = moment.compared(to_run[:1])
-    if not usable:
-        return None
-    host = min(usable, key=lambda host: (host.waiting, host.compute or 0.0, host.name))
-    return host, _run_of(to_run, host)
-
-
-def nowhere(
-    progress: RequestProgress, swarm: Swarm, *, now: float, left: float, routing: Routing
-) -> Finish | Wait:
-    """The action of a request if no usable host holds a missing block.
+def nowhere(moment: Moment, blocks: Iterable[int], *, routing: Routing) -> Finish | Wait:
+    """The action of a request if no usable host holds one of the missing `blocks`.
 
     A request with too few blocks waits if a holder may come back or a visit that was given up may
     still be answered; otherwise it ends.
     """
-    free = routing in FREE
+    free, progress, swarm = routing in FREE, moment.progress, moment.swarm
     if free and len(set(progress.done)) >= progress.min_blocks:
         return Finish("unreachable")
-    holders = (swarm[name] for block in progress.to_run for name in swarm.held(block))
-    if (
-        progress.pending
-        or progress.under_way
-        or any(
-            # A pipeline fails with a process and does not wait for the next one.
-            may_return(host, now=now, left=left) and (free or host.condition == "suspect")
-            for host in holders
-        )
+    holders = (swarm[name] for block in blocks for name in swarm.held(block))
+    if progress.under_way or any(
+        # A pipeline fails with a process and does not wait for the next one.
+        may_return(host, now=moment.now, left=moment.left) and (free or host.condition == "suspect")
+        for host in holders
     ):
-        return Wait(now + left)
+        return Wait(moment.ends)
     return Finish("unreachable" if free else "lost")
-
-
-def hedges(late: Visit, visit: Visit) -> bool:
-    """Whether `visit` repeats work of the late one, so that the first of the two answers counts."""
-    return not set(late.blocks).isdisjoint(visit.blocks)
 
 
 def strikes(visit: Visit, outcome: Outcome, *, over: bool, again: bool) -> bool:

@@ -1,7 +1,7 @@
 """The router: a thin asyncio layer that carries out the policy's decisions over a transport.
 
 Everything that it learns goes into `Swarm` values through the pure functions of `state`, and
-`policy.decide` or `overlap.decide_overlap` decide everything that it does. Use it from one event
+`policy.decide` or `overlap.decide_free` decide everything that it does. Use it from one event
 loop only.
 """
 
@@ -11,7 +11,6 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from itertools import count
 
 import numpy as np
@@ -34,10 +33,10 @@ from layershuffle.swarm.messages import (
     pack,
     unpack_answer,
 )
-from layershuffle.swarm.policy import FREE, Finish, RequestProgress, Routing, Wait
+from layershuffle.swarm.policy import FREE, RequestProgress, Routing
 from layershuffle.swarm.rounds import QUEUE, Rounds
 from layershuffle.swarm.state import HostView, Swarm
-from layershuffle.swarm.walk import OrderedWalk, OverlapWalk, PendingVisit, Walk, Watcher
+from layershuffle.swarm.walk import FreeWalk, OrderedWalk, PendingVisit, Walk, Watcher
 from layershuffle.text import one_line
 
 NOT_FINITE = "it answered with numbers that are not finite"
@@ -120,14 +119,16 @@ class Router:
         the routing is a pipeline.
         """
         begun = self.clock()
+        routing = self.routing
         steps = None if order is None else order_of(order, self.depth)
-        queue = steps is None or not (steps.versions or steps.has_repeats)
-        if not queue and self.routing not in FREE:
-            raise UsageError(
-                f"The routing is a pipeline now ({self.routing}), which cannot run blocks side by "
-                "side or twice",
-                hint="name each block once, with commas, or serve with --routing order-free",
-            )
+        if routing not in FREE:
+            steps = steps or ExecutionOrder.sequential(self.depth)
+            if steps.versions or steps.has_repeats:
+                raise UsageError(
+                    f"The routing is a pipeline now ({routing}), which cannot run blocks side by "
+                    "side or twice",
+                    hint="name each block once, with commas, or serve with --routing order-free",
+                )
         progress = RequestProgress(
             self.depth,
             deadline,
@@ -143,37 +144,17 @@ class Router:
         if self.watcher is not None:
             self.watcher.begun(walk)
         try:
-            if steps is not None and not queue:
-                ending = await OrderedWalk(self, walk, order=steps).run()
-            elif self.routing == "order-free" and order is None and not self.rounds.as_a_queue:
-                ending = await OverlapWalk(self, walk, rounds=self.rounds).run()
+            if steps is not None:
+                ending = await OrderedWalk(self, walk, order=steps, routing=routing).run()
             else:
-                ending = await self._run(walk, self.routing)
+                rounds = self.rounds if routing == "order-free" else QUEUE
+                ending = await FreeWalk(self, walk, rounds=rounds).run()
             route = self._route(walk, ending)
         finally:
             self.walks -= 1
-            _drop(walk.late)
             if self.watcher is not None:
                 self.watcher.over(walk, route)
         return walk.state, route
-
-    async def _run(self, walk: Walk, routing: Routing) -> Ending:
-        """Make one visit after the other until the request is over."""
-        while True:
-            now = self.clock()
-            action = policy.decide(
-                replace(walk.progress, pending=walk.late is not None),
-                self._swarm,
-                now=now,
-                limits=self.limits,
-                routing=routing,
-            )
-            if isinstance(action, Finish):
-                return action.ending
-            if isinstance(action, Wait):
-                await self._wait(walk, action.until)
-            else:
-                await self._step(walk, action, now=now)
 
     def _route(self, walk: Walk, ending: Ending) -> Route:
         done, versions = walk.progress.done, walk.progress.versions
@@ -186,14 +167,6 @@ class Router:
             ending=ending,
             ms=(self.clock() - walk.started) * _MILLI,
         )
-
-    async def _wait(self, walk: Walk, until: float) -> None:
-        """Wait until the swarm changes, the late visit ends (then take it), or `until`."""
-        late = walk.late
-        await self.wait(() if late is None else (late.task,), until=until, changes=True)
-        if late is not None and late.task.done():
-            walk.late = None
-            self._take(walk, late)
 
     async def wait(
         self, tasks: Iterable[asyncio.Task[Answer]], *, until: float, changes: bool
@@ -213,43 +186,6 @@ class Router:
             )
         finally:
             changed.cancel()
-
-    async def _step(self, walk: Walk, visit: Visit, *, now: float) -> None:
-        """Make one visit, decided at `now`.
-
-        A late visit that it repeats continues to run: the first answer wins.
-        """
-        # This visit changes the state, so a late answer to the old state no longer fits.
-        if walk.late is not None and not policy.hedges(walk.late.visit, visit):
-            _drop(walk.late)
-            walk.late = None
-        version = len(walk.progress.done)
-        call = self.call(walk, visit, before=walk.state, version=version, now=now)
-        racing = [call] if walk.late is None else [walk.late, call]
-        while call in racing:
-            left = call.ends - self.clock()
-            tasks = {racer.task for racer in racing}
-            try:
-                done, _ = await asyncio.wait(
-                    tasks, timeout=left, return_when=asyncio.FIRST_COMPLETED
-                )
-            except asyncio.CancelledError:
-                _drop(call)  # the walk drops the late one
-                raise
-            if not done:
-                self.fail(walk, call, outcome="late", why="no answer in time")
-                # At most two visits race, so an older late one is dropped.
-                _drop(walk.late)
-                walk.late = call
-                return
-            for ended in [racer for racer in racing if racer.task in done]:
-                racing.remove(ended)
-                if self._take(walk, ended):
-                    for other in racing:
-                        _drop(other)
-                    walk.late = None
-                    return
-        walk.late = racing[0] if racing else None
 
     def call(
         self, walk: Walk, visit: Visit, *, before: State, version: int, now: float
@@ -272,14 +208,6 @@ class Router:
         if self.watcher is not None:
             self.watcher.sent(walk, call)
         return call
-
-    def _take(self, walk: Walk, call: PendingVisit) -> bool:
-        """Whether the ended call returned a valid answer, which then becomes the walk's state."""
-        after = self.answer_to(walk, call)
-        if after is None:
-            return False
-        walk.state, walk.progress = after, walk.progress.after(call.visit.blocks)
-        return True
 
     def answer_to(self, walk: Walk, call: PendingVisit) -> State | None:
         """The state from the ended call; `None`, and a strike for its host, if it failed."""
@@ -365,8 +293,3 @@ def _reported_ms(answer: Answer) -> float:
     if not all(map(math.isfinite, (*times, answer.batch))) or min(*times, answer.batch - 1) < 0:
         raise ValueError("its times or batch size are invalid")
     return sum(times)
-
-
-def _drop(call: PendingVisit | None) -> None:
-    if call is not None:
-        call.task.cancel()

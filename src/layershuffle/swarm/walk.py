@@ -1,7 +1,6 @@
 """A request on its way through the swarm: its state, its visits, and the object that makes them.
 
-`OverlapWalk` has several visits in flight and carries out the decisions of `overlap`.
-`OrderedWalk` serves a request that names its steps, and carries out the decisions of `ordered`.
+`FreeWalk` carries out the decisions of `free`, and `OrderedWalk` those of `ordered`.
 """
 
 from __future__ import annotations
@@ -12,11 +11,11 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from layershuffle.orders import ExecutionOrder
+from layershuffle.swarm.free import MOST_BESIDE, counts, decide_free
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Answer, Ending, Outcome, Route, State, Visit, Visited
 from layershuffle.swarm.ordered import Ask, PassOver, Steps, decide_step
-from layershuffle.swarm.overlap import MOST_BESIDE, counts, decide_overlap
-from layershuffle.swarm.policy import Finish, RequestProgress, UnderWay, Wait
+from layershuffle.swarm.policy import Finish, RequestProgress, Routing, UnderWay, Wait
 from layershuffle.swarm.rounds import Rounds
 from layershuffle.swarm.state import Swarm
 
@@ -45,13 +44,12 @@ class PendingVisit:
 
 @dataclass
 class Walk:
-    """A running request: its state, its progress, its visits so far, and a late visit."""
+    """A running request: its state, its progress, and its visits so far."""
 
     state: State
     progress: RequestProgress
     started: float
     hops: list[Visited] = field(default_factory=list)
-    late: PendingVisit | None = None
 
 
 class Caller(Protocol):
@@ -101,7 +99,7 @@ class Watcher(Protocol):
         """A request ends; `route` is `None` if it was cancelled."""
 
 
-class OverlapWalk:
+class FreeWalk:
     """Makes the visits of one request; `walk` holds its state and progress."""
 
     def __init__(self, router: Caller, walk: Walk, *, rounds: Rounds) -> None:
@@ -116,7 +114,7 @@ class OverlapWalk:
                 # Read once: the deadline might pass between two reads, and no visit would be late.
                 now = router.clock()
                 self._take_ended(now)
-                action = decide_overlap(
+                action = decide_free(
                     replace(walk.progress, under_way=tuple(map(_under_way, self._calls))),
                     router.swarm,
                     now=now,
@@ -140,11 +138,14 @@ class OverlapWalk:
     def _joinable(self) -> list[PendingVisit]:
         """Visits whose answers may be added to the state now.
 
-        While a visit of several blocks runs on the newest state, only that visit: its answer comes
-        first, and fits no other state.
+        While a visit of several blocks runs on the newest state, only that visit and late ones that
+        it repeats: their answers fit no other state.
         """
         several = [call for call in self._calls if call.waited and len(call.visit.blocks) > 1]
-        return several or self._calls
+        if not several:
+            return self._calls
+        blocks = {block for call in several for block in call.visit.blocks}
+        return [call for call in self._calls if not blocks.isdisjoint(call.visit.blocks)]
 
     def _take_ended(self, now: float) -> None:
         """Give up late visits, add answers that arrived, and drop visits that no longer count."""
@@ -182,8 +183,10 @@ class OrderedWalk:
     `layershuffle.running` does so and float sums depend on the order.
     """
 
-    def __init__(self, router: Caller, walk: Walk, *, order: ExecutionOrder) -> None:
-        self._router, self._walk = router, walk
+    def __init__(
+        self, router: Caller, walk: Walk, *, order: ExecutionOrder, routing: Routing
+    ) -> None:
+        self._router, self._walk, self._routing = router, walk, routing
         self._steps = Steps(order)
         self._calls: list[tuple[int, PendingVisit]] = []
         self._answers: dict[int, tuple[PendingVisit, State]] = {}
@@ -205,6 +208,7 @@ class OrderedWalk:
                     swarm=router.swarm,
                     now=now,
                     limits=router.limits,
+                    routing=self._routing,
                 )
                 if isinstance(action, Finish):
                     self._end()
@@ -288,10 +292,11 @@ class OrderedWalk:
                 self._calls.remove((at, call))
 
     async def _wait(self, action: Wait) -> None:
-        """Wait until a visit ends or is late, the swarm changes, or the time is over."""
+        """Wait until a visit ends or is late, time is up or, if it matters, the swarm changes."""
         tasks = [call.task for _, call in self._calls]
         limits = [call.ends for _, call in self._calls if call.waited]
-        await self._router.wait(tasks, until=min([action.until, *limits]), changes=True)
+        until = min([action.until, *limits])
+        await self._router.wait(tasks, until=until, changes=action.for_hosts)
 
 
 def _under_way(call: PendingVisit) -> UnderWay:

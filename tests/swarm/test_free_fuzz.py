@@ -6,7 +6,7 @@ from contextvars import ContextVar
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_overlap_walk import START, Curved, replayed
+from test_free_walk import START, Curved, replayed
 
 from clock import loop_time, run_virtual
 from layershuffle.orders import ExecutionOrder

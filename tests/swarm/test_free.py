@@ -10,9 +10,9 @@ from test_policy import DEPTH, HOSTS, LIMITS, host
 
 from layershuffle.orders import ExecutionOrder
 from layershuffle.swarm import state
+from layershuffle.swarm.free import MOST_BESIDE, counts, decide_free
 from layershuffle.swarm.limits import Limits
 from layershuffle.swarm.messages import Visit, Visited
-from layershuffle.swarm.overlap import MOST_BESIDE, counts, decide_overlap
 from layershuffle.swarm.policy import Finish, RequestProgress, UnderWay, Wait, compared
 from layershuffle.swarm.rounds import Rounds, Way
 from layershuffle.swarm.state import HostView, Swarm
@@ -23,7 +23,7 @@ AGAIN = Rounds({2: Way(2, 3)}, otherwise=Way(2), max_age=4)
 
 def next_of(*hosts, rounds=THREE, now=0.0, walks=1, done=(), **progress):
     asked = RequestProgress(**{"depth": 4, "deadline": 1.0, **progress}).after(done)
-    return decide_overlap(asked, Swarm(hosts), now=now, limits=LIMITS, rounds=rounds, walks=walks)
+    return decide_free(asked, Swarm(hosts), now=now, limits=LIMITS, rounds=rounds, walks=walks)
 
 
 def replace_limits(**changes):
@@ -114,19 +114,17 @@ def test_a_slow_host_takes_part_if_it_may_be_back_in_time():
     limits = Limits(reserve_ms=10, slow_factor=2.0, slow_margin_ms=1.0)
     progress = RequestProgress(4, 1.0).after((0,))
     two = Rounds(otherwise=Way(2), max_age=4)
-    visit = decide_overlap(progress, Swarm(hosts), now=0.0, limits=limits, rounds=two)
+    visit = decide_free(progress, Swarm(hosts), now=0.0, limits=limits, rounds=two)
     assert visit.host != "d", "only one round is left: 6 ms"
-    visit = decide_overlap(
-        RequestProgress(4, 1.0), Swarm(hosts), now=0.0, limits=limits, rounds=two
-    )
+    visit = decide_free(RequestProgress(4, 1.0), Swarm(hosts), now=0.0, limits=limits, rounds=two)
     assert (visit.host, visit.blocks, visit.waited) == ("d", (3,), False)
-    busy = decide_overlap(
+    busy = decide_free(
         RequestProgress(4, 1.0), Swarm(hosts), now=0.0, limits=limits, rounds=two, walks=3
     )
     assert busy.host != "d", "a busy swarm has no visits to spare"
     ended = progress.after((1, 2))
     ended = replace(ended, under_way=(UnderWay("d", (3,), 0, waited=False),))
-    decision = decide_overlap(ended, Swarm(hosts), now=0.0, limits=limits, rounds=two)
+    decision = decide_free(ended, Swarm(hosts), now=0.0, limits=limits, rounds=two)
     assert decision == Finish("unreachable"), "nobody waits for it"
 
 
@@ -177,7 +175,7 @@ def test_slow_hosts_are_the_last_resort():
     def decided(**progress):
         asked = RequestProgress(**{"depth": 4, "deadline": 1.0, **progress}).after((0, 1, 2))
         hosts = Swarm((A, B, slow))
-        return decide_overlap(asked, hosts, now=0.0, limits=limits, rounds=THREE)
+        return decide_free(asked, hosts, now=0.0, limits=limits, rounds=THREE)
 
     assert decided(min_blocks=4).host == "c"
     assert decided(min_blocks=3) == Finish("unreachable")
@@ -192,11 +190,9 @@ def test_a_block_that_nobody_will_be_asked_for_ends_no_pass():
     for third in (replace(C, compute=0.05), replace(C, condition="gone")):
         progress = RequestProgress(5, 1.0).after((0, 2, 3))
         hosts = Swarm((host("a", 0), B, third))
-        action = decide_overlap(progress, hosts, now=0.0, limits=limits, rounds=rounds)
+        action = decide_free(progress, hosts, now=0.0, limits=limits, rounds=rounds)
         assert action.blocks == (0,)
-        action = decide_overlap(
-            progress.after((0, 2)), hosts, now=0.0, limits=limits, rounds=rounds
-        )
+        action = decide_free(progress.after((0, 2)), hosts, now=0.0, limits=limits, rounds=rounds)
         assert action.blocks == (0,), "the third pass"
 
 
@@ -207,13 +203,13 @@ def test_no_more_than_eight_go_on_beside_a_request():
     limits = replace_limits(slow_factor=2.0, slow_margin_ms=1.0)
     progress = RequestProgress(20, 1.0)
     for k in range(MOST_BESIDE):
-        visit = decide_overlap(
+        visit = decide_free(
             progress, Swarm(slow + quick), now=0.0, limits=limits, rounds=Rounds(otherwise=Way(2))
         )
         assert (visit.host, visit.waited) == (f"s{k}", False), "by name, in every process"
         beside = UnderWay(visit.host, visit.blocks, 0, waited=False)
         progress = replace(progress, under_way=(*progress.under_way, beside))
-    visit = decide_overlap(
+    visit = decide_free(
         progress, Swarm(slow + quick), now=0.0, limits=limits, rounds=Rounds(otherwise=Way(2))
     )
     assert visit.waited
@@ -286,7 +282,7 @@ def test_requests_end_in_time_and_run_no_block_too_often(
     last_start = deadline - LIMITS.reserve_ms / 1000
     for _ in range(500):
         calls = [call for call in calls if counts(progress, call[1], max_age=rounds.max_age)]
-        action = decide_overlap(
+        action = decide_free(
             replace(progress, under_way=tuple(view for _, view, _, _ in calls)),
             swarm, now=now, limits=LIMITS, rounds=rounds, walks=walks,
         )  # fmt: skip

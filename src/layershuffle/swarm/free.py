@@ -1,9 +1,9 @@
-"""Pure functions that choose the next action of a request in free order, several visits at once.
+"""Pure functions that choose the next action of a request in free order.
 
-A visit carries one block and the newest state; what the block adds is included when it arrives
-(`rounds`). No visit waits for another one. A late visit continues, and so does the request: another
-holder is asked for its block, and the first answer counts. If there is one visit at a time, it
-carries all blocks of its host, as in `policy`.
+One visit at a time carries all blocks that its host holds and that have not run. As far as `rounds`
+allows, several visits are in flight. Each then carries one block and the newest state, and what the
+block adds is included when it arrives. No visit waits for another one. A late visit continues, and
+so does the request: another holder is asked for its block, and the first answer counts.
 
 Running blocks side by side helps only while hosts would be idle. So a request has at most its equal
 share of the usable hosts in flight, and sends further visits only to idle hosts. It also helps only
@@ -53,7 +53,7 @@ def counts(progress: RequestProgress, visit: UnderWay, *, max_age: int) -> bool:
     return len(since) <= max_age and visit.blocks[0] not in since
 
 
-def decide_overlap(
+def decide_free(
     progress: RequestProgress,
     swarm: Swarm,
     *,
@@ -76,15 +76,17 @@ def decide_overlap(
         return Finish("complete" if whole else "enough" if len(ran) >= most else "deadline")
     waited = [visit for visit in progress.under_way if visit.waited]
     busy = {block for visit in waited for block in visit.blocks}
-    request = _OverlapRequest(moment, alone=not waited)
+    request = _FreeRequest(moment, alone=not waited)
     blocks = range(progress.depth)
-    reached = [b for b in blocks if b in ran or b in busy or request.may_run(b)]
-    way = rounds.way(len(reached), enough=most)
-    # Side by side needs more visits for the same blocks, which costs throughput on busy hosts.
-    width = max(1, min(way.parallel, swarm.usable_hosts // walks, rounds.different(reached)))
+    width = 1
+    if not rounds.as_a_queue:
+        reached = [b for b in blocks if b in ran or b in busy or request.may_run(b)]
+        way = rounds.way(len(reached), enough=most)
+        # Side by side needs more visits for the same blocks, which costs throughput on busy hosts.
+        width = max(1, min(way.parallel, swarm.usable_hosts // walks, rounds.different(reached)))
     # The answer of a visit of several blocks fits only its own state, so no other may join it.
     if waited and (len(waited) >= width or len(busy) > len(waited)):
-        return Wait(now + left, for_hosts=False)
+        return Wait(moment.ends, for_hosts=False)
     occupied = rounds.with_twins(busy)
     first = [b for b in blocks if b not in ran and b not in busy and swarm.usable(b)]
     ready = [b for b in first if b not in occupied]
@@ -100,14 +102,15 @@ def decide_overlap(
     # A visit that would be too late does not end the request while others may be in time. Nor does
     # the request end, while it has too few blocks, before the visits that it gave up.
     if waited or (progress.under_way and len(ran) < progress.min_blocks):
-        return Wait(now + left)
+        return Wait(moment.ends)
     if visit is not None:
         return Finish("deadline")
-    return nowhere(progress, swarm, now=now, left=left, routing="order-free")
+    missing = [block for block in blocks if block not in ran]
+    return nowhere(moment, missing, routing="order-free")
 
 
 def _again(
-    progress: RequestProgress, request: _OverlapRequest, *, busy: set[int], passes: int
+    progress: RequestProgress, request: _FreeRequest, *, busy: set[int], passes: int
 ) -> list[int]:
     """The blocks to run in the current pass, after the first, once the pass before is complete."""
     runs = Counter(progress.done)
@@ -119,7 +122,7 @@ def _again(
     return [block for block, times in runs.items() if times == passed and block not in busy]
 
 
-class _OverlapRequest:
+class _FreeRequest:
     """Finds the next host for a request. `alone`: it waits for no visit in flight."""
 
     def __init__(self, moment: Moment, *, alone: bool) -> None:

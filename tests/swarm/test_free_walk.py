@@ -5,7 +5,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from test_overlap import AGAIN, THREE
+from test_free import AGAIN, THREE
 from test_policy import LIMITS, host
 from test_router import Scripted
 
