@@ -2,6 +2,8 @@
 
 A training step of every method against one of ordinary training: forward, backward and optimiser,
 as `fit` takes it. Methods that leave out blocks draw others in every step, so a turn is many steps.
+And an answer of every method against one of an ordinary model: a forward of all blocks, in a new
+order every time if the method shuffles.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import torch
@@ -18,12 +21,14 @@ from _harness import Claim, Row, compare, run_claim
 
 from layershuffle.bench.timing import SMOKE, Effort, Side, cpu_timed
 from layershuffle.bench.training import time_training, training_state
-from layershuffle.bench.workloads import PICO, WIDTH_64, WIDTH_192, Workload, make_workload
+from layershuffle.bench.workloads import PICO, WIDTH_64, WIDTH_192, make_workload
 from layershuffle.compiling import BlockCompiler
+from layershuffle.methods import find_method
 from layershuffle.models.tying import middle_blocks, tie
-from layershuffle.position import EncodingForm, add_position
+from layershuffle.policies import Sequential, Shuffled
+from layershuffle.position import EncodingForm, PredictionForm, add_position
 from layershuffle.settings import FitSettings
-from layershuffle.stack import depth_of
+from layershuffle.stack import depth_of, running
 
 METHODS: dict[str, dict[str, Any]] = {
     "layershuffle": {},
@@ -61,44 +66,54 @@ def training_step(spec: str, *, batch: int, method: str, steps: int, **options: 
     return side
 
 
-def answer(workload: Workload, model: torch.nn.Module) -> Side:
-    """Seconds of a forward of the whole batch."""
-    model.eval()
+def answer(spec: str, *, batch: int, method: str, distinct: int | None = None) -> Side:
+    """Seconds of a forward of the whole batch, in a new order every time if the method shuffles."""
+    workload, parts = make_workload(spec, batch=batch), find_method(method)
+    if distinct is not None:
+        tie(workload.model, middle_blocks(distinct, depth_of(workload.model)))
+    model = add_position(
+        workload.model,
+        encoding=EncodingForm() if parts.encoding else None,
+        prediction=PredictionForm() if parts.prediction else None,
+        seed=0,
+    ).eval()
+    policy = Shuffled() if parts.selects_by == "arbitrary" else Sequential()
+    steps = count()
 
     def forward() -> None:
-        with torch.inference_mode():
+        order = policy.draw(depth_of(model), seed=0, step=next(steps))
+        with torch.inference_mode(), running(model, order):
             model(workload.images)
 
     return cpu_timed(forward)
 
 
 def rows(effort: Effort) -> Iterator[Row]:
-    """Every method against ordinary training, and an answer with a position encoding."""
+    """A step and an answer of every method against those of ordinary training."""
     for name, (spec, batch, steps) in (SMOKES if effort is SMOKE else CASES).items():
         ordinary = training_step(spec, batch=batch, method="baseline", steps=steps)
+        plain_answer = answer(spec, batch=batch, method="baseline")
         for method, options in METHODS.items():
             words = "".join(f", {key} {value}" for key, value in options.items())
+            label = f"{method}{words.replace('_', ' ')}, {name}"
             side = training_step(spec, batch=batch, method=method, steps=steps, **options)
             yield compare(
-                f"step of {method}{words.replace('_', ' ')}, {name}",
+                f"step of {label}",
                 f"training step of {method} / of baseline",
                 a=side,
                 b=ordinary,
                 effort=replace(effort, seconds=0.0),  # a turn is many steps already
                 settings={"model": spec, "batch": batch, "method": method, **options},
             )
-        workload = make_workload(spec, batch=batch)
-        parts = add_position(
-            make_workload(spec, batch=batch).model, encoding=EncodingForm(), seed=0
-        )
-        yield compare(
-            f"answer with a position encoding, {name}",
-            "forward with a position encoding / without",
-            a=answer(workload, parts),
-            b=answer(workload, workload.model),
-            effort=effort,
-            settings=workload.settings,
-        )
+            distinct = options.get("distinct")
+            yield compare(
+                f"answer of {label}",
+                f"forward of {method} / of baseline",
+                a=answer(spec, batch=batch, method=method, distinct=distinct),
+                b=plain_answer,
+                effort=effort,
+                settings={"model": spec, "batch": batch, "method": method, "distinct": distinct},
+            )
 
 
 CLAIM = Claim(theme="methods", text=__doc__.splitlines()[0].removeprefix("Claim: "), rows=rows)
