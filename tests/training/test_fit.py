@@ -133,7 +133,7 @@ def test_a_finished_run_is_not_repeated(undisturbed):
     out, _ = undisturbed["layershuffle"]
     events = []
     again = fit(settings(), out, listeners=[events.append])
-    assert events == []
+    assert events == [{"kind": "complete", "steps": 8}]
     assert again.steps == 8
     assert not (out / "checkpoints").exists()
 
@@ -268,6 +268,7 @@ def test_a_directory_of_something_else(tmp_path):
     with pytest.raises(UsageError, match="not empty and holds no LayerShuffle run"):
         fit(settings(), tmp_path)
     assert (tmp_path / "thesis.tex").read_text() == "ten years"
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
 def test_a_run_that_was_killed_as_it_wrote_its_settings_begins(tmp_path):
