@@ -363,6 +363,12 @@ def test_a_gpu_that_is_not_there(tmp_path, monkeypatch):
         fit(settings(device="cuda"), tmp_path / "run")
 
 
+def test_another_number_of_classes_is_said_once(tmp_path, caplog):
+    fit(settings(model=MODEL.replace("num_classes=100", "num_classes=7"), steps=1), tmp_path)
+    (warning,) = caplog.records
+    assert "7 -> 100 classes" in warning.getMessage()
+
+
 def test_a_run_says_what_it_read(tmp_path):
     events = []
     fit(settings(steps=1), tmp_path / "run", listeners=[events.append])
