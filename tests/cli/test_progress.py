@@ -81,6 +81,15 @@ def test_a_training_with_slow_steps_gets_a_line_every_twenty_seconds(
     ]
 
 
+def test_a_run_that_was_complete_says_that_nothing_was_trained(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    training_lines()({"kind": "complete", "steps": 8})
+    assert capsys.readouterr().out.startswith(
+        "This run of 8 steps was complete already, so nothing was trained. To train more, "
+    )
+
+
 def test_a_new_stage_is_counted_from_its_own_beginning(capsys: pytest.CaptureFixture[str]) -> None:
     clock = Clock()
     show = progress_lines("cache", clock=clock)

@@ -24,6 +24,7 @@ from layershuffle.models import (
     image_view,
     num_classes_of,
     read_record,
+    timm_host,
 )
 from layershuffle.policies import Shuffled, policy_from_json
 from layershuffle.stack import BlockStack
@@ -154,6 +155,17 @@ def test_models_without_a_classifier_give_the_same_features_again(
     else:
         with pytest.raises(UsageError, match="hf:DIR"):
             ls.load(f"dir:{tmp_path / 'm'}", num_classes=3)
+
+
+def test_a_head_that_is_taken_off_is_not_called_a_new_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As timm:NAME?num_classes=0 does with stored weights."""
+    model = FAMILIES["timm-vit"].wrapped()
+    timm_host.resize_head(model, 0, seed=0)
+    assert caplog.text == ""
+    ls.save(model, tmp_path / "m")
+    assert_same_model(ls.load(f"dir:{tmp_path / 'm'}"), model)
 
 
 def test_a_model_that_its_configuration_does_not_describe_is_refused(tmp_path: Path) -> None:
