@@ -29,7 +29,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
-	@echo "Installing (torch with its GPU libraries is about 7 GB; 2 to 5 minutes) ..."
+	@echo "Installing (6.5 GB, most of it torch with its GPU libraries; 2 to 5 minutes) ..."
 	$(PIP) --editable '.[study]'
 	touch $@
 

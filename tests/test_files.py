@@ -87,7 +87,7 @@ def hold(directory, taken, release):
         release.wait(30)
 
 
-def test_a_second_process_is_kept_out(tmp_path, monkeypatch):
+def test_a_second_process_is_kept_out(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("layershuffle.files._LOCK_SECONDS", 0.0)
     spawn = multiprocessing.get_context("spawn")
     taken, release = spawn.Event(), spawn.Event()
@@ -96,6 +96,7 @@ def test_a_second_process_is_kept_out(tmp_path, monkeypatch):
     assert taken.wait(60)
     with pytest.raises(LayerShuffleError, match="Another process is working"), locked(tmp_path):
         pass
+    assert f"Another process is working in {tmp_path}; waiting up to" in caplog.text
     release.set()
     holder.join(30)
     with locked(tmp_path):  # the lock went with its process

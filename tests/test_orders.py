@@ -254,6 +254,7 @@ BAD = {
         _json('{"blocks": [0], "depth": 2, "versions": "0"}'),
         '"versions" must be a list',
     ),
+    "set": (lambda: order_of({2, 0, 1}, 3), "{0, 1, 2} is a set, which has no order"),
     "tau of repeats": (ExecutionOrder((1, 1), 2).kendall_tau, "not defined with repeats"),
     "distance of repeats": (ExecutionOrder((0, 0), 2).kendall_distance, "not defined with repeats"),
 }

@@ -11,6 +11,7 @@ from itertools import permutations
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binom, binomtest, chisquare
@@ -292,7 +293,7 @@ def test_records_of_earlier_versions_say_the_same() -> None:
 # --- refused --------------------------------------------------------------------------------------
 
 
-def _draw(policy: OrderPolicy, depth: int = 12) -> Callable[[], ls.ExecutionOrder]:
+def _draw(policy: OrderPolicy, depth: Any = 12) -> Callable[[], ls.ExecutionOrder]:
     return lambda: policy.draw(depth, seed=0, step=0)
 
 
@@ -328,6 +329,13 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     "fixed list": (lambda: ls.Fixed([1, 0]), "takes an ExecutionOrder"),  # type: ignore[arg-type]
     "fixed other depth": (_draw(ls.Fixed(ls.ExecutionOrder((0,), 3))), "made for 3 blocks"),
     "sequential 0": (_draw(ls.Sequential(), 0), "at least 1, got 0"),
+    **{
+        f"model for {type(policy).__name__}": (
+            _draw(policy, torch.nn.Linear(2, 2)),
+            "depth_of(model)",
+        )
+        for policy in (ls.Sequential(), ls.Shuffled(), ls.LayerDrop(), ls.Kept(2))
+    },
     "shuffled 0": (_draw(ls.Shuffled(), 0), "at least 1, got 0"),
     "stored list": (_stored([1]), "stored order policy must be a mapping"),
     "stored name": (_stored({"policy": "best"}), "'best' is not an order policy"),

@@ -367,6 +367,19 @@ def test_a_head_that_loses_the_rows_of_an_exit_is_refused() -> None:
         model(images(3))
 
 
+def test_labels_under_an_exit_are_refused_with_what_to_do() -> None:
+    """transformers would compare twice as many rows with them, and fail in its loss."""
+    model, order = FAMILIES["hf-vit"].wrapped(), ls.ExecutionOrder(PERMUTED, DEPTH)
+    labels = torch.zeros(3, dtype=torch.long)
+    with ls.running(model, [order] * 3):
+        assert model(images(3), labels=labels).loss.isfinite()
+    with (
+        ls.running(model, [order] * 3, exit_after=1),
+        pytest.raises(UsageError, match=r"leave out labels.*logits\.chunk\(2\)"),
+    ):
+        model(images(3), labels=labels)
+
+
 def test_an_exit_after_the_last_step_is_the_output() -> None:
     model, order = VIT.wrapped(), ls.ExecutionOrder(PERMUTED, DEPTH)
     with torch.no_grad(), ls.running(model, [order] * 3, exit_after=DEPTH):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import logging
 import os
 import re
 import shutil
@@ -19,8 +20,9 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
-from layershuffle.errors import LayerShuffleError
+from layershuffle.errors import LayerShuffleError, UsageError
 
+LOG = logging.getLogger("layershuffle")
 _STAGE_PREFIX, _LOCK = ".staged-", ".lock"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # fcntl.h and linux/fs.h
 _NEARLY_FULL_BYTES = 1 << 20
@@ -99,6 +101,21 @@ def names_in(directory: Path) -> set[str]:
     return {name for name in names - {_LOCK} if not name.startswith(_STAGE_PREFIX)}
 
 
+def refuse_foreign(directory: Path, *, mark: str, kind: str) -> None:
+    """Raises `UsageError` if `directory` holds files, and no file `mark` of a `kind` of ours.
+
+    For what comes before `locked`, which leaves a file of its own there.
+    """
+    with explained(directory):
+        if not directory.is_dir() or (directory / mark).is_file() or not names_in(directory):
+            return
+    raise UsageError(
+        f"The directory is not empty and holds no {kind}",
+        place=directory,
+        hint="give another --out",
+    )
+
+
 def remove_stale_stages(directory: Path) -> None:
     """Delete what a killed process left half-written in `directory`."""
     for stage in sorted(directory.glob(f"{_STAGE_PREFIX}*")):
@@ -112,14 +129,22 @@ def remove_stale_stages(directory: Path) -> None:
 def locked(directory: Path) -> Iterator[None]:
     """Keep other processes of this package out of `directory`; a killed process frees the lock.
 
-    Waits up to 90 seconds for a process that is about to end (it saves a checkpoint first), then
-    raises `LayerShuffleError`.
+    Waits up to 90 seconds for a process that is about to end (it saves a checkpoint first), after
+    a warning, then raises `LayerShuffleError`.
     """
-    lock = FileLock(directory / _LOCK, timeout=_LOCK_SECONDS, poll_interval=_LOCK_POLL_SECONDS)
+    lock = FileLock(directory / _LOCK)
     with explained(directory):
         directory.mkdir(parents=True, exist_ok=True)
         try:
-            lock.acquire()
+            try:
+                lock.acquire(timeout=0)
+            except Timeout:
+                LOG.warning(
+                    "Another process is working in %s; waiting up to %.0f s for it to end.",
+                    directory,
+                    _LOCK_SECONDS,
+                )
+                lock.acquire(timeout=_LOCK_SECONDS, poll_interval=_LOCK_POLL_SECONDS)
         except Timeout as error:
             raise LayerShuffleError(
                 "Another process is working in this directory",

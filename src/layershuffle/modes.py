@@ -91,7 +91,8 @@ def parse_modes(text: str) -> tuple[Mode, ...]:
     modes = tuple(map(_parse_mode, words))
     # Equal modes draw equal orders: their scores would count twice in every mean.
     if len(set(modes)) < len(modes):
-        raise UsageError(f"A mode is named twice in {text!r}")
+        twice = next(mode for mode in modes if modes.count(mode) > 1)
+        raise UsageError(f"The mode {twice} is named twice in {text!r}")
     return modes
 
 

@@ -17,9 +17,9 @@ from __future__ import annotations
 import json
 import operator
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from layershuffle.errors import UsageError
 
@@ -38,9 +38,14 @@ class ExecutionOrder:
     versions: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
+        given: object = self.blocks
+        if isinstance(given, Set):
+            raise UsageError(
+                f"{given!r} is a set, which has no order", hint="give a list of block ids"
+            )
         # The class is frozen and has slots, so this is the only way to normalise a field.
         object.__setattr__(self, "blocks", tuple(map(_plain_integer, self.blocks)))
-        _check_depth(self.depth)
+        check_depth(self.depth)
         if not self.blocks:
             raise UsageError(
                 "An execution order needs at least one block, but this one is empty",
@@ -57,7 +62,7 @@ class ExecutionOrder:
     @classmethod
     def sequential(cls, depth: int) -> ExecutionOrder:
         """The order 0, 1, ..., depth-1."""
-        _check_depth(depth)
+        check_depth(depth)
         return cls(tuple(range(depth)), depth)
 
     @classmethod
@@ -236,7 +241,8 @@ def order_of(blocks: ExecutionOrder | str | Iterable[int], depth: int) -> Execut
     if isinstance(blocks, str):
         return ExecutionOrder.parse(blocks, depth=depth)
     if not isinstance(blocks, ExecutionOrder):
-        return ExecutionOrder(tuple(blocks), depth)
+        # Not a tuple yet: the class refuses sets.
+        return ExecutionOrder(cast(tuple[int, ...], blocks), depth)
     # Ids of a shallower model would all be valid here, and mean other blocks.
     if blocks.depth != depth:
         raise UsageError(
@@ -246,9 +252,13 @@ def order_of(blocks: ExecutionOrder | str | Iterable[int], depth: int) -> Execut
     return blocks
 
 
-def _check_depth(depth: int) -> None:
-    if not is_integer(depth) or depth < 1:
-        raise UsageError(f"depth must be an integer of at least 1, got {depth!r}")
+def check_depth(depth: object) -> None:
+    """Raises `UsageError` unless `depth` is a number of blocks; a model is a usual mistake."""
+    if not isinstance(depth, int) or isinstance(depth, bool) or depth < 1:
+        raise UsageError(
+            f"depth must be an integer of at least 1, got {repr(depth).partition('(')[0]}",
+            hint="layershuffle.depth_of(model) is that of a model",
+        )
 
 
 def _check_block(block: int, depth: int) -> None:

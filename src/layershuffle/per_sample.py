@@ -242,6 +242,13 @@ def calls_seen(model: nn.Module, stack: nn.Module, *, samples: SampleOrders) -> 
             "an order per sample: blocks run on groups of samples, so the states would be those "
             "of groups",
         )
+        if samples.exit_after is not None and kwargs.get("labels") is not None:
+            raise UsageError(
+                f"{type(module).__name__} cannot compute a loss from labels under exit_after: its "
+                "output has twice as many rows as there are labels",
+                hint="leave out labels, and compute both losses from "
+                "logits, early = model(images).logits.chunk(2)",
+            )
         # Only the outermost call is tried; the calls inside follow from it.
         if samples.called == 1:
             samples.host = host_of_stack(

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from layershuffle.draws import Stream
 from layershuffle.errors import UsageError
-from layershuffle.orders import ExecutionOrder, is_integer, order_of
+from layershuffle.orders import ExecutionOrder, check_depth, is_integer, order_of
 
 OrderMode = Literal["sequential", "arbitrary"]
 Choice = Literal["random", "spaced", "first", "last"]
@@ -46,6 +46,7 @@ class Sequential:
         self, depth: int, *, seed: int, step: int, micro_batch: int = 0, rank: int = 0
     ) -> ExecutionOrder:
         """The sequential order; the other arguments determine the sizes of its rounds, if any."""
+        check_depth(depth)
         stream = Stream(seed, step, micro_batch=micro_batch, rank=rank)
         return _in_rounds([range(depth)], depth, parallel=self.parallel, stream=stream)
 
@@ -88,6 +89,7 @@ class Shuffled:
         self, depth: int, *, seed: int, step: int, micro_batch: int = 0, rank: int = 0
     ) -> ExecutionOrder:
         """A uniform permutation of the kept blocks; `UsageError` if `depth=` does not fit."""
+        check_depth(depth)
         # Counted, not drawn: with a drawn share some batches would be all sequential and others not
         # at all, and several orders per batch are meant to remove exactly this variance.
         if self.sequential_every is not None and (step + micro_batch) % self.sequential_every == 0:
@@ -120,6 +122,7 @@ class LayerDrop:
         self, depth: int, *, seed: int, step: int, micro_batch: int = 0, rank: int = 0
     ) -> ExecutionOrder:
         """The surviving blocks, ascending."""
+        check_depth(depth)
         stream = Stream(seed, step, micro_batch=micro_batch, rank=rank)
         return ExecutionOrder(_survivors(range(depth), self.p, stream), depth)
 
@@ -153,6 +156,7 @@ class Kept:
         self, depth: int, *, seed: int, step: int, micro_batch: int = 0, rank: int = 0
     ) -> ExecutionOrder:
         """`k` blocks, `passes` times; raises `UsageError` unless 1 <= k <= depth."""
+        check_depth(depth)
         if not 1 <= self.k <= depth:
             raise UsageError(
                 f"Cannot keep {self.k} blocks of a model with {depth}",
@@ -196,6 +200,7 @@ class Fixed:
         self, depth: int, *, seed: int, step: int, micro_batch: int = 0, rank: int = 0
     ) -> ExecutionOrder:
         """The order itself; raises `UsageError` if it was made for another depth."""
+        check_depth(depth)
         del seed, step, micro_batch, rank
         return order_of(self.order, depth)
 

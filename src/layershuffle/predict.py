@@ -72,6 +72,11 @@ def predict_files(
             hint="layershuffle predict MODEL IMAGE... --top 5",
         )
     classes, view = num_classes_of(model), file_view(model)
+    if not classes:
+        raise UsageError(
+            "The model has no classifier, so it cannot name classes",
+            hint="layershuffle fit --model ... --data ... gives it one",
+        )
     names = class_names_of(model) or numbered(classes)
     device = next(model.parameters()).device
     predictions = []

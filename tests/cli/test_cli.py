@@ -105,6 +105,7 @@ def test_eval_per_batch_says_so(capsys, fitted):
         (["eval", "FITTED", "--data", DATA, "--modes", "shuffled"], 2, "not an evaluation mode"),
         (["eval", "FITTED", "--data", DATA, "--order", "0,7"], 2, "7 is not a block"),
         (["eval", "FITTED", "--data", DATA, "--order", "a"], 2, "'a' in the execution order"),
+        (["eval", "FITTED", "--data", DATA, "--order", "0", "--modes", "kept:2"], 2, "exclude"),
         (["eval", "nowhere", "--data", DATA], 2, "nowhere"),
         (["eval", "FITTED", "--data", "folder:/nowhere"], 1, "/nowhere"),
         (["eval", "FITTED", "--data", "digits-pairs"], 2, "digit-pairs"),

@@ -102,6 +102,7 @@ def test_lines_name_the_classes_and_the_order(
         (["model", "none.png"], 1, "none.png"),
         (["model", "model/config.json"], 1, "Where: model/config.json. Next: name image files"),
         (["nowhere", "0.png"], 2, "nowhere"),
+        ([SPEC.replace("num_classes=3", "num_classes=0"), "0.png"], 2, "has no classifier"),
     ],
 )
 def test_what_cannot_be_answered(

@@ -10,7 +10,7 @@ from rich.console import Console
 
 import layershuffle as ls
 from common import FAMILIES, images
-from layershuffle.cli.progress import pace_text, progress_bar, progress_lines
+from layershuffle.cli.progress import pace_text, progress_bar, progress_lines, training_lines
 from layershuffle.progress import Progress
 
 
@@ -56,6 +56,38 @@ def test_a_pipe_gets_a_line_every_twenty_seconds(capsys: pytest.CaptureFixture[s
         "eval: 80 of 120 images, 120 images/min, 0:00:20 left",
         "eval: 120 of 120 images, 120 images/min, 0:00:00 left",
     ]
+
+
+def test_a_training_with_slow_steps_gets_a_line_every_twenty_seconds(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    clock = Clock()
+    listen = training_lines(clock=clock)
+    listen({"kind": "start", "steps": 100, "at": 0})
+    for step in range(1, 13):
+        clock.now += 5.0
+        log = {"loss": 1.0, "accuracy": 50.0, "waiting": 0.0} if step == 6 else {}
+        listen({"kind": "log" if log else "step", "step": step, **log})
+    for scored in range(100, 1000, 100):
+        clock.now += 5.0
+        listen({"kind": "scoring", "step": 12, "images": scored})
+    assert capsys.readouterr().out.splitlines() == [
+        "step 0/100: starts",
+        "step 4/100: 0:08:00 left",
+        "step 6/100: loss 1.0000, accuracy 50.0 %, 0:07:50 left",
+        "step 10/100: 0:07:30 left",
+        "step 12/100: 200 held-out images scored",
+        "step 12/100: 600 held-out images scored",
+    ]
+
+
+def test_a_run_that_was_complete_says_that_nothing_was_trained(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    training_lines()({"kind": "complete", "steps": 8})
+    assert capsys.readouterr().out.startswith(
+        "This run of 8 steps was complete already, so nothing was trained. To train more, "
+    )
 
 
 def test_a_new_stage_is_counted_from_its_own_beginning(capsys: pytest.CaptureFixture[str]) -> None:

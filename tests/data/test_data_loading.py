@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -45,6 +47,15 @@ def test_the_form_of_a_source_begins_with_its_name() -> None:
 def test_bad_specs_name_the_nearest_good_one(spec: str, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         open_data(spec, DIGIT_VIEW)
+
+
+def test_a_folder_without_its_scheme_is_recognised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "shapes").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="did you mean folder:shapes"):
+        open_data("shapes", DIGIT_VIEW)
 
 
 @pytest.mark.parametrize("spec", ["digit-pairs", "folder:x", "cifar100:x"])

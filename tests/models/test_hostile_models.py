@@ -232,10 +232,10 @@ WRONG_CONFIG: dict[str, tuple[str, Change, str]] = {
         "hf-vit", edit(CONFIG, "model_type", value="evil"), "cannot build",
     ),
     "transformers: another model": (
-        "hf-vit", edit(CONFIG, "model_type", value="beit"), "tensors",
+        "hf-vit", edit(CONFIG, "model_type", value="beit"), "no model of transformers",
     ),
     "transformers: no classifier": (
-        "hf-vit", edit(CONFIG, "model_type", value="bert"), "cannot build",
+        "hf-vit", edit(CONFIG, "model_type", value="bert"), "no model of transformers",
     ),
     "transformers: another depth": (
         "hf-vit", edit(CONFIG, "num_hidden_layers", value=6), "holds 4 blocks, 6 are expected",

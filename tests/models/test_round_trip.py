@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import timm
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from saved_models import DIGITS, RECORD, SAVED, assert_same_model, front_matter, outputs, positioned
 from torch import nn
@@ -23,6 +24,7 @@ from layershuffle.models import (
     image_view,
     num_classes_of,
     read_record,
+    timm_host,
 )
 from layershuffle.policies import Shuffled, policy_from_json
 from layershuffle.stack import BlockStack
@@ -111,6 +113,66 @@ def test_half_precision_and_strided_weights_survive(name: str, tmp_path: Path) -
     model = FAMILIES[name].wrapped().to(torch.float16).to(memory_format=torch.channels_last)
     ls.save(model, tmp_path / "m")
     assert_same_model(ls.load(str(tmp_path / "m")), model)
+
+
+CONFIG = {
+    "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 64,
+    "image_size": 32, "patch_size": 16,
+}  # fmt: skip
+WITHOUT_CLASSES = {
+    "timm": lambda: timm.create_model("vit_tiny_patch16_224", img_size=32, depth=3, num_classes=0),
+    "vit": lambda: transformers.ViTModel(transformers.ViTConfig(**CONFIG)),
+    "dinov2": lambda: transformers.Dinov2Model(transformers.Dinov2Config(**CONFIG)),
+    "siglip": lambda: transformers.SiglipVisionModel(transformers.SiglipVisionConfig(**CONFIG)),
+    "clip": lambda: transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**CONFIG)),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_CLASSES)
+def test_models_without_a_classifier_give_the_same_features_again(
+    name: str, tmp_path: Path
+) -> None:
+    model = ls.wrap(WITHOUT_CLASSES[name]().eval())
+    ls.save(model, tmp_path / "m")
+    again = ls.load(f"dir:{tmp_path / 'm'}")
+    assert type(again) is type(model)
+    assert image_view(again) == image_view(model)
+    assert name != "clip" or image_view(model).mean == (0.48145466, 0.4578275, 0.40821073)
+    assert (num_classes_of(again), read_record(tmp_path / "m")["num_classes"]) == (0, 0)
+    with ls.running(model, (2, 0, 1)), ls.running(again, (2, 0, 1)), torch.no_grad():
+        features, others = (
+            getattr(output, "last_hidden_state", output)
+            for output in (model(images()), again(images()))
+        )
+    assert torch.equal(features, others)
+    assert front_matter(tmp_path / "m")["pipeline_tag"] == "image-feature-extraction"
+    card = (tmp_path / "m" / "README.md").read_text()
+    assert "classes" not in card
+    assert name == "timm" or f'{type(model).__name__}.from_pretrained("m")' in card
+    # A fresh head may be given to what timm built; transformers has another class for it.
+    if name == "timm":
+        assert num_classes_of(ls.load(f"dir:{tmp_path / 'm'}", num_classes=3)) == 3
+    else:
+        with pytest.raises(UsageError, match="hf:DIR"):
+            ls.load(f"dir:{tmp_path / 'm'}", num_classes=3)
+
+
+def test_a_head_that_is_taken_off_is_not_called_a_new_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As timm:NAME?num_classes=0 does with stored weights."""
+    model = FAMILIES["timm-vit"].wrapped()
+    timm_host.resize_head(model, 0, seed=0)
+    assert caplog.text == ""
+    ls.save(model, tmp_path / "m")
+    assert_same_model(ls.load(f"dir:{tmp_path / 'm'}"), model)
+
+
+def test_a_model_that_its_configuration_does_not_describe_is_refused(tmp_path: Path) -> None:
+    config = transformers.ViTConfig(**CONFIG)
+    with pytest.raises(UsageError, match="add_pooling_layer=False"):
+        ls.save(transformers.ViTModel(config, add_pooling_layer=False), tmp_path / "m")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_models_that_were_never_wrapped_are_saved_too(tmp_path: Path) -> None:

@@ -49,6 +49,7 @@ def test_the_gradient_is_the_sum_over_the_places():
 def test_saved_and_loaded_it_is_tied_again(name, tmp_path):
     model = tie(FAMILIES[name].wrapped(), (0, 0, 2, 2))
     ls.save(model, tmp_path / "tied")
+    assert "4 blocks, of which 2 are different" in (tmp_path / "tied" / "README.md").read_text()
     again = ls.load(f"dir:{tmp_path / 'tied'}")
     assert_same_model(again, model)
     assert places_tied(blocks_of(again)) == (0, 0, 2, 2)

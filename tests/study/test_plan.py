@@ -198,7 +198,7 @@ def test_another_spelling_of_the_same_modes_goes_on(study, tmp_path):
 def test_the_plan_in_words(study):
     tasks = tasks_of(study)
     text = plan_text(study, tasks, subjects=dict.fromkeys([t.name for t in tasks], SUBJECT))
-    assert "10 runs, 4 mergings and analyses" in text
+    assert "10 runs, 4 other tasks" in text
     assert "baseline: baseline, seeds 0, 1, 2; 100 steps of 64" in text
     assert "merging-baseline: 7 merges of 3 models" in text
 

@@ -190,6 +190,13 @@ def test_a_failing_run_is_reported_and_the_rest_goes_on(tmp_path, capsys, monkey
     assert "baseline" in (out / "report.md").read_text()
 
 
+def test_a_directory_of_something_else_is_left_alone(tmp_path):
+    (tmp_path / "thesis.tex").write_text("ten years")
+    with pytest.raises(UsageError, match="holds no study"):
+        run_study(StudySettings(**RECIPE), tmp_path, watch=watch)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
 def test_another_study_in_the_directory(tmp_path):
     write_plan(StudySettings(**RECIPE), tmp_path)
     with pytest.raises(UsageError, match="another --out"):

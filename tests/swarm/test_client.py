@@ -342,6 +342,9 @@ def test_https_from_the_flags_to_the_answer(papers, tmp_path, capsys, monkeypatc
         assert main(["classify", str(image), str(image), *flags, "--json"]) == 0
         answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
         assert [len(answer["images"]) for answer in answers] == [1, 1]
+        (tmp_path / "notes.txt").write_text("no image")
+        assert main(["classify", str(image), str(tmp_path / "notes.txt"), *flags]) == 1
+        assert f"{tmp_path / 'notes.txt'} was not classified: " in capsys.readouterr().err
         assert main(["swarm", "status", *flags]) == 0
         assert "healthy" in capsys.readouterr().out
         for address, authority, words in [

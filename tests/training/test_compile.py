@@ -56,6 +56,16 @@ def train(model, order, batch=4):
         (F.cross_entropy(logits, torch.zeros(batch, dtype=torch.long)) + guesses.loss()).backward()
 
 
+def test_a_model_that_is_compiled_whole_has_a_graph_per_order():
+    """Right, and a reason to compile blocks instead (docs/python.md)."""
+    model, pixels = deep_model().host.eval(), images()[:, :, :16, :16]
+    compiled = torch.compile(model, backend="eager")
+    for number, order in enumerate(([0, 1, 2], [2, 1, 0], [1, 0]), start=1):
+        with ls.running(model, order), torch.no_grad():
+            assert torch.equal(compiled(pixels), model(pixels))
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == number
+
+
 @pytest.mark.parametrize(("drop_path", "graphs"), [(0.0, 1), (0.1, DEPTH)])
 def test_one_graph_for_all_blocks_and_orders(drop_path, graphs):
     """With position parts on, in training and in evaluation.

@@ -47,8 +47,8 @@ def test_a_loader_that_is_too_slow_is_said():
     assert text == ", loader-bound: 34 % of the time waiting for data"
 
 
-def shares(out, monkeypatch, *, reading, scoring):
-    """What a run tells whose steps take 3 seconds each, by a clock that only these three move."""
+def run(out, monkeypatch, *, reading, scoring, **changes):
+    """Events and result of a run with steps of 3 seconds, by a clock that these three move."""
     clock = Clock()
 
     def taking(seconds, method):
@@ -71,10 +71,15 @@ def shares(out, monkeypatch, *, reading, scoring):
     )
     settings = FitSettings(
         method="baseline", model=model, data="digit-pairs?train=40&validation=8&test=8", steps=8,
-        batch_size=4, eval_every=3, log_every=4,
+        **{"batch_size": 4, "eval_every": 3, "log_every": 4, **changes},
     )  # fmt: skip
     events = []
-    fit(settings, out, listeners=[events.append], on_phase=steps_take_time)
+    result = fit(settings, out, listeners=[events.append], on_phase=steps_take_time)
+    return events, result
+
+
+def shares(out, monkeypatch, *, reading, scoring):
+    events, _ = run(out, monkeypatch, reading=reading, scoring=scoring)
     return [event["waiting"] for event in events if event["kind"] == "log"]
 
 
@@ -86,3 +91,9 @@ def test_a_run_tells_how_long_it_waited(tmp_path, monkeypatch):
 
 def test_data_in_memory_are_not_waited_for(tmp_path, monkeypatch):
     assert shares(tmp_path, monkeypatch, reading=0, scoring=500) == [0, 0]
+
+
+def test_images_per_second_are_those_of_the_steps_alone(tmp_path, monkeypatch):
+    """Epochs of 40 images in batches of 16, 16 and 8: 112 images in 8 steps of 3 seconds."""
+    _, result = run(tmp_path, monkeypatch, reading=0, scoring=500, batch_size=16, log_every=3)
+    assert result.images_per_second == round(112 / 24, 1)

@@ -133,7 +133,7 @@ def test_a_finished_run_is_not_repeated(undisturbed):
     out, _ = undisturbed["layershuffle"]
     events = []
     again = fit(settings(), out, listeners=[events.append])
-    assert events == []
+    assert events == [{"kind": "complete", "steps": 8}]
     assert again.steps == 8
     assert not (out / "checkpoints").exists()
 
@@ -268,6 +268,7 @@ def test_a_directory_of_something_else(tmp_path):
     with pytest.raises(UsageError, match="not empty and holds no LayerShuffle run"):
         fit(settings(), tmp_path)
     assert (tmp_path / "thesis.tex").read_text() == "ten years"
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
 def test_a_run_that_was_killed_as_it_wrote_its_settings_begins(tmp_path):
@@ -360,6 +361,12 @@ def test_a_gpu_that_is_not_there(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UsageError, match="There is no GPU"):
         fit(settings(device="cuda"), tmp_path / "run")
+
+
+def test_another_number_of_classes_is_said_once(tmp_path, caplog):
+    fit(settings(model=MODEL.replace("num_classes=100", "num_classes=7"), steps=1), tmp_path)
+    (warning,) = caplog.records
+    assert "7 -> 100 classes" in warning.getMessage()
 
 
 def test_a_run_says_what_it_read(tmp_path):

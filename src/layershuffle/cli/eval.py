@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from layershuffle.cli.command import ComputingCommand, Inline
+from layershuffle.errors import UsageError
 from layershuffle.settings import EvalSettings
 from layershuffle.text import counted, counted_as, interval_text, table
 
@@ -39,6 +40,9 @@ class EvalCommand(ComputingCommand):
 
     def run(self) -> int:
         """Evaluate and print a table or JSON."""
+        if self.order is not None and self.settings.modes != EvalSettings().modes:
+            raise UsageError("--order and --modes exclude each other", hint="give one of them")
+
         from layershuffle.evaluation import evaluate_spec
 
         with self.computing("eval") as progress:

@@ -63,7 +63,8 @@ class _Training(Command):
         print(
             f"{result.method}, seed {result.seed}: best {result.selected['metric']} "
             f"{result.selected['value']:.4f} at step {result.selected['step']} of {result.steps}, "
-            f"{result.train_seconds:.0f} s, {result.images_per_second:.0f} images/s "
+            f"{result.train_seconds:.0f} s in all, "
+            f"{result.images_per_second:.0f} images/s in training "
             f"({result.hardware['gpu'] or result.hardware['processor']}, "
             f"{result.hardware['precision']}, batch {self.settings.batch_size})\n"
             f"Model: {self.out}/model\n"

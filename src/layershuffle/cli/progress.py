@@ -26,6 +26,10 @@ Clock = Callable[[], float]
 LOADER_BOUND = 10.0  # percent of the steps' time: below that, more loading would gain little
 _LINE_SECONDS, _DRAW_SECONDS = 20.0, 0.5  # between lines in a pipe, and drawings on a terminal
 _MOST_ROWS = 20
+_COMPLETE = (
+    "This run of {steps} steps was complete already, so nothing was trained. To train more, give "
+    "its directory as --model and another --out."
+)
 
 
 def _live() -> bool:
@@ -162,7 +166,7 @@ def progress_listener() -> Iterator[Listener]:
     """A listener for `layershuffle.training`: a bar with loss, accuracy, scores and time left, or a
     line per event."""
     if not _live():
-        yield _training_lines()
+        yield training_lines()
         return
     from rich.progress import (
         BarColumn,
@@ -188,6 +192,10 @@ def progress_listener() -> Iterator[Listener]:
                 progress.print(_describe_data(event), highlight=False, markup=False)
             elif event["kind"] == "start":
                 progress.update(task, total=event["steps"], completed=event["at"])
+            elif event["kind"] == "complete":
+                progress.print(_COMPLETE.format(**event), highlight=False, markup=False)
+            elif event["kind"] == "step":
+                progress.update(task, completed=event["step"])
             elif event["kind"] == "log":
                 training = f"loss {event['loss']:.3f}, acc {event['accuracy']:.1f} %"
                 training += loader_bound(event)
@@ -200,24 +208,35 @@ def progress_listener() -> Iterator[Listener]:
         yield listen
 
 
-def _training_lines() -> Listener:
-    steps, pace = 0, Countdown()
+def training_lines(*, clock: Clock = time.monotonic) -> Listener:
+    """The listener of a pipe: a line per log, score and best model, and at least one every 20
+    seconds, unless a single step takes longer."""
+    steps, pace, printed = 0, Countdown(clock=clock), clock()
 
     def listen(event: dict[str, Any]) -> None:
-        nonlocal steps, pace
+        nonlocal steps, pace, printed
         step = event.get("step", event.get("at"))
         match event["kind"]:
+            case "step" | "scoring" if clock() - printed < _LINE_SECONDS:
+                return
+            case "complete":
+                print(_COMPLETE.format(**event), flush=True)
+                return
             case "data":
                 print(_describe_data(event), flush=True)
                 return
             case "start":
-                steps, pace = event["steps"], Countdown(event["at"])
+                steps, pace = event["steps"], Countdown(event["at"], clock=clock)
                 text = "continues from a checkpoint" if event["at"] else "starts"
             case "log":
                 text = (
                     f"loss {event['loss']:.4f}, accuracy {event['accuracy']:.1f} %, "
                     f"{pace.left(event['step'], steps)} left{loader_bound(event)}"
                 )
+            case "step":
+                text = f"{pace.left(event['step'], steps)} left"
+            case "scoring":
+                text = f"{event['images']:,} held-out images scored"
             case "scores":
                 sequential, arbitrary = _top1_of(event)
                 text = f"held-out top-1 {sequential:.1f} % sequential, {arbitrary:.1f} % arbitrary"
@@ -225,6 +244,7 @@ def _training_lines() -> Listener:
                 text = f"best so far (cross-entropy {event['cross_entropy']:.4f}), model saved"
             case _:
                 return
+        printed = clock()
         # Flushed, because in a pipe a line would wait for a full buffer.
         print(f"step {step}/{steps}: {text}", flush=True)
 

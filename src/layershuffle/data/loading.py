@@ -17,6 +17,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import cast
 from urllib.parse import parse_qsl
 
@@ -160,7 +161,9 @@ def _settings(query: str, scheme: str) -> dict[str, str]:
 
 def _unknown_scheme(spec: str, scheme: str) -> UsageError:
     match = nearest(scheme, SOURCES)
-    if match:
+    if Path(spec).is_dir():
+        guess = f"did you mean folder:{spec}? "
+    elif match:
         guess = f"did you mean {SOURCES[match].form}? "
     # A bare path is the usual slip: the word before the colon was left out.
     elif "/" in spec or "." in spec:

@@ -36,7 +36,8 @@ _REASONS = {
     ),
     "image view": "take models that want their images alike: all get the same ones",
     "position parts": "blocks learnt with other position parts do not understand each other",
-    "base": "only models refined from one base can be merged (paper, section 4.4)",
+    "base": "only models refined from one base can be merged (paper, section 4.4); with "
+    "?pretrained=false every --seed makes another base, so save such a model once and refine that",
     **dict.fromkeys(
         ("method", "order policy", "data"),
         "the paper never mixes them; --mixed (mixed: true in a recipe) does it all the same",

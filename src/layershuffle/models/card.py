@@ -15,8 +15,7 @@ from layershuffle.text import markdown_table, shortened
 
 _STOCK = {
     "timm": 'import timm\nmodel = timm.create_model("local-dir:{place}", pretrained=True)',
-    "transformers": "from transformers import AutoModelForImageClassification as Auto\n"
-    'model = Auto.from_pretrained("{place}")',
+    "transformers": 'from transformers import {name}\nmodel = {name}.from_pretrained("{place}")',
     "torchvision": "import json, torchvision, safetensors.torch\n"
     'model = torchvision.models.VisionTransformer(**json.load(open("{place}/config.json"))'
     '["kwargs"])\n'
@@ -36,7 +35,9 @@ def render(metadata: Mapping[str, Any], *, place: str, classes: Sequence[str] | 
     front = ModelCardData(
         library_name=metadata["library"],
         tags=["layershuffle"],
-        pipeline_tag="image-classification",
+        pipeline_tag="image-classification"
+        if metadata["num_classes"]
+        else "image-feature-extraction",
         base_model=metadata.get("base_model"),
         model_name=title,
         eval_results=list(_results(scores, provenance.get("data"))) or None,
@@ -53,7 +54,7 @@ def render(metadata: Mapping[str, Any], *, place: str, classes: Sequence[str] | 
     merge = _merge_table(provenance.get("merge"))
     if merge:
         sections.append(f"## Merge\n\n{merge}")
-    stock = _STOCK[metadata["library"]].format(place=place)
+    stock = _STOCK[metadata["library"]].format(place=place, name=metadata["name"])
     sections.append(
         "## Loading\n\n```python\n"
         f'import layershuffle as ls\nmodel = ls.load("dir:{place}")\n```\n\n'
@@ -107,10 +108,18 @@ def _scores(metadata: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _summary(metadata: Mapping[str, Any], provenance: Mapping[str, Any]) -> str:
+    classes, tied = metadata["num_classes"], metadata["tied"]
+    kind, heads = (
+        ("An image classifier", f", {classes} classes")
+        if classes
+        else ("A vision transformer without a classifier", "")
+    )
+    blocks = f"{metadata['depth']} blocks"
+    if tied:
+        blocks += f", of which {len(set(tied))} are different (the others share their weights)"
     lines = [
-        f"An image classifier ({metadata['library']} {metadata['name']}, {metadata['depth']} "
-        f"blocks, {metadata['num_classes']} classes), saved by layershuffle "
-        "(https://arxiv.org/abs/2407.04513)."
+        f"{kind} ({metadata['library']} {metadata['name']}, {blocks}{heads}), saved by "
+        "layershuffle (https://arxiv.org/abs/2407.04513)."
     ]
     if metadata.get("method"):
         lines.append(f"Training method: {metadata['method']}.")

@@ -6,6 +6,7 @@ both. Code from a repository is never run, and nothing but safetensors is read.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import (
     HfHubHTTPError,
@@ -114,8 +116,10 @@ def build(name: str, settings: Mapping[str, Any], *, seed: int) -> nn.Module:
 
 
 def num_classes(host: HostModel) -> int:
-    """Number of classes of the head."""
-    return int(host.config.num_labels)
+    """Number of classes of the head, 0 for a model that is no image classifier."""
+    # Every configuration has a num_labels (2 by default), also that of a model without a head.
+    is_classifier = "ForImageClassification" in type(host).__name__
+    return int(host.config.num_labels) if is_classifier else 0
 
 
 def resize_head(host: HostModel, classes: int, *, seed: int) -> None:
@@ -124,8 +128,8 @@ def resize_head(host: HostModel, classes: int, *, seed: int) -> None:
     heads = _heads(host)
     if not heads:
         raise UsageError(
-            f"The head of {type(host).__name__} is not a linear layer with {old} outputs",
-            hint="use a model for image classification",
+            f"{type(host).__name__} has no linear head with an output for each class",
+            hint="load a model for image classification; hf:DIR makes one of a saved backbone",
         )
     std = float(getattr(config, "initializer_range", 0.02))  # the library's own law for new heads
     for number, (path, head) in enumerate(heads.items()):
@@ -172,16 +176,20 @@ def set_depth(host: HostModel, depth: int) -> None:
     before, same = dict(vars(config)), False
     _note_depth(config, depth)
     try:
-        # On the meta device, because only names and shapes are compared.
-        with quiet(), seeded(0), torch.device("meta"):
-            sketch = type(host)._from_config(host.config)
-        same = shapes_of(sketch.state_dict()) == shapes_of(host.state_dict())
+        same = _described_by_config(host)
     finally:
         if not same:
             vars(config).clear()
             vars(config).update(before)
     if not same:
         raise refusal
+
+
+def _described_by_config(host: HostModel) -> bool:
+    # On the meta device, because only names and shapes are compared. The library notes the dtype.
+    with quiet(), seeded(0), torch.device("meta"):
+        sketch = type(host)._from_config(copy.deepcopy(host.config))
+    return shapes_of(sketch.state_dict()) == shapes_of(host.state_dict())
 
 
 def _note_depth(config: Any, depth: int) -> None:
@@ -199,13 +207,22 @@ def image_view(host: HostModel) -> ImageView:
 def write(
     host: HostModel, directory: Path, *, view: ImageView, model_args: Mapping[str, Any] | None
 ) -> tuple[str, dict[str, Any]]:
-    """`save_pretrained` into `directory`, with a processor for the view; (class name, {})."""
+    """`save_pretrained` into `directory`, with a processor for the view; (class name, {}).
+
+    Raises `UsageError` for models that their class would not build from their configuration.
+    """
     if not isinstance(host, PreTrainedModel) or model_args:
         raise UsageError("A transformers model takes no model_args: its config has them all")
-    if not type(host).__module__.startswith("transformers."):
+    if getattr(transformers, type(host).__name__, None) is not type(host):
         raise UsageError(
             f"{type(host).__name__} is not a class of transformers, which could not load it",
             hint="save a model of transformers itself",
+        )
+    if not _described_by_config(host):
+        raise UsageError(
+            f"{type(host).__name__} would build other tensors from this model's configuration",
+            hint="build it from its configuration alone, without add_pooling_layer=False and the "
+            "like",
         )
     before = dict(vars(host.config))  # save_pretrained notes architecture and dtype in it
     wrapped = hasattr(host, "timm_model")
@@ -318,10 +335,11 @@ def _stored(directory: Path, *, seed: int, lenient: bool) -> HostModel:
     """The model of `directory`; `lenient`: heads may be missing, other tasks' tensors be there."""
     files = weight_files(directory)
     config = checked_config(directory)
+    kind = AutoModelForImageClassification if lenient else _class_that_saved(config, directory)
     names = {name for file in files for name in tensor_shapes(file)}
     # The seed is for a head that is missing in the file.
     with _explained(directory), quiet(), seeded(seed):
-        host, info = AutoModelForImageClassification.from_pretrained(
+        host, info = kind.from_pretrained(
             directory,
             config=config,
             use_safetensors=True,
@@ -331,6 +349,20 @@ def _stored(directory: Path, *, seed: int, lenient: bool) -> HostModel:
     _check_loaded(host, info, names, directory, lenient=lenient)
     loaded: nn.Module = host
     return loaded
+
+
+def _class_that_saved(config: Any, directory: Path) -> Any:
+    """The class that the configuration names; raises `ModelFileError` for one of another kind."""
+    name = next(iter(config.architectures or ()), None)
+    kind: Any = getattr(transformers, str(name), None)
+    is_model = isinstance(kind, type) and issubclass(kind, PreTrainedModel)
+    if not is_model or kind.config_class is not type(config):
+        raise ModelFileError(
+            f"The architecture {name!r} is no model of transformers with a {type(config).__name__}",
+            place=directory / CONFIG,
+            hint="save the model again",
+        )
+    return kind
 
 
 def _check_stored_depth(config: Any, names: set[str], place: Path) -> None:
@@ -398,8 +430,7 @@ def _explained(place: Path) -> Iterator[None]:
         if "ignore_mismatched_sizes" in shown:  # its advice is not for our callers
             shown = "tensors in the file have other shapes than the configuration gives the model"
         raise ModelFileError(
-            f"transformers cannot build an image classifier from this ({type(error).__name__}: "
-            f"{shown})",
+            f"transformers cannot build a model from this ({type(error).__name__}: {shown})",
             place=place,
             hint="check config.json against the weights, or take the model from its source again",
         ) from error

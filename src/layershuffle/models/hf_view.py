@@ -78,7 +78,9 @@ def view_of(host: HostModel) -> ImageView:
         cfg = getattr(host.config, "pretrained_cfg", None) or timm_model.pretrained_cfg
         return view_of_config(timm_model, resolve_data_config(pretrained_cfg=dict(cfg)))
     size, channels = _input_of(host)
-    habit = _HABITS.get(host.config.model_type, _ViewHabit())
+    # The towers of CLIP and its like have a type of their own ("clip_vision_model").
+    kind = host.config.model_type.removesuffix("_vision_model")
+    habit = _HABITS.get(kind, _ViewHabit())
     return ImageView(
         channels=channels,
         height=size[0],

@@ -48,7 +48,7 @@ class ModelMetadata(_MetadataModel):
     library: Literal["timm", "transformers", "torchvision"]
     name: str
     model_args: Json
-    num_classes: Annotated[int, Field(ge=1)]
+    num_classes: Annotated[int, Field(ge=0)]
     depth: Annotated[int, Field(ge=1)]
     blocks: str
     tied: list[int] | None = None

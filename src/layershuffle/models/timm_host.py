@@ -133,7 +133,8 @@ def resize_head(host: HostModel, classes: int, *, seed: int) -> None:
     host.to(reference.device, reference.dtype)
     cfg = {key: value for key, value in host.pretrained_cfg.items() if key != "label_names"}
     host.pretrained_cfg = {**cfg, "num_classes": classes}
-    warn_new_head(old, classes, seed=seed)
+    if classes:  # ?num_classes=0 asks for the features themselves
+        warn_new_head(old, classes, seed=seed)
 
 
 def class_names(host: HostModel) -> tuple[str, ...] | None:

@@ -265,7 +265,8 @@ def _head(host: HostModel) -> nn.Linear:
     head = getattr(getattr(host, "heads", None), "head", None)
     if not isinstance(head, nn.Linear):
         raise UsageError(
-            f"The head of {type(host).__name__} is not known", hint=f"use {_CLASS} of torchvision"
+            f"The head of {type(host).__name__} is not known",
+            hint=f"use {_CLASS} of torchvision with its linear layer heads.head",
         )
     return head
 

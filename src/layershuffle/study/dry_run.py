@@ -81,7 +81,7 @@ def plan_text(
     """The tasks in words: a line per arm, merging and analysis. `subjects`: of every task."""
     runs = [task for task in tasks if isinstance(task, RunSpec)]
     others = len(tasks) - len(runs)
-    also = f", {others} mergings and analyses" if others else ""
+    also = f", {counted(others, 'other task')}" if others else ""
     lines = [f"{study.name}: {counted(len(runs), 'run')}{also}, on {study.data} from {study.model}"]
     for arm in dict.fromkeys(run.arm for run in runs):
         of_arm = [run for run in runs if run.arm == arm]

@@ -17,7 +17,7 @@ from typing import Literal, TypeVar
 from layershuffle._version import __version__
 from layershuffle.analysis.settings import AnalysisSettings
 from layershuffle.errors import UsageError
-from layershuffle.files import names_in, remove_stale_stages, write_text
+from layershuffle.files import remove_stale_stages, write_text
 from layershuffle.merging.settings import MergingSettings
 from layershuffle.modes import parse_modes
 from layershuffle.settings import EvalSettings, FitSettings
@@ -205,10 +205,6 @@ def write_plan(study: StudySettings, out: Path) -> None:
     path = out / PLAN_FILE
     if path.is_file():
         _check_unchanged(read_study_plan(out), study, out)
-    elif out.is_dir() and names_in(out):
-        raise UsageError(
-            "The directory is not empty and holds no study", place=out, hint="give another --out"
-        )
     plan = {
         "schema": _SCHEMA,
         "code_version": __version__,

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from layershuffle.errors import Interrupted
-from layershuffle.files import locked, write_text
+from layershuffle.files import locked, refuse_foreign, write_text
 from layershuffle.machine import stop_signals
 from layershuffle.settings import DEFAULT_EPOCHS
-from layershuffle.study.plan import FAILURE_FILE, RunSpec, Task, is_finished, write_plan
+from layershuffle.study.plan import FAILURE_FILE, PLAN_FILE, RunSpec, Task, is_finished, write_plan
 from layershuffle.study.pool import LOG_FILE, LocalPool, Pool, gpu_count
 from layershuffle.study.selection import tasks_for
 from layershuffle.study.settings import StudySettings
@@ -72,6 +72,7 @@ def run_study(
     saved.
     """
     tasks = tasks_for(study, only)
+    refuse_foreign(out, mark=PLAN_FILE, kind="study")
     # Locked before the plan is written: two studies would start the same tasks.
     with locked(out), stop_signals() as stop:
         write_plan(study, out)

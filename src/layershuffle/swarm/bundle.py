@@ -126,8 +126,8 @@ def check_sibling(bundle: Bundle, other: Bundle | str | Path) -> None:
             f"These blocks cannot stand in for the swarm's: {feature} is {its} in the donor and "
             f"{ours} in the swarm",
             place=path,
-            hint="take blocks of a model refined from the same base (the same recipe with another "
-            "seed)",
+            hint="take blocks of a model refined from the same base: the same stored --model, with "
+            "any --seed (with ?pretrained=false every seed makes another base)",
         )
 
 

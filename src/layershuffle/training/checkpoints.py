@@ -40,22 +40,16 @@ _OF_A_RUN_WITHOUT_RESULTS = frozenset({SETTINGS_FILE, "checkpoints", "tensorboar
 def prepare_directory(out: Path, settings: FitSettings) -> None:
     """Write the settings of a new run into `out`, or check that they are those of the run there.
 
-    Raises `UsageError` if `out` holds a run with other settings (the error names them) or unrelated
-    files. A directory without a checkpoint or a result, as left by a misspelt model name, accepts
-    any settings.
+    Raises `UsageError` if `out` holds a run with other settings (the error names them). A directory
+    without a checkpoint or a result, as left by a misspelt model name, accepts any settings.
     """
     resolved = settings.model_dump(mode="json")
     path = out / SETTINGS_FILE
-    names = names_in(out)
-    has_results = names - _OF_A_RUN_WITHOUT_RESULTS or latest_checkpoint(out / "checkpoints")
+    has_results = names_in(out) - _OF_A_RUN_WITHOUT_RESULTS or latest_checkpoint(
+        out / "checkpoints"
+    )
     if path.is_file() and has_results:
         _refuse_other_settings(path, settings)
-    elif not path.is_file() and names:
-        raise UsageError(
-            "The output directory is not empty and holds no LayerShuffle run",
-            place=out,
-            hint="choose a new directory for --out",
-        )
     else:
         write_text(path, yaml.safe_dump(resolved, sort_keys=False))
     remove_stale_stages(out)
@@ -139,6 +133,8 @@ def save_checkpoint(state: TrainState, *, loss: float) -> None:
                 "step": state.step,
                 "best": state.best,
                 "seconds": state.seconds(),
+                "images": state.images_trained,
+                "step_seconds": state.step_seconds,
                 "optimizer": optimizer,
                 "scheduler": state.scheduler.state_dict(),
             }
@@ -170,6 +166,9 @@ def load_state(job: Job, checkpoint: Path | None) -> TrainState:
     content = torch.load(checkpoint / _STATE, map_location="cpu", weights_only=True)
     state.step, state.best = content["step"], content["best"]
     state.seconds_before = content["seconds"]
+    # Without them, as an older version leaves it, the rate is that of the steps from here on.
+    state.images_trained = content.get("images", 0)
+    state.step_seconds = content.get("step_seconds", 0.0)
     if job.sharded:
         load_optimizer_state(state.model, state.optimizer, state=content["optimizer"])
     else:

@@ -22,7 +22,14 @@ class DataWaitMeter:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._begin: float | None = None
-        self._waited = self._excluded = 0.0
+        self._waited = self._excluded = self._earlier = 0.0
+
+    def seconds(self) -> float:
+        """The time of all steps up to now."""
+        return self._earlier + self._since_reset()
+
+    def _since_reset(self) -> float:
+        return 0.0 if self._begin is None else self._clock() - self._begin - self._excluded
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -44,8 +51,8 @@ class DataWaitMeter:
         """The share in percent up to now; the next one counts from here."""
         if self._begin is None:
             return 0.0
-        now = self._clock()
-        seconds = now - self._begin - self._excluded
+        seconds = self._since_reset()
         share = 100.0 * self._waited / seconds if seconds > 0 else 0.0
-        self._begin, self._waited, self._excluded = now, 0.0, 0.0
+        self._earlier += seconds
+        self._begin, self._waited, self._excluded = self._clock(), 0.0, 0.0
         return share

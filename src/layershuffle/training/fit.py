@@ -17,19 +17,20 @@ from torch import nn
 
 from layershuffle.errors import Interrupted, ModelFileError
 from layershuffle.extras import missing
-from layershuffle.files import locked, write_text
+from layershuffle.files import locked, refuse_foreign, write_text
 from layershuffle.machine import device_of, hardware, stop_signals, versions
 from layershuffle.models import save
 from layershuffle.policies import OrderMode, policy_to_json
 from layershuffle.settings import FitSettings, digest
 from layershuffle.stack import depth_of
 from layershuffle.training.checkpoints import (
+    SETTINGS_FILE,
     latest_checkpoint,
     load_state,
     prepare_directory,
     recorded_precision,
 )
-from layershuffle.training.distributed import joined
+from layershuffle.training.distributed import is_first_process, joined
 from layershuffle.training.job import Job, prepare
 from layershuffle.training.loop import Event, Listener, OnPhase, ignore_phase, train
 from layershuffle.training.state import TrainState
@@ -49,7 +50,9 @@ class FitResult:
     finished: str
     steps: int
     train_seconds: float
+    """Of the whole run, scoring included."""
     images_per_second: float
+    """Images trained on per second of the training steps: without scoring, saving or compiling."""
     selected: dict[str, Any]
     paper_protocol: bool
     settings: dict[str, Any]
@@ -77,12 +80,16 @@ def fit(
     after SIGTERM with a checkpoint saved, `TrainingError` for a loss that is not finite or a batch
     that does not fit the memory.
     """
+    if is_first_process():
+        refuse_foreign(out, mark=SETTINGS_FILE, kind="LayerShuffle run")
     with joined(device_of(settings.device)) as ranks, locked(out) if ranks.first else nullcontext():
         if ranks.first:
             prepare_directory(out, settings)
         ranks.check_same(digest(settings), what="The settings")
         finished = ranks.from_first(lambda: read_result(out))
         if finished is not None:
+            for listener in listeners if ranks.first else ():
+                listener({"kind": "complete", "steps": finished.steps})
             return finished
         # The number of threads decides how sums are rounded, so it is a setting of the run.
         if settings.threads is not None:
@@ -206,7 +213,7 @@ def _record(job: Job, step: int, scores: dict[str, float]) -> dict[str, Any]:
 
 
 def _finish(state: TrainState) -> FitResult:
-    job, seconds = state.job, state.seconds()
+    job = state.job
     # The best state may have been saved before a resume: only its own record knows its score.
     stored = json.loads((job.out / "model" / "layershuffle.json").read_text(encoding="utf-8"))
     sizes = {name: split.size for name, split in job.data.splits.items()}
@@ -217,9 +224,8 @@ def _finish(state: TrainState) -> FitResult:
         settings_hash=digest(job.settings),
         finished=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         steps=job.steps,
-        train_seconds=round(seconds, 2),
-        # `seconds` holds scoring and compiling too: this is the rate of a run, not of the loop.
-        images_per_second=round(job.steps * job.settings.batch_size / seconds, 1),
+        train_seconds=round(state.seconds(), 2),
+        images_per_second=round(state.images_trained / max(state.step_seconds, 1e-9), 1),
         selected=stored["selected"],
         paper_protocol=job.settings.paper_protocol,
         settings=job.settings.model_dump(mode="json"),

@@ -229,7 +229,9 @@ def _with_head(host: nn.Module, data: ImageData, settings: FitSettings) -> Image
     if difference is None:
         data = in_order_of(data, names)
     else:
-        LOG.warning("%s: %s.", settings.model, difference)
+        # Another number of classes is said with the new head.
+        if len(data.classes) == outputs:
+            LOG.warning("%s: %s.", settings.model, difference)
         replace_head(host, len(data.classes), seed=settings.seed)
     # Numbers as well: a folder has the same ones in the order 0, 1, 10, 2.
     set_class_names(host, data.classes)

@@ -31,10 +31,11 @@ from layershuffle.training.warmup import warm_up
 
 Event = dict[str, Any]
 Listener = Callable[[Event], None]
-"""Receives the events of a run, of these kinds: "data" (text, notes), "start" (steps, at), "log"
-(step, loss, grad_norm, learning_rate, accuracy and waiting, the share of the steps' time spent
-waiting for data, both in percent), "scores" (step and metrics), "checkpoint" (step), "best" (step,
-cross_entropy), "end" (step)."""
+"""Receives the events of a run, of these kinds: "data" (text, notes), "start" (steps, at), "step"
+(step) or, in its place, "log" (step, loss, grad_norm, learning_rate, accuracy and waiting, the
+share of the steps' time spent waiting for data, both in percent), "scoring" (step, images that were
+scored so far), "scores" (step and metrics), "checkpoint" (step), "best" (step, cross_entropy),
+"end" (step); of a run that was complete before, "complete" (steps) alone."""
 OnPhase = Callable[[str, int], None]
 """Called with a phase and the number of steps taken when "data", "forward", "backward",
 "optimizer" or "report" (logs, scores and checkpoints after a step) begins: for profilers."""
@@ -68,7 +69,7 @@ def train(
     job, settings, accelerator = state.job, state.job.settings, state.accelerator
     checkpoint_every = settings.checkpoint_every or job.eval_every
     log_every = min(settings.log_every, job.steps)
-    meter = DataWaitMeter()
+    meter, seconds_before = DataWaitMeter(), state.step_seconds
     sums = _Sums(accelerator.device, step=state.step)
     warm_up(state)
     batches = batches or _batches(state)
@@ -100,14 +101,10 @@ def train(
             sums.add(loss.detach(), logits, labels)
 
         on_phase("optimizer", state.step)
-        norm = accelerator.clip_grad_norm_(state.model.parameters(), settings.clip or math.inf)
-        state.optimizer.step()
-        learning_rate = state.scheduler.get_last_lr()[0]
-        state.scheduler.step()
-        state.optimizer.zero_grad()
-        if state.ema is not None:
-            state.ema.update(state.model, step=state.step)
-        state.step += 1
+        norm, learning_rate = _update(state)
+        # Every process has as many.
+        state.images_trained += job.ranks.count * sum(len(labels) for _, labels in micro_batches)
+        state.step_seconds = seconds_before + meter.seconds()
 
         on_phase("report", state.step)
         # Processes must stop together, or one would wait for the gradients of the others.
@@ -117,6 +114,8 @@ def train(
             state.refuse_non_finite(means["loss"])
             rates = {"grad_norm": norm.item(), "learning_rate": learning_rate}
             tell("log", step=state.step, **means, **rates, waiting=meter.reset())
+        else:
+            tell("step", step=state.step)
         last = state.step == job.steps
         with meter.exclude():
             if last or state.step % job.eval_every == 0:
@@ -126,6 +125,21 @@ def train(
                 tell("checkpoint", step=state.step)
         if stopping:
             return
+
+
+def _update(state: TrainState) -> tuple[Tensor, float]:
+    """Take the step with the gradients that are there; their norm and the learning rate."""
+    norm = state.accelerator.clip_grad_norm_(
+        state.model.parameters(), state.job.settings.clip or math.inf
+    )
+    state.optimizer.step()
+    learning_rate = float(state.scheduler.get_last_lr()[0])
+    state.scheduler.step()
+    state.optimizer.zero_grad()
+    if state.ema is not None:
+        state.ema.update(state.model, step=state.step)
+    state.step += 1
+    return norm, learning_rate
 
 
 class _Sums:
@@ -165,7 +179,13 @@ def _score_and_keep(
     model = state.scored_model()
     try:
         with state.accelerator.autocast(), torch.no_grad(), state.cast(model):
-            metrics = state.job.compiler.or_eager(lambda: score(state.job, model))
+            metrics = state.job.compiler.or_eager(
+                lambda: score(
+                    state.job,
+                    model,
+                    on_images=lambda done: tell("scoring", step=state.step, images=done),
+                )
+            )
     except torch.OutOfMemoryError as error:
         # The rest of torch's message describes its allocator; the first sentence is enough.
         cause = one_line(error).split(". ", maxsplit=1)[0]
@@ -183,10 +203,13 @@ def _score_and_keep(
     tell("scores", step=state.step, **metrics)
 
 
-def score(job: Job, model: nn.Module) -> dict[str, float]:
+def score(
+    job: Job, model: nn.Module, *, on_images: Callable[[int], object] | None = None
+) -> dict[str, float]:
     """Mean cross-entropy and top-1 in percent over the drawn orders, for both order modes.
 
     The images are those of the split that picks the checkpoint; every process scores its share.
+    `on_images` is called with the number of images that were scored so far.
     """
     rows = evaluate(
         model,
@@ -194,6 +217,7 @@ def score(job: Job, model: nn.Module) -> dict[str, float]:
         modes=[Mode(order="sequential"), Mode(order="arbitrary")],
         num_orders=job.settings.eval_orders,
         seed=job.settings.seed,
+        on_images=on_images,
     )
     metrics = {}
     for mode in ("sequential", "arbitrary"):

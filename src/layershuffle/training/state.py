@@ -43,6 +43,7 @@ class TrainState:
     gradients over processes (DDP) and cast (autocast). `ema` averages the weights of `model`, and
     `whole` is a copy with room for all weights if every process holds only a part of them. `best`
     is the lowest held-out cross-entropy so far, `seconds_before` the time before the last resume.
+    `images_trained` counts those of all processes so far, in steps that took `step_seconds`.
     """
 
     job: Job
@@ -55,7 +56,9 @@ class TrainState:
     whole: PositionedModel | None
     step: int = 0
     best: float | None = None
+    images_trained: int = 0
     seconds_before: float = 0.0
+    step_seconds: float = 0.0
     started: float = field(default_factory=time.monotonic)
 
     def seconds(self) -> float:

@@ -98,18 +98,24 @@ class ClassifyCommand(ServerOptions):
         if not self.images:
             raise UsageError("There is no image to classify", hint="layershuffle classify IMAGE")
 
-        from layershuffle.swarm.client import SwarmClient
+        from layershuffle.swarm.client import SwarmClient, SwarmError
 
         with SwarmClient(self.address, **client_options(self)) as client:
             # A request each: images of one request share their route, and with it their fate.
             for image in self.images:
-                answer = client.classify(
-                    image_file(image),
-                    deadline_ms=self.deadline_ms,
-                    min_blocks=self.min_blocks,
-                    order=self.order,
-                    top_k=self.top_k,
-                )
+                try:
+                    answer = client.classify(
+                        image_file(image),
+                        deadline_ms=self.deadline_ms,
+                        min_blocks=self.min_blocks,
+                        order=self.order,
+                        top_k=self.top_k,
+                    )
+                except SwarmError as error:
+                    if error.status is None:
+                        raise
+                    cause = f"{image} was not classified: {error.cause}"
+                    raise SwarmError(cause, place=str(error.place), hint=error.hint) from error
                 text = json.dumps(answer.model_dump())
                 print(text if self.json else describe_answer(answer, image), flush=True)
         return 0
@@ -127,9 +133,11 @@ def describe_answer(answer: Classification, image: Path) -> str:
     order = ExecutionOrder(tuple(answer.blocks), answer.depth, tuple(answer.versions))
     # Hops alone do not show which blocks ran side by side or again.
     plain = order.versions is None and not order.has_repeats
+    steps = "" if plain else f", as {order}"
+    if "@" in steps:
+        steps += " (block@number of the steps whose state it read)"
     lines.append(
-        f"{len(set(order))} of {answer.depth} blocks in {answer.ms.total:.0f} ms"
-        f"{'' if plain else f', as {order}'}: {hops}"
+        f"{len(set(order))} of {answer.depth} blocks in {answer.ms.total:.0f} ms{steps}: {hops}"
     )
     lines += [f"block {skipped.block} skipped: {skipped.why}" for skipped in answer.skipped]
     lines.append(_describe_expected(answer.expected, answer.expected_why))
