@@ -107,7 +107,7 @@ class DrillCommand(ServerOptions):
         model = served_host(load(plan.model))
         stored = calibration_of(plan.model, model)
         data = self.data or calibrated_data(stored, model=plan.model)
-        why = why_not_judged(plan, stored, data=data)
+        why = why_not_judged(stored, data=data)
         calibration = None if why else stored
         # More requests than a thousand send the same images again.
         images = labelled_images(model, data, count=min(self.requests, 1000))
