@@ -26,7 +26,7 @@ from layershuffle.swarm.simulation.clock import VirtualTimeLoop
 from layershuffle.swarm.simulation.hosts import SimulatedHosts
 from layershuffle.swarm.simulation.outcome import SimulatedReply, SimulationOutcome, outcome_of
 from layershuffle.swarm.simulation.scenario import Arrivals, Churn, Profile, depth_of, lives
-from layershuffle.swarm.state import HostView, Swarm
+from layershuffle.swarm.state import HostView, Swarm, retry_after
 
 _MILLI = 1000.0
 _CANARY_STREAM = 2
@@ -172,25 +172,29 @@ class _Simulation:
 
     async def _client(self, numbers: Iterator[int], pause: float, min_blocks: int, /) -> None:
         for number in numbers:
-            await self._request(number, min_blocks)
-            await asyncio.sleep(pause)
+            reply = await self._request(number, min_blocks)
+            wait = pause
+            # Otherwise one outage, in which a failure takes no time, would use up all requests.
+            if reply.ended == "failed":
+                wait = max(pause, retry_after(self.router.swarm, now=self.loop.time()))
+            await asyncio.sleep(wait)
 
-    async def _request(self, number: int, min_blocks: int, /) -> None:
+    async def _request(self, number: int, min_blocks: int, /) -> SimulatedReply:
         while self.pending and self.pending[0].at <= number:
             self.inject(self.pending.pop(0))
         deadline_ms = self.plan.limits.deadline_ms
         after, route = await self.router.walk(
             _STATE, deadline=self.loop.time() + deadline_ms / _MILLI, min_blocks=min_blocks
         )
-        self.replies.append(
-            SimulatedReply(
-                route=route,
-                ended_at=self.loop.time(),
-                false=bool((after != _STATE).any()),
-                late=route.ms > deadline_ms,
-                enough=route.kept >= min_blocks,
-            )
+        reply = SimulatedReply(
+            route=route,
+            ended_at=self.loop.time(),
+            false=bool((after != _STATE).any()),
+            late=route.ms > deadline_ms,
+            enough=route.kept >= min_blocks,
         )
+        self.replies.append(reply)
+        return reply
 
     # --- failures ---------------------------------------------------------------------------------
 
