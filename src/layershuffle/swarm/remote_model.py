@@ -186,7 +186,8 @@ def check_enough(route: Route, *, min_blocks: int) -> None:
             f"{route.kept} of {route.depth} blocks could be run, {min_blocks} are needed "
             f"({'; '.join(why[:3]) or 'no reason known'})",
             route=route,
-            hint="try again later, allow a later deadline, or ask for fewer blocks (min_blocks)",
+            hint="try again later, allow a later deadline, or ask for fewer blocks (min_blocks; on "
+            "a command line --min-blocks)",
         )
 
 

@@ -58,11 +58,16 @@ def simulate(
     `churn` goes on by itself; both depend on the seed and not on the routing. `accuracy`: percent
     by how the blocks ran; as one after the other for what is not named there. `rounds`: what the
     router is to run side by side and again. Times are those of the swarm alone, without stem and
-    head. Raises `UsageError` for plans that miss blocks, faults of hosts that are not there, or no
-    requests.
+    head. Raises `UsageError` for plans that miss blocks, faults of hosts that are not there, no
+    requests, or more `min_blocks` than there are.
     """
     if requests < 1:
-        raise UsageError(f"At least one request is needed, got {requests}")
+        raise UsageError(f"At least one request is needed, got {requests}", hint="--requests 1000")
+    if min_blocks > (depth := depth_of(plan)):
+        raise UsageError(
+            f"An answer is to have {min_blocks} blocks or more, and the plan has {depth}",
+            hint=f"ask for at most {depth} (--min-blocks)",
+        )
     pending = check_faults(faults, list(plan.hosts))
     arrivals = arrivals or Arrivals()
 
