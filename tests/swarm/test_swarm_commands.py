@@ -94,6 +94,7 @@ def test_errors_are_one_paragraph(capsys, monkeypatch, tmp_path, words, code, ph
     assert (status, out.removeprefix(loading)) == (code, "")
     assert err.startswith("error: ")
     assert err.count("\n") == 1
+    assert " Next: " in err
     assert phrase in err
 
 

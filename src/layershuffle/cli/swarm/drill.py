@@ -83,7 +83,11 @@ class DrillCommand(ServerOptions):
             plan = SwarmPlan(**operator.plan())
             # The expected numbers are computed from the plan, so it must be the one that runs.
             if self.plan is not None and read_swarm_plan(self.plan) != plan:
-                raise UsageError("The swarm runs another plan", place=self.plan)
+                raise UsageError(
+                    "The swarm runs another plan",
+                    place=self.plan,
+                    hint="leave PLAN out, or start that plan: layershuffle swarm up --plan PLAN",
+                )
             return asyncio.run(self.drill(plan, operator))
 
     async def drill(self, plan: SwarmPlan, operator: Operator) -> int:

@@ -310,7 +310,8 @@ def _labels(
     if calibration is not None and len(calibration.queue) != remote_model.depth:
         raise UsageError(
             f"The calibration has {len(calibration.queue)} blocks, but the model has "
-            f"{remote_model.depth}"
+            f"{remote_model.depth}",
+            hint="layershuffle swarm calibrate MODEL --data SPEC",
         )
     if labels is None:
         of_calibration = None if calibration is None else calibration.classes
