@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass, is_dataclass
 from dataclasses import fields as dataclass_fields
-from dataclasses import is_dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
@@ -264,6 +264,13 @@ class CacheSettings(Settings):
     """Leave unreadable images out, counted and named, instead of stopping at the first one."""
 
 
+@dataclass(frozen=True)
+class KeysOf:
+    """Marks a setting that is a mapping whose keys are `settings`, built from it later."""
+
+    settings: type[Settings]
+
+
 def check_known(kind: type[Settings], fields: Mapping[str, Any]) -> None:
     """Raises `SettingsError` for keys that are no settings, with the nearest one that is."""
     unknown = [name for name in fields if name not in kind.model_fields]
@@ -311,7 +318,9 @@ def _unknown(kind: type[Settings], name: str) -> str:
     group, _, word = name.rpartition(".")
     # Keys of other groups come last: `modle` is as near to `modes` as it is to `model`.
     match = nearest(word, _names_in(kind, group))
-    for other in () if match else kind.model_fields:
+    # A group that has this very key comes before those with similar ones.
+    groups = sorted(kind.model_fields, key=lambda other: word not in _names_in(kind, other))
+    for other in () if match else groups:
         # With its group: a key that is right there and wrong here would be "corrected" to itself.
         if elsewhere := nearest(word, _names_in(kind, other)):
             match = f"{other}.{elsewhere}"
@@ -321,7 +330,10 @@ def _unknown(kind: type[Settings], name: str) -> str:
 
 def _names_in(kind: type[Settings], group: str) -> list[str]:
     """The keys of a group of settings, or of the settings themselves if `group` is empty."""
-    nested = kind.model_fields[group].annotation if group in kind.model_fields else kind
+    field = kind.model_fields.get(group)
+    nested = kind if field is None else field.annotation
+    for mark in () if field is None else field.metadata:
+        nested = mark.settings if isinstance(mark, KeysOf) else nested
     if is_dataclass(nested):
         return [field.name for field in dataclass_fields(nested)]
     if isinstance(nested, type) and issubclass(nested, Settings):

@@ -59,7 +59,15 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("reproduce file", "A recipe must be a YAML mapping of settings"),
         ("reproduce bytes", "The recipe cannot be read"),
         ("merge empty --out m", "The recipe cannot be read"),
-        ("report empty", "There is no readable study here"),
+        ("report empty", "There is no readable study here: no plan.json"),
+        (
+            "reproduce digits-quick --out images --dry-run",
+            "The directory is not empty and holds no",
+        ),
+        (
+            f"merge {MODEL} {MODEL} --random 2 --data {DATA} --out empty",
+            "--out must be a file for the scores",
+        ),
         ("swarm plan bytes", "The recipe cannot be read"),
     ],
 )

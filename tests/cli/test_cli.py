@@ -114,7 +114,13 @@ def test_eval_per_batch_says_so(capsys, fitted):
         ([*FIT, "--epochs", "3", "--out", "x"], 2, "steps and epochs exclude each other"),
         (["pretrain"], 2, "No recipe was given"),
         (["reproduce", "none.yaml"], 2, "none.yaml"),
-        (["report", "/nowhere"], 2, "no readable study"),
+        (
+            ["report", "/nowhere"],
+            2,
+            "no readable study here: no plan.json. Where: /nowhere. Next: ",
+        ),
+        (["merge", "a", "--random", "2"], 2, "--random needs models and --data"),
+        (["eval", "FITTED", "--data", DATA, "--threads", "0"], 2, "--threads must be at least 1"),
     ],
 )
 def test_errors_are_one_paragraph(capsys, fitted, words, code, phrase):
@@ -123,6 +129,7 @@ def test_errors_are_one_paragraph(capsys, fitted, words, code, phrase):
     assert got == code, err
     assert phrase in err
     assert err.startswith("error: ")
+    assert " Next: " in err
     assert err.count("\n") == 1
     assert "Traceback" not in out + err
 
@@ -211,6 +218,10 @@ def test_a_key_that_belongs_to_a_group_is_named_with_it(capsys, tmp_path):
     code, _, err = run(capsys, "reproduce", str(recipe), "--out", str(tmp_path / "o"))
     assert code == 2
     assert "'num_orders' is not a setting, did you mean 'evaluate.num_orders'?" in err
+    recipe.write_text("arms: [{method: layershuffle, drop: 0.2}]\nname: n\nmodel: m\ndata: d\n")
+    code, _, err = run(capsys, "reproduce", str(recipe), "--out", str(tmp_path / "o"))
+    assert code == 2
+    assert "'drop' is not a setting, did you mean 'fit.drop'?" in err
 
 
 def test_files_that_are_not_there(capsys, tmp_path):

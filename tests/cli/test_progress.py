@@ -10,8 +10,15 @@ from rich.console import Console
 
 import layershuffle as ls
 from common import FAMILIES, images
-from layershuffle.cli.progress import pace_text, progress_bar, progress_lines, training_lines
+from layershuffle.cli.progress import (
+    pace_text,
+    progress_bar,
+    progress_lines,
+    study_watcher,
+    training_lines,
+)
 from layershuffle.progress import Progress
+from layershuffle.study.runner import TaskState
 
 
 @pytest.mark.parametrize(
@@ -128,6 +135,12 @@ def test_a_terminal_gets_a_bar_that_goes_at_the_end() -> None:
     assert "10 of 40 images, 240 images/min, 0:00:08 left" in text
     assert "11 of 40 images" not in text, "drawn twice a second, not at every call"
     assert text.endswith("\x1b[2K"), "the line is erased"
+
+
+def test_between_two_tasks_a_study_tells_the_time_alone(capsys) -> None:
+    with study_watcher() as watch:
+        watch([TaskState("a", "waiting")], 25.0)
+    assert capsys.readouterr().out == "[0:00:25] time left not known yet\n"
 
 
 def test_scores_report_the_images_that_all_orders_have_run() -> None:

@@ -32,7 +32,7 @@ from layershuffle.study.plan import (
     tasks_of,
     write_plan,
 )
-from layershuffle.study.runner import startable
+from layershuffle.study.runner import startable, weights_of
 from layershuffle.study.selection import ARTEFACTS, tasks_for
 from layershuffle.study.settings import StudySettings
 
@@ -198,7 +198,7 @@ def test_another_spelling_of_the_same_modes_goes_on(study, tmp_path):
 def test_the_plan_in_words(study):
     tasks = tasks_of(study)
     text = plan_text(study, tasks, subjects=dict.fromkeys([t.name for t in tasks], SUBJECT))
-    assert "10 runs, 4 other tasks" in text
+    assert "10 runs, 1 merging, 3 analyses" in text
     assert "baseline: baseline, seeds 0, 1, 2; 100 steps of 64" in text
     assert "merging-baseline: 7 merges of 3 models" in text
 
@@ -224,7 +224,7 @@ def test_work_is_counted(study):
     merging, umap = (task for task in tasks_of(study) if task.name in (
         "merging-baseline", "umap-layershuffle-seed0"))  # fmt: skip
     assert work_of(merging, SUBJECT).block_runs == (7 + 3 * 4 * 5) * 12 * 1000
-    assert work_of(umap, SUBJECT).block_runs == 250 * 12 * umap.options.options.images
+    assert work_of(umap, SUBJECT).block_runs == 40 * 12 * umap.options.options.images
 
 
 def test_time_comes_from_finished_runs(tmp_path):
@@ -253,6 +253,41 @@ def test_time_comes_from_finished_runs(tmp_path):
     )
     model = ls.load(TINY["model"])
     assert before.bytes_left == after.bytes_left == 2 * sum(p.nbytes for p in model.parameters())
+
+
+def test_the_time_of_an_analysis_comes_from_a_finished_one_of_its_kind(tmp_path):
+    options = {"name": "norms", "options": {"images": 50}}
+    arms = ("baseline", "layershuffle")
+    study = StudySettings(**TINY, analyses=[{**options, "arm": arm} for arm in arms])
+    write_plan(study, tmp_path)
+    tasks = tasks_of(study)
+
+    def seconds():
+        subjects = open_subjects(tasks)
+        return forecast(study, tasks, subjects=subjects, out=tmp_path, workers=1).seconds
+
+    for run in runs_of(study):
+        run.directory(tmp_path).mkdir(parents=True)
+        write_run(tmp_path, run, run_rows(run, 1, "pass"))
+        path = run.directory(tmp_path) / "result.json"
+        result = json.loads(path.read_text()) | {"train_seconds": 20.0, "eval_seconds": 4.0}
+        path.write_text(json.dumps(result))
+    scored = block_runs(study.evaluate, 4) * 32  # block runs in those 4 seconds
+    assert seconds() == pytest.approx(2 * (8 + 40 * 4 * 50 * 4 / scored))
+    files = tasks[-1].directory(tmp_path) / "files"
+    files.mkdir(parents=True)
+    (files / "summary.json").write_text('{"title": "Norms", "facts": {}}')
+    (files.parent / "result.json").write_text('{"seconds": 30.0}')
+    assert seconds() == pytest.approx(8 + 30)
+
+
+def test_what_is_done_of_a_study_is_counted_in_training_steps(study):
+    weights = weights_of(tasks_of(study))
+    assert (weights["baseline-seed0"], weights["layershuffle-40-steps-seed1"]) == (100, 40)
+    # A step runs 64 images forwards and backwards.
+    assert weights["umap-layershuffle-seed0"] == pytest.approx(40 * 1000 / (3 * 64))
+    # 5,000 images, because the data are not opened.
+    assert weights["merging-baseline"] == pytest.approx((7 + 3 * 4 * 5) * 5000 / (3 * 64))
 
 
 @pytest.mark.parametrize(

@@ -433,8 +433,8 @@ def test_deploy_warns_of_keys_in_clear(papers, tmp_path, capsys):
     """Before anything is loaded; and it refuses an address without keys as early."""
     plan = written(tmp_path / "plan.yaml", "model: dir:/nowhere\nhosts: {a: {blocks: [0]}}\n")
     keys = written(tmp_path / "keys", KEY)
-    words = ["swarm", "deploy", str(plan), "--address", "10.0.0.1:6400", "--bind", "10.0.0.1"]
-    words += ["--token", str(tmp_path / "absent")]  # so that it asks no machine
+    words = ["swarm", "deploy", str(plan), "--address", "10.0.0.1:6400", "--bind", "0.0.0.0"]
+    words += ["--port", "0", "--token", str(tmp_path / "absent")]  # so that it asks no machine
     files = ["--https-certificate", papers / "cert.pem", "--https-key", papers / "key.pem"]
 
     def said(*more):
@@ -442,7 +442,7 @@ def test_deploy_warns_of_keys_in_clear(papers, tmp_path, capsys):
         return capsys.readouterr().err
 
     clear = said("--keys", keys)
-    assert clear.startswith("warning: API keys, images and answers are sent to and from 10.0.0.1")
+    assert clear.startswith("warning: API keys, images and answers are sent to and from 0.0.0.0")
     assert "copy it from the head" in clear
     assert "warning" not in said("--keys", keys, *files)
     assert "without an API key" in said(*files)

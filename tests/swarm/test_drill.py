@@ -28,7 +28,7 @@ from layershuffle.swarm.drill import (
     run_drill,
     why_not_judged,
 )
-from layershuffle.swarm.load_client import labelled_images
+from layershuffle.swarm.load_client import Labelled, labelled_images, load_client
 from layershuffle.swarm.plan import DEFAULT_MODEL, HostPlan, SwarmPlan
 from waiting import HANGS, until
 
@@ -197,11 +197,45 @@ def test_images_are_those_of_the_calibration_and_of_others_nothing_is_judged():
     assert calibrated_data(stored, model="dir:m") == "d"
     with pytest.raises(UsageError, match=r"never calibrated.* swarm calibrate dir:m --data SPEC"):
         calibrated_data(None, model="dir:m")
-    assert why_not_judged(PLAN, stored, data="d") == ""
-    assert why_not_judged(PLAN, None, data="d") == "the model was never calibrated"
-    assert "on d, and these images are e" in why_not_judged(PLAN, stored, data="e")
-    mixed = SwarmPlan(hosts={"a": HostPlan(blocks=(0, 1, 2), donors={1: "dir:n"})})
-    assert "blocks of other models" in why_not_judged(mixed, stored, data="d")
+    assert why_not_judged(stored, data="d") == ""
+    assert why_not_judged(None, data="d") == "the model was never calibrated"
+    assert "on d, and these images are e" in why_not_judged(stored, data="e")
+
+
+def test_answers_through_blocks_of_another_model_are_not_judged():
+    """The gateway says so, whether a plan or a swap brought these blocks."""
+    why = "blocks of another model took part (a: 1)"
+
+    class Client:
+        async def classify(self, image, **options):
+            top = [SimpleNamespace(index=0)]
+            return SimpleNamespace(
+                images=[SimpleNamespace(top=top)], degraded=False, blocks=[0], cell=None,
+                expected_why=why if image == b"swapped" else "",
+            )  # fmt: skip
+
+    def drilled_over(*images):
+        labelled = [Labelled(image, int(image == b"swapped")) for image in images]
+        ask = load_client(Client(), labelled, deadline_ms=1e9)
+        return asyncio.run(run_drill(ask, 40))
+
+    def report(drill):
+        judgement = judged(list(drill.replies.values()), calibration(90.0))
+        text = drill_report(drill, Foreseen(0, 0), judgement=judgement, routing="order-free")
+        shown = drill_json(drill, Foreseen(0, 0), judgement=judgement, routing="order-free")
+        assert shown["accuracy_why"] == why
+        return judgement, text.splitlines(), shown["accuracy"]
+
+    judgement, lines, _ = report(drilled_over(b"swapped", b"own", b"own", b"own"))
+    # Those with the foreign block were all wrong, the others all right.
+    assert (judgement.answers, judgement.top1, judgement.expected) == (30, 100.0, 90.0)
+    assert lines[-2].startswith("accuracy of 30 answers: 100.0 %, inside")
+    assert lines[-1] == f"accuracy of 10 answers not judged: {why}"
+
+    judgement, lines, accuracy = report(drilled_over(b"swapped"))
+    assert (judgement.answers, accuracy) == (0, None)
+    assert lines[-1] == f"accuracy of 40 answers not judged: {why}"
+    assert "calibration" not in "".join(lines)
 
 
 def test_images_of_other_classes_are_refused_and_few_are_enough(tmp_path):

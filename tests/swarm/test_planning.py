@@ -288,7 +288,7 @@ def test_figures_by_hand():
     assert ordered.accuracy == pytest.approx(70 * ordered.answered)
     text = plan_report(best, planned)
     assert "can be reached 50.00 % of the time" in text
-    assert "Every block is on 1 host or more" in text
+    assert "Warning: blocks with a single holder: 4. While" in text
     short = best.limits.model_copy(update={"deadline_ms": 60})
     assert "longer than its deadline of 60 ms" in plan_report(
         best.model_copy(update={"limits": short}), planned

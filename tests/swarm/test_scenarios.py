@@ -4,6 +4,7 @@ import asyncio
 import os
 import socket
 import subprocess
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -72,10 +73,10 @@ async def asked(number):
     return Reply(ended, number % 2 == 0, 2, 1.0)
 
 
-def played(scenario, swarm, **options):
+def played(scenario, swarm, ask=asked, **options):
     return asyncio.run(
         play(
-            scenario, HOSTS, swarm=swarm, ask=asked, requests=20,
+            scenario, HOSTS, swarm=swarm, ask=ask, requests=20,
             calibration=calibration(40.0, 50.0), **options,
         )
     )  # fmt: skip
@@ -124,6 +125,19 @@ def test_the_table():
     assert first["percent"] == {"answered": 85.0, "degraded": 5.0, "failed": 5.0, "late": 5.0}
     assert round(first["accuracy"]["top1"], 1) == 52.6
     assert (second["passed"], second["whole_s"]) == (False, None)
+
+
+def test_the_table_says_which_answers_were_not_judged():
+    async def foreign(number):
+        return replace(await asked(number), unjudged="blocks of another model took part (a: 1)")
+
+    result = played("unread", Mending(), ask=foreign)
+    row, note = scenario_report([result]).splitlines()[-2:]
+    assert row.split()[5:7] == ["-", "-"]
+    # One of the 20 requests failed.
+    why = "blocks of another model took part (a: 1)"
+    assert note == f"unread: accuracy of 19 answers not judged: {why}"
+    assert scenario_json(result)["accuracy_why"] == why
 
 
 def test_the_names_of_help_are_those_of_the_module():

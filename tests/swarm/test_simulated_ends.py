@@ -17,7 +17,7 @@ from layershuffle.swarm.local import LocalHosts
 from layershuffle.swarm.plan import HostPlan, SwarmPlan
 from layershuffle.swarm.rounds import Cell
 from layershuffle.swarm.router import Router
-from layershuffle.swarm.simulation.outcome import ENDED, outcome_json
+from layershuffle.swarm.simulation.outcome import ENDED, outcome_json, outcome_report
 from layershuffle.swarm.simulation.run import simulate
 from layershuffle.swarm.simulation.scenario import Arrivals, HostTimes, Profile
 from waiting import HANGS
@@ -96,6 +96,27 @@ def test_requests_end_as_on_real_hosts(routing, wanted):
         count = wanted.get(end, 0)
         assert simulated.ended[end] == pytest.approx(count, abs=CLIENTS)
         assert real.share(end) * PICO_REQUESTS / 100 == pytest.approx(count, abs=CLIENTS)
+
+
+@pytest.mark.parametrize("think_ms", [0, 2500])
+def test_a_client_that_was_refused_waits_as_retry_after_says(think_ms):
+    """A second without suspects, in which nothing is asked; or its own pause, if that is longer."""
+    arrivals = Arrivals(clients=1, think_ms=think_ms)
+    outcome = simulate(
+        PICO,
+        profile=Profile(),
+        requests=10,
+        faults=[Fault(0, name, "crash") for name in PICO.hosts],
+        routing="sequential",
+        arrivals=arrivals,
+    )
+    assert outcome.ended["failed"] == 10
+    waited = 9 * max(1.0, think_ms / 1000)
+    assert outcome.seconds == pytest.approx(waited + sum(outcome.ms) / 1000)
+    assert f"simulated seconds {outcome.seconds:.1f}" in " ".join(
+        outcome_report({"sequential": outcome}).split()
+    )
+    assert outcome_json(outcome)["seconds"] == outcome.seconds
 
 
 def test_json_holds_the_figures_of_the_outcome_and_no_nan():

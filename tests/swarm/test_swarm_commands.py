@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import socket
 import tempfile
 import threading
 import time
@@ -96,6 +97,7 @@ def test_errors_are_one_paragraph(capsys, monkeypatch, tmp_path, words, code, ph
     assert (status, out.removeprefix(loading)) == (code, "")
     assert err.startswith("error: ")
     assert err.count("\n") == 1
+    assert " Next: " in err
     assert phrase in err
 
 
@@ -105,6 +107,17 @@ def test_operator_commands_without_a_swarm(capsys, tmp_path):
         code, _, err = run(capsys, "swarm", *words, "--state", str(tmp_path / "state"))
         assert code == 2
         assert "No swarm of this user runs on this machine" in err
+
+
+def test_a_port_in_use_is_told_before_anything_is_started(capsys, tmp_path):
+    (tmp_path / "state").mkdir(mode=0o700)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        words = ["swarm", "up", "--port", port, "--state", str(tmp_path / "state")]
+        code, out, err = run(capsys, *words)
+    assert (code, out) == (1, "")
+    assert f"cannot listen on 127.0.0.1:{port}" in err
+    assert "Next: end what listens there, or name another --port" in err
 
 
 def test_a_wrong_address_of_a_head_is_told_before_the_model_is_loaded(capsys, tmp_path):
@@ -119,6 +132,10 @@ def test_a_wrong_address_of_a_head_is_told_before_the_model_is_loaded(capsys, tm
 
 def test_plan_and_simulate(capsys, tmp_path):
     hosts, plan = tmp_path / "hosts.yaml", tmp_path / "plan.yaml"
+    hosts.write_text("hosts: {pi: {count: 4, memory_mb: 50}}\n")
+    for replicas, warned in (("1", True), ("2", False)):
+        code, out, _ = run(capsys, "swarm", "plan", str(hosts), "--replicas", replicas)
+        assert ("Warning: one host holds all blocks" in out) == warned, out
     hosts.write_text("hosts: {pi: {count: 4, memory_mb: 0.5, availability: 0.9}}\n")
     code, out, _ = run(capsys, "swarm", "plan", str(hosts), "--replicas", "1", "--out", str(plan))
     assert code == 0
@@ -132,6 +149,8 @@ def test_plan_and_simulate(capsys, tmp_path):
     table = {line.split("  ")[0]: line.split()[-3:] for line in first.splitlines()}
     assert table["% failed"][0] == "0.00"
     assert float(table["% failed"][1]) > 10
+    code, _, err = run(capsys, *words, "--min-blocks", "13")
+    assert (code, "ask for at most 12 (--min-blocks)" in err) == (2, True)
     code, out, _ = run(capsys, *words, "--profile", str(hosts), "--json")
     assert code == 0
     report = json.loads(out)

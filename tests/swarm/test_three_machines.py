@@ -124,6 +124,8 @@ class Machines:
             ]
             self.network.run(host, words, environment=self.environment, supervised=True)
         self.until(lambda: self.log("h0"), lambda log: "answers at http" in log)
+        # A busy machine may take longer for its hosts than the gateway waits for them (--wait).
+        self.until(self.health, lambda health: health["usable_hosts"] == len(BLOCKS))
 
     def head_dies(self):
         """Its GCS is killed, and with that all of Ray on the head's machine ends."""

@@ -143,7 +143,10 @@ class ComputingCommand(Command):
         from layershuffle.cli.progress import shown_progress
 
         if self.threads is not None and self.threads < 1:
-            raise UsageError(f"--threads must be at least 1, got {self.threads}")
+            raise UsageError(
+                f"--threads must be at least 1, got {self.threads}",
+                hint="leave it out for as many as there are cores",
+            )
         with threads_of(self.threads), shown_progress(title) as progress:
             yield progress
 

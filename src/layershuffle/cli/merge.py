@@ -64,7 +64,10 @@ class MergeCommand(ComputingCommand):
 
     def _run_random(self, merges: int) -> int:
         if self.data is None or not self.models:
-            raise UsageError("merge --random needs models and --data SPEC")
+            raise UsageError(
+                "merge --random needs models and --data SPEC",
+                hint="layershuffle merge MODEL... --random N --data SPEC",
+            )
         # Built anew, because a copy would not refuse a count of 0.
         settings = MergingSettings(**dict(self.options), merges=merges)
 
@@ -77,7 +80,9 @@ class MergeCommand(ComputingCommand):
             check_output(self.out, reads=self.models, overwrite=self.overwrite)
             if self.out.is_dir():
                 raise UsageError(
-                    "--out must be a file for the scores, not a directory", place=self.out
+                    "--out must be a file for the scores, not a directory",
+                    place=self.out,
+                    hint="such as --out merges.csv",
                 )
         notes: list[str] = []
         with self.computing("merge") as progress:

@@ -305,8 +305,8 @@ def _study_lines() -> StudyWatcher:
         if seconds - last >= _LINE_SECONDS:
             last = seconds
             running = [f"{s.name} {s.detail}" for s in states if s.phase == "running"]
-            time_left = _time_left(states, pace)
-            print(f"[{clock(seconds)}] {'; '.join(running)}; {time_left}", flush=True)
+            line = "; ".join([*running, _time_left(states, pace)])
+            print(f"[{clock(seconds)}] {line}", flush=True)
 
     return watch
 

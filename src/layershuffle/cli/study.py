@@ -16,7 +16,7 @@ from layershuffle.extras import require
 from layershuffle.recipes import read_recipe
 from layershuffle.settings import check_known
 from layershuffle.study.dry_run import forecast, forecast_text, open_subjects, plan_text
-from layershuffle.study.plan import read_study_plan
+from layershuffle.study.plan import check_plan, read_study_plan
 from layershuffle.study.selection import tasks_for
 from layershuffle.study.settings import StudySettings
 
@@ -62,6 +62,7 @@ class ReproduceCommand(Command):
         # Before the dry run and the run alike, so that both refuse a misspelt --only.
         tasks = tasks_for(study, self.only)
         if self.dry_run:
+            check_plan(study, out)
             subjects = open_subjects(tasks)
             print(plan_text(study, tasks, subjects=subjects))
             expected = forecast(study, tasks, subjects=subjects, out=out, workers=self.workers)

@@ -393,7 +393,7 @@ def verify_cache(out: Path, *, processes: int = 0, progress: Progress = unheard)
     again = f"delete {out} and make it again"
     header, parts = read_header(out), manifest_parts(out)
     if header is None or "manifest" not in header:
-        raise UsageError("the directory is not a cache", place=out)
+        raise UsageError("the directory is not a cache", place=out, hint="name another --out")
     if _checksum(parts) != header["manifest"]:
         raise DataError("the manifest has changed", place=out / MANIFEST, hint=again)
     total: int = sum(header["images"].values())

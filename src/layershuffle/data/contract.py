@@ -61,7 +61,9 @@ class DataOptions:
                 hint="0.05 holds out 5 percent of the training images",
             )
         if self.max_test is not None and self.max_test < 1:
-            raise UsageError(f"max_test must be at least 1, got {self.max_test}")
+            raise UsageError(
+                f"max_test must be at least 1, got {self.max_test}", hint="leave it out for all"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +192,9 @@ def check_labels(labels: Sequence[int] | Tensor, classes: int, *, place: str | P
     table = torch.as_tensor(labels, dtype=torch.int64)
     # Without this, min() below would raise an error of torch that names no file.
     if len(table) == 0:
-        raise DataError("There are no labelled images", place=place)
+        raise DataError(
+            "There are no labelled images", place=place, hint="name data with images, a class each"
+        )
     low, high = int(table.min()), int(table.max())
     if low < 0 or high >= classes:
         raise DataError(

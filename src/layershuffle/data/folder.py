@@ -67,7 +67,11 @@ class FolderTable:
             try:
                 size = os.stat(path).st_size
             except OSError as error:
-                raise DataError(f"cannot read the file ({error.strerror})", place=path) from error
+                raise DataError(
+                    f"cannot read the file ({error.strerror})",
+                    place=path,
+                    hint="let this user read it",
+                ) from error
             digest.update(os.fsencode(f"{path}\0{size}\0"))
         return digest.hexdigest()
 
@@ -250,11 +254,17 @@ def _subfolders(folder: Path) -> list[str]:
             # Hidden folders such as .ipynb_checkpoints are no classes.
             return sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
     except OSError as error:
-        raise DataError(f"cannot list the folder ({error.strerror})", place=folder) from error
+        raise DataError(
+            f"cannot list the folder ({error.strerror})", place=folder, hint="let this user read it"
+        ) from error
 
 
 def _raise_unreadable(error: OSError) -> None:
-    raise DataError(f"cannot list the folder ({error.strerror})", place=str(error.filename))
+    raise DataError(
+        f"cannot list the folder ({error.strerror})",
+        place=str(error.filename),
+        hint="let this user read it",
+    )
 
 
 def _missing_splits(root: Path, no_train: bool, no_test: bool) -> DataError:

@@ -120,7 +120,11 @@ def find_columns(request: SourceRequest, splits: Mapping[str, Any], *, train: An
     label = label_column(features, column=request.settings.get("label"), place=request.spec)
     classes, index = label_meaning(features[label], lambda: _cells(reference, label))
     if not classes:
-        raise DataError(f"Column {label!r} holds no labels", place=request.spec)
+        raise DataError(
+            f"Column {label!r} holds no labels",
+            place=request.spec,
+            hint="name another column (?label=COLUMN)",
+        )
     return Columns(image=image, label=label, classes=classes, index=index)
 
 

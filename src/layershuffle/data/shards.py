@@ -79,7 +79,11 @@ def read_classes(shards: Sequence[Path]) -> tuple[str, ...] | None:
         return None
     names = tuple(line.strip() for line in path.read_text("utf-8").splitlines() if line.strip())
     if not names or len(set(names)) != len(names):
-        raise DataError("the list of classes is empty or repeats a name", place=path)
+        raise DataError(
+            "the list of classes is empty or repeats a name",
+            place=path,
+            hint="one name per line, each once",
+        )
     return names
 
 
@@ -114,7 +118,11 @@ def json_label(cell: Any, *, place: str | Path) -> int:
     label = cell.get("label") if isinstance(cell, Mapping) else None
     # In Python True is an integer; as a label it is a mistake.
     if not isinstance(label, int) or isinstance(label, bool):
-        raise DataError('a .json member has no integer "label"', place=place)
+        raise DataError(
+            'a .json member has no integer "label"',
+            place=place,
+            hint="write the shard again with a label from 0 on, or use .cls members",
+        )
     return label
 
 
@@ -127,7 +135,9 @@ def _labels(path: Path) -> Iterator[int]:
                 if kind in ("cls", "json") and (file := archive.extractfile(member)) is not None:
                     yield _label(file.read(), kind, f"{path} ({member.name})")
     except (tarfile.TarError, OSError, EOFError) as error:
-        raise DataError(f"cannot read the shard ({error})", place=path) from error
+        raise DataError(
+            f"cannot read the shard ({error})", place=path, hint="copy or create the shard again"
+        ) from error
 
 
 def _label(content: bytes, kind: str, place: str) -> int:
@@ -136,7 +146,11 @@ def _label(content: bytes, kind: str, place: str) -> int:
             return int(content)
         return json_label(json.loads(content), place=place)
     except ValueError as error:
-        raise DataError("the label is not an integer", place=place) from error
+        raise DataError(
+            "the label is not an integer",
+            place=place,
+            hint="write the shard again with labels from 0 on",
+        ) from error
 
 
 def _in_folder(root: Path) -> dict[str, list[Path]]:

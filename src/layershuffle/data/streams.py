@@ -78,7 +78,11 @@ class RecordReader:
         """The undecoded image. Raises DataError if the record has none."""
         cell = record[self.image]
         if cell is None:
-            raise DataError("A record has no image", place=self.name(record))
+            raise DataError(
+                "A record has no image",
+                place=self.name(record),
+                hint="remove the record from the data",
+            )
         # Shards and parquet files bring the bytes along; class folders only name the file.
         if cell["bytes"] is not None:
             return bytes(cell["bytes"])
@@ -86,7 +90,11 @@ class RecordReader:
             with xopen(cell["path"], "rb") as file:  # streams name remote files as well
                 return bytes(file.read())
         except OSError as error:
-            raise DataError(f"Cannot read image ({error})", place=self.name(record)) from error
+            raise DataError(
+                f"Cannot read image ({error})",
+                place=self.name(record),
+                hint="replace the image, or leave --streaming out and pass --skip-corrupt",
+            ) from error
 
     def name(self, record: Record) -> str:
         """What to call a record in a message."""

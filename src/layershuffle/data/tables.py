@@ -68,7 +68,11 @@ def assemble(request: SourceRequest, tables: Tables) -> ImageData:
         check_labels(table.labels, len(tables.classes), place=f"{request.spec} ({name})")
         good, bad = readable_rows(table, check=options.skip_corrupt)
         if not good:
-            raise DataError("No image could be read", place=f"{request.spec} ({name})")
+            raise DataError(
+                "No image could be read",
+                place=f"{request.spec} ({name})",
+                hint="run again without --skip-corrupt: it names the first image and its fault",
+            )
         if bad:
             skipped += len(bad)
             notes.append(_skip_note(name, table, bad))

@@ -54,7 +54,11 @@ def open_source(request: SourceRequest) -> ImageData:
     mode_for(request.view.channels)
     shards = find_shards(request.place)
     if "train" not in shards and request.options.train:
-        raise DataError("There are no training shards", place=request.spec)
+        raise DataError(
+            "There are no training shards",
+            place=request.spec,
+            hint="name a folder with train shards, or score with layershuffle eval",
+        )
     # A small test set may lack the last classes, so the training shards number them.
     counted = shards.get("train", shards["test"])
     classes = read_classes(counted) or numbered(largest_label(counted) + 1)

@@ -55,7 +55,9 @@ def check_compatible(
     `mixed` allows donors of several methods, order policies and data.
     """
     if len(donors) < 2:
-        raise UsageError(f"At least two models are needed, got {len(donors)}")
+        raise UsageError(
+            f"At least two models are needed, got {len(donors)}", hint="name two or more"
+        )
     for name, donor in zip(names, donors, strict=True):
         if any(module.training for module in donor.modules()):
             raise UsageError("A donor is in training mode", place=name, hint="call donor.eval()")
@@ -74,7 +76,9 @@ def check_compatible(
 def check_members(members: Sequence[nn.Module], *, names: Sequence[str]) -> None:
     """Raises `UsageError` if the models are no ensemble: fewer than two, other classes or views."""
     if len(members) < 2:
-        raise UsageError(f"At least two models are needed, got {len(members)}")
+        raise UsageError(
+            f"At least two models are needed, got {len(members)}", hint="name two or more"
+        )
     _check_agree(members, names, (_answers,))
 
 

@@ -73,7 +73,10 @@ def evaluate_ensembles(
     """
     modes = parse_modes(mode) if isinstance(mode, str) else (mode,)
     if len(modes) != 1:
-        raise UsageError(f"An ensemble is scored in one mode, not in {len(modes)}")
+        raise UsageError(
+            f"An ensemble is scored in one mode, not in {len(modes)}",
+            hint="name one mode, such as arbitrary",
+        )
     depths = tuple(map(depth_of, donors))
     passes = [
         _Pass(modes[0], depths, seed, draw, index, orders)

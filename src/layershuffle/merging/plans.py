@@ -131,7 +131,7 @@ def _source(end: End, donors: tuple[int, ...], seed: int, index: int) -> Source:
 
 def _check_count(num: int, depth: int, count: int, replacement: bool) -> None:
     if num < 2:
-        raise UsageError(f"A merge needs at least two donors, got {num}")
+        raise UsageError(f"A merge needs at least two donors, got {num}", hint="name two or more")
     if num < depth and not replacement:
         raise UsageError(
             f"A merge of {depth} blocks, no two from one model, needs {depth} donors: {num} were "

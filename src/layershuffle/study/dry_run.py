@@ -6,6 +6,7 @@ import math
 import os
 import re
 import shutil
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +17,12 @@ from layershuffle.study.plan import AnalysisSpec, MergingSpec, RunSpec, Task, is
 from layershuffle.study.pool import gpu_count
 from layershuffle.study.settings import StudySettings
 from layershuffle.study.tables import duration
-from layershuffle.study.tasks import RunResult, read_outcome
+from layershuffle.study.tasks import AnalysisResult, RunResult, read_outcome
 from layershuffle.text import counted
 
 _START_SECONDS = 8.0  # a process imports torch and transformers and reads its data
-_ANALYSIS_PASSES = 250  # block runs per block and image that an analysis takes, in round numbers
+# What an analysis takes, in scoring passes over its images: 26 to 48 were measured, 128 for UMAP.
+_ANALYSIS_PASSES = 40
 # Weights and Adam's two moments; a new checkpoint is whole before the old one goes.
 _CHECKPOINT_COPIES = 2 * 3
 # By kind of data or name of the directory: title, training images, test images, classes.
@@ -62,7 +64,8 @@ class Work:
 class Forecast:
     """What the tasks that are left will take.
 
-    `seconds` of work in all, from the times of `measured` finished runs: `None` if there is none.
+    `seconds` of work in all, from the times of `measured` finished runs and of finished analyses:
+    `None` if no run is finished.
     `work` is `None` where the number of images is not known. `notes`: what was estimated.
     """
 
@@ -80,9 +83,14 @@ def plan_text(
 ) -> str:
     """The tasks in words: a line per arm, merging and analysis. `subjects`: of every task."""
     runs = [task for task in tasks if isinstance(task, RunSpec)]
-    others = len(tasks) - len(runs)
-    also = f", {counted(others, 'other task')}" if others else ""
-    lines = [f"{study.name}: {counted(len(runs), 'run')}{also}, on {study.data} from {study.model}"]
+    mergings = sum(isinstance(task, MergingSpec) for task in tasks)
+    analyses = len(tasks) - len(runs) - mergings
+    parts = [f"{study.name}: {counted(len(runs), 'run')}"]
+    if mergings:
+        parts.append(counted(mergings, "merging"))
+    if analyses:
+        parts.append("1 analysis" if analyses == 1 else f"{analyses} analyses")
+    lines = [f"{', '.join(parts)}, on {study.data} from {study.model}"]
     for arm in dict.fromkeys(run.arm for run in runs):
         of_arm = [run for run in runs if run.arm == arm]
         fitted, scored = of_arm[0].settings, of_arm[0].evaluate
@@ -135,9 +143,10 @@ def forecast(
 ) -> Forecast:
     """Count the work that is not done in `out`; its time comes from the runs that are.
 
-    `subjects`: of every task. Nothing is trained: a probe of a few batches would say little of
-    compiled blocks, of the data's decoding, or of other work on the machine, all of which a
-    finished run has met.
+    An analysis takes as long per image as finished ones of its kind; before that, it is counted in
+    scoring passes. `subjects`: of every task. Nothing is trained: a probe of a few batches would
+    say little of compiled blocks, of the data's decoding, or of other work on the machine, all of
+    which a finished run has met.
     """
     runs = [task for task in tasks if isinstance(task, RunSpec)]
     left = [task for task in tasks if not is_finished(task, out)]
@@ -158,11 +167,16 @@ def forecast(
     # Two rates, pooled over the runs: training by images and blocks, scoring by block runs.
     seconds = None
     if whole and trained and executed:
+        rates = _analysis_rates(tasks, out)
         seconds = sum(
             _START_SECONDS
-            + task.trained * train_seconds / trained
-            + task.block_runs * eval_seconds / executed
-            for task in counted
+            + (
+                rates[task.options.name] * task.options.options.images
+                if isinstance(task, AnalysisSpec) and task.options.name in rates
+                else work.trained * train_seconds / trained
+                + work.block_runs * eval_seconds / executed
+            )
+            for task, work in zip(left, counted, strict=True)
         )
     # The rule of `local_pool`: the time is that of as many workers as would run.
     count = workers or study.workers or gpu_count() or len(os.sched_getaffinity(0))
@@ -183,6 +197,18 @@ def forecast(
         bytes_peak=sum(sizes) + count * _CHECKPOINT_COPIES * max(sizes, default=0),
         notes=tuple(dict.fromkeys(note for s in subjects.values() for note in s.notes)),
     )
+
+
+def _analysis_rates(tasks: Sequence[Task], out: Path) -> dict[str, float]:
+    """Seconds per image of the analyses that are finished, by their names."""
+    images, seconds = defaultdict[str, float](float), defaultdict[str, float](float)
+    for task in tasks:
+        if isinstance(task, AnalysisSpec):
+            result = read_outcome(task, AnalysisResult, out=out).result
+            if result is not None and result.seconds is not None:
+                images[task.options.name] += task.options.options.images
+                seconds[task.options.name] += result.seconds
+    return {name: seconds[name] / count for name, count in images.items()}
 
 
 def open_subject(fitted: FitSettings) -> StudySubject:
@@ -303,11 +329,16 @@ def work_of(task: Task, subject: StudySubject) -> Work | None:
         images = scored(options.max_images)
         if images is None:
             return None
-        merges = options.merges * len(options.variants)
-        passes = merges + len(task.needs) * 4 * options.num_orders
-        return Work(block_runs=passes * subject.depth * images)
-    images = task.options.options.images
-    return Work(block_runs=_ANALYSIS_PASSES * subject.depth * images)
+        return Work(block_runs=passes_of(task) * subject.depth * images)
+    return Work(block_runs=passes_of(task) * subject.depth * task.options.options.images)
+
+
+def passes_of(task: MergingSpec | AnalysisSpec) -> int:
+    """How often an image runs through the model, or what takes as long as so many passes."""
+    if isinstance(task, AnalysisSpec):
+        return _ANALYSIS_PASSES
+    options = task.options.options
+    return options.merges * len(options.variants) + len(task.needs) * 4 * options.num_orders
 
 
 def orders_of(settings: EvalSettings, depth: int) -> int:

@@ -17,7 +17,7 @@ from typing import Literal, TypeVar
 from layershuffle._version import __version__
 from layershuffle.analysis.settings import AnalysisSettings
 from layershuffle.errors import UsageError
-from layershuffle.files import remove_stale_stages, write_text
+from layershuffle.files import refuse_foreign, remove_stale_stages, write_text
 from layershuffle.merging.settings import MergingSettings
 from layershuffle.modes import parse_modes
 from layershuffle.settings import EvalSettings, FitSettings
@@ -191,7 +191,19 @@ def is_finished(task: Task, out: Path) -> bool:
 
 
 def write_plan(study: StudySettings, out: Path) -> None:
-    """Keep the plan in `out`; raises `UsageError` where it contradicts what is done there.
+    """Keep the plan in `out`; raises as `check_plan`."""
+    check_plan(study, out)
+    plan = {
+        "schema": _SCHEMA,
+        "code_version": __version__,
+        "recipe": study.model_dump(mode="json"),
+    }
+    write_text(out / PLAN_FILE, json.dumps(plan, indent=2))
+    remove_stale_stages(out)
+
+
+def check_plan(study: StudySettings, out: Path) -> None:
+    """Raises `UsageError` if the study contradicts what is done in `out`, or `out` is foreign.
 
     A study may grow: more arms, seeds, lengths, analyses. What is finished must stay as it is.
     """
@@ -202,16 +214,9 @@ def write_plan(study: StudySettings, out: Path) -> None:
             place=out,
             hint="give another --out",
         )
-    path = out / PLAN_FILE
-    if path.is_file():
+    refuse_foreign(out, mark=PLAN_FILE, kind="study")
+    if (out / PLAN_FILE).is_file():
         _check_unchanged(read_study_plan(out), study, out)
-    plan = {
-        "schema": _SCHEMA,
-        "code_version": __version__,
-        "recipe": study.model_dump(mode="json"),
-    }
-    write_text(path, json.dumps(plan, indent=2))
-    remove_stale_stages(out)
 
 
 def _check_unchanged(old: StudySettings, new: StudySettings, out: Path) -> None:
@@ -257,6 +262,9 @@ def read_study_plan(out: Path) -> StudySettings:
         schema = stored["schema"]
         if schema == _SCHEMA:
             return StudySettings(**stored["recipe"])
+    except FileNotFoundError as error:
+        cause = f"There is no readable study here: no {PLAN_FILE}"
+        raise UsageError(cause, place=out, hint=hint) from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         cause = f"There is no readable study here ({type(error).__name__}: {one_line(error)})"
         raise UsageError(cause, place=path, hint=hint) from error

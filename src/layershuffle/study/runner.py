@@ -15,17 +15,27 @@ from pathlib import Path
 from typing import Any
 
 from layershuffle.errors import Interrupted
-from layershuffle.files import locked, refuse_foreign, write_text
+from layershuffle.files import locked, write_text
 from layershuffle.machine import stop_signals
 from layershuffle.settings import DEFAULT_EPOCHS
-from layershuffle.study.plan import FAILURE_FILE, PLAN_FILE, RunSpec, Task, is_finished, write_plan
+from layershuffle.study.dry_run import passes_of
+from layershuffle.study.plan import (
+    FAILURE_FILE,
+    AnalysisSpec,
+    RunSpec,
+    Task,
+    check_plan,
+    is_finished,
+    write_plan,
+)
 from layershuffle.study.pool import LOG_FILE, LocalPool, Pool, gpu_count
 from layershuffle.study.selection import tasks_for
 from layershuffle.study.settings import StudySettings
 from layershuffle.study.worker import PROGRESS_FILE
 
 _POLL_SECONDS = 0.5
-_PIECE_WEIGHT = 200.0  # a merging or an analysis takes about as long as so many training steps
+_TRAINING_COST = 3.0  # of an image in a training step: a forward, and a backward of twice the work
+_TEST_IMAGES = 5000.0  # where a merging scores all, whose number is not known before the data
 _EPOCHS_WEIGHT = 1000.0  # per epoch, where the number of steps is not known before the data
 
 
@@ -72,7 +82,9 @@ def run_study(
     saved.
     """
     tasks = tasks_for(study, only)
-    refuse_foreign(out, mark=PLAN_FILE, kind="study")
+    weights = weights_of(tasks)
+    # Before the lock, which leaves a file in the directory.
+    check_plan(study, out)
     # Locked before the plan is written: two studies would start the same tasks.
     with locked(out), stop_signals() as stop:
         write_plan(study, out)
@@ -92,7 +104,10 @@ def run_study(
                 ended = pool.reap()
                 codes.update(ended)
                 _say_why(tasks, ended, out)
-                states = [_state(task, out, pool.running, codes) for task in tasks]
+                states = [
+                    _state(task, out, pool.running, codes, weight=weights[task.name])
+                    for task in tasks
+                ]
                 watch(states, time.monotonic() - started)
         finally:
             # Also after an error, so that no worker is left behind.
@@ -144,8 +159,9 @@ def _say_why(tasks: Sequence[Task], ended: Mapping[str, int], out: Path) -> None
             write_text(path, f"It ended with exit code {code}: {failure(task, out)}\n")
 
 
-def _state(task: Task, out: Path, running: Collection[str], codes: Collection[str]) -> TaskState:
-    weight = _weight(task)
+def _state(
+    task: Task, out: Path, running: Collection[str], codes: Collection[str], *, weight: float
+) -> TaskState:
     if is_finished(task, out):
         return TaskState(task.name, "done", fraction=1.0, weight=weight)
     if task.name in running:
@@ -158,11 +174,23 @@ def _state(task: Task, out: Path, running: Collection[str], codes: Collection[st
     return TaskState(task.name, "waiting", detail, weight=weight)
 
 
-def _weight(task: Task) -> float:
-    if not isinstance(task, RunSpec):
-        return _PIECE_WEIGHT
-    settings = task.settings
-    return float(settings.steps or _EPOCHS_WEIGHT * (settings.epochs or DEFAULT_EPOCHS))
+def weights_of(tasks: Sequence[Task]) -> dict[str, float]:
+    """The work of each task by its name, in training steps of its arm."""
+    runs = {task.name: task.settings for task in tasks if isinstance(task, RunSpec)}
+    weights = {}
+    for task in tasks:
+        settings = runs[task.name if isinstance(task, RunSpec) else task.needs[0]]
+        if isinstance(task, RunSpec):
+            weight = float(settings.steps or _EPOCHS_WEIGHT * (settings.epochs or DEFAULT_EPOCHS))
+        else:
+            images = (
+                task.options.options.images
+                if isinstance(task, AnalysisSpec)
+                else task.options.options.max_images or _TEST_IMAGES
+            )
+            weight = passes_of(task) * images / (_TRAINING_COST * settings.batch_size)
+        weights[task.name] = weight
+    return weights
 
 
 def _progress(path: Path) -> tuple[str, float]:

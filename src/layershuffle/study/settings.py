@@ -10,7 +10,15 @@ from layershuffle.analysis import find_analysis
 from layershuffle.analysis.settings import AnalysisSettings
 from layershuffle.errors import UsageError
 from layershuffle.merging.settings import MergingSettings
-from layershuffle.settings import EvalSettings, FitSettings, Name, Positive, Seed, Settings
+from layershuffle.settings import (
+    EvalSettings,
+    FitSettings,
+    KeysOf,
+    Name,
+    Positive,
+    Seed,
+    Settings,
+)
 
 Names = Annotated[tuple[Name, ...], Field(min_length=1)]
 Seeds = Annotated[tuple[Seed, ...], Field(min_length=1)]
@@ -24,9 +32,9 @@ class Arm(Settings):
     """Label in tables (default: the method)."""
     seeds: Seeds | None = None
     """Seeds of this arm (default: those of the study)."""
-    fit: dict[str, Any] = Field(default_factory=dict)
+    fit: Annotated[dict[str, Any], KeysOf(FitSettings)] = Field(default_factory=dict)
     """Settings of this arm alone, over those of the study."""
-    evaluate: dict[str, Any] = Field(default_factory=dict)
+    evaluate: Annotated[dict[str, Any], KeysOf(EvalSettings)] = Field(default_factory=dict)
     """How this arm alone is scored, over the study's `evaluate`."""
 
     @property
@@ -75,7 +83,7 @@ class StudySettings(Settings):
     seeds: Seeds = (0,)
     """One run per arm and seed."""
     arms: Annotated[tuple[Arm, ...], Field(min_length=1)]
-    fit: dict[str, Any] = Field(default_factory=dict)
+    fit: Annotated[dict[str, Any], KeysOf(FitSettings)] = Field(default_factory=dict)
     """Training settings shared by all arms."""
     evaluate: EvalSettings = EvalSettings()
     budget: tuple[Budget, ...] = ()

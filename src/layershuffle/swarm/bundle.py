@@ -27,7 +27,7 @@ from layershuffle.errors import StackError, UsageError
 from layershuffle.models.store import host_of, image_view
 from layershuffle.position import PositionedModel
 from layershuffle.stack import blocks_of
-from layershuffle.swarm.export import Alone, RecordedCall, export
+from layershuffle.swarm.export import UNSERVED, Alone, RecordedCall, export
 from layershuffle.swarm.lineage import Lineage, lineage_of, read_lineage
 from layershuffle.swarm.messages import State
 from layershuffle.swarm.program import Block, BlockProgram, digest_of, pack_tensors, read_program
@@ -177,7 +177,10 @@ def _listen(model: nn.Module) -> list[RecordedCall]:
     def hook(block: int) -> Any:
         def note(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any], answer: Any) -> None:
             if not args:
-                raise StackError("The model hands its blocks the state by name, not in first place")
+                raise StackError(
+                    "The model hands its blocks the state by name, not in first place",
+                    hint=UNSERVED,
+                )
             # A copy, because a later block may write into its input.
             calls.append(RecordedCall(block, args[0].clone(), args[1:], named, state_of(answer)))
 
@@ -193,12 +196,15 @@ def _listen(model: nn.Module) -> list[RecordedCall]:
 def _check_calls(calls: Sequence[RecordedCall], *, depth: int) -> None:
     """Raises `StackError` unless the blocks are a chain of functions of the state alone."""
     if [call.block for call in calls] != list(range(depth)):
-        raise StackError("The model does not run each of its blocks once, one after the other")
+        raise StackError(
+            "The model does not run each of its blocks once, one after the other", hint=UNSERVED
+        )
     first = calls[0]
     if first.state.dim() != 3 or first.state.dtype != torch.float32:
         raise StackError(
             f"The state between the blocks is {_describe(first.state)}; hosts take float32 "
-            "(images, tokens, width)"
+            "(images, tokens, width)",
+            hint=UNSERVED,
         )
     for call, after in zip(calls, [*calls[1:], None], strict=True):
         if not _is_plain(call) or (call.rest, call.named) != (first.rest, first.named):
@@ -211,7 +217,8 @@ def _check_calls(calls: Sequence[RecordedCall], *, depth: int) -> None:
         # What a model does between two blocks would not happen on a host.
         if after is not None and not torch.equal(after.state, call.answer):
             raise StackError(
-                f"The model changes the state between the blocks {call.block} and {after.block}"
+                f"The model changes the state between the blocks {call.block} and {after.block}",
+                hint=UNSERVED,
             )
 
 
@@ -251,7 +258,8 @@ def _check_same(module: Alone, program: Block, *, block: int, states: Tensor) ->
             error = f"largest difference {(own - answer).abs().max()}" if like else "another shape"
             raise StackError(
                 f"Block {block} gives different numbers as an exported program ({error} on "
-                f"{images} image(s))"
+                f"{images} image(s))",
+                hint=UNSERVED,
             )
 
 

@@ -185,7 +185,10 @@ def _settings(
         )
     # No header can carry anything else.
     if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
-        raise UsageError("An API key may contain only ASCII letters, digits and signs")
+        raise UsageError(
+            "An API key may contain only ASCII letters, digits and signs",
+            hint="copy a line of the file that the server got as --keys",
+        )
     settings: dict[str, Any] = {
         "base_url": url,
         "headers": {} if api_key is None else {"X-API-Key": api_key},
@@ -236,7 +239,9 @@ def _content(image: Any) -> bytes:
             return Path(image).expanduser().read_bytes()
         except OSError as error:
             raise UsageError(
-                f"The image cannot be read ({error.strerror or error})", place=image
+                f"The image cannot be read ({error.strerror or error})",
+                place=image,
+                hint="name the file of an image",
             ) from error
     # By what it can do, because only those who have Pillow images need Pillow.
     if not hasattr(image, "save"):

@@ -38,6 +38,7 @@ _Result = TypeVar("_Result")
 _MILLI = 1000.0
 _POLL = 0.02  # seconds between looks at whether a draining host is empty
 _log = logging.getLogger(__name__)
+_STATUS = "layershuffle swarm status shows the hosts"
 
 
 class Coordinator:
@@ -191,7 +192,7 @@ class Coordinator:
         it out.
         """
         if block not in self.record_of(name).blocks:
-            raise UsageError(f"Host {name} does not hold block {block}")
+            raise UsageError(f"Host {name} does not hold block {block}", hint=_STATUS)
         checked_donor(donor, self.base, block=block)
         expected = await asyncio.to_thread(references, donor, [block])
         host = self.record_of(name)
@@ -212,7 +213,7 @@ class Coordinator:
         self._donors[name, block] = donor
         self.health.expect(name, expected)
         if why := await self.health.check(name, blocks=[block]):
-            raise LayerShuffleError(f"Host {name} loaded block {block}, but {why}")
+            raise LayerShuffleError(f"Host {name} loaded block {block}, but {why}", hint=_STATUS)
         self._mark_foreign(name, [block])
 
     # --- how hosts come and go --------------------------------------------------------------------
@@ -392,7 +393,9 @@ class Coordinator:
                     cause = f"Host {name} failed ({type(error).__name__}: {error})"
                     raise LayerShuffleError(cause) from error
         except TimeoutError as error:
-            raise LayerShuffleError(f"Host {name} did not answer within {limit:g} ms") from error
+            raise LayerShuffleError(
+                f"Host {name} did not answer within {limit:g} ms", hint=_STATUS
+            ) from error
 
     def has_process(self, name: str, pid: int) -> None:
         """Record the process id of `name`, if the host is still known; 0 for none."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from shlex import quote
@@ -39,7 +40,8 @@ class Reply:
     """One request's end: `ended`, whether the class was right, blocks used, milliseconds.
 
     degraded: answered with blocks missing. late: answered after its deadline. failed: no answer.
-    `cell`: how the blocks ran (default: one after the other, each once).
+    `cell`: how the blocks ran (default: one after the other, each once). `unjudged`: why the swarm
+    knows no accuracy to expect of the answer, as of blocks of another model; "" if it does.
     """
 
     ended: Ended
@@ -47,6 +49,7 @@ class Reply:
     blocks: int
     ms: float
     cell: Cell | None = None
+    unjudged: str = ""
 
 
 @dataclass
@@ -113,35 +116,54 @@ async def run_drill(
 
 @dataclass(frozen=True, slots=True)
 class DrillJudgement:
-    """Accuracy over the answers of a drill (percent) against the calibration's interval."""
+    """Accuracy over the answers of a drill (percent) against the calibration's interval.
+
+    `answers`: the number of those that were judged. `unjudged` others were not, most for `why`.
+    """
 
     answers: int
     top1: float
     expected: float
     low: float
     high: float
+    unjudged: int = 0
+    why: str = ""
 
     @property
     def inside(self) -> bool:
         """Whether the accuracy lies in the calibration's interval."""
         return self.low <= self.top1 <= self.high
 
+    @property
+    def note(self) -> str:
+        """How many answers were not judged, and why; "" if all were."""
+        if not self.unjudged:
+            return ""
+        return f"accuracy of {counted(self.unjudged, 'answer')} not judged: {self.why}"
+
 
 def judged(replies: Sequence[Reply], calibration: Calibration) -> DrillJudgement:
     """The accuracy of the answers, and the interval in which it should lie.
 
     Each answer counts with the accuracy of the way in which its blocks ran
-    (`expectations.expected_over`); those that ran in a way that was not measured do not count.
+    (`expectations.expected_over`); those that ran in a way that was not measured, or through blocks
+    that were not (`Reply.unjudged`), do not count.
     """
     # Late answers count: their classes are right or wrong all the same.
     ran = {reply: reply.cell or Cell(reply.blocks) for reply in replies if reply.ended != "failed"}
-    measured = {cell for cell in ran.values() if expected_at(calibration, cell) is not None}
-    answers = [reply for reply in replies if ran.get(reply) in measured]
+    unjudged = {
+        reply: reply.unjudged or f"{counted(cell.kept, 'block')} so late were not measured"
+        for reply, cell in ran.items()
+        if reply.unjudged or expected_at(calibration, cell) is None
+    }
+    answers = [reply for reply in replies if reply in ran and reply not in unjudged]
+    reasons = Counter(unjudged[reply] for reply in replies if reply in unjudged)
+    unknown = reasons.total(), max(reasons, key=reasons.__getitem__, default="")
     if not answers:
-        return DrillJudgement(0, math.nan, math.nan, math.nan, math.nan)
+        return DrillJudgement(0, math.nan, math.nan, math.nan, math.nan, *unknown)
     expected, low, high = expected_over(calibration, [ran[reply] for reply in answers])
     right = sum(reply.right for reply in answers)
-    return DrillJudgement(len(answers), 100 * right / len(answers), expected, low, high)
+    return DrillJudgement(len(answers), 100 * right / len(answers), expected, low, high, *unknown)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,10 +226,8 @@ def calibrated_data(calibration: Calibration | None, *, model: str) -> str:
     return calibration.data
 
 
-def why_not_judged(plan: SwarmPlan, calibration: Calibration | None, *, data: str) -> str:
+def why_not_judged(calibration: Calibration | None, *, data: str) -> str:
     """Why the accuracy on `data` cannot be compared with the calibration; "" if it can."""
-    if any(host.donors for host in plan.hosts.values()):
-        return "blocks of other models take part, and the calibration is that of one model"
     if calibration is None:
         return "the model was never calibrated"
     if calibration.data != data:
@@ -236,20 +256,24 @@ def drill_report(
     half, most = drill.quantile(0.5), drill.quantile(0.99)
     lines.append(f"milliseconds: half within {half:.0f}, 99 % within {most:.0f}")
     if isinstance(judgement, str):
-        lines.append(f"accuracy not judged: {judgement}")
-    elif judgement.answers:
+        return "\n".join([*lines, f"accuracy not judged: {judgement}"])
+    if judgement.answers:
         verdict = "inside" if judgement.inside else "OUTSIDE"
+        of = f"{judgement.answers:,} answers" if judgement.unjudged else "the answers"
         lines.append(
-            f"accuracy of the answers: {judgement.top1:.1f} %, {verdict} what the calibration lets "
+            f"accuracy of {of}: {judgement.top1:.1f} %, {verdict} what the calibration lets "
             f"expect: {judgement.expected:.1f} % ({judgement.low:.1f} to {judgement.high:.1f})"
         )
+    if judgement.note:
+        lines.append(judgement.note)
     return "\n".join(lines)
 
 
 def ends_json(drill: Drill, judgement: DrillJudgement | None) -> dict[str, object]:
     """How the requests of a drill ended, for `json.dumps`; shares and accuracy in percent.
 
-    `accuracy` is `None` where it was not judged, as JSON has no NaN.
+    `accuracy` is `None` where it was not judged, as JSON has no NaN; `accuracy_why` says why it was
+    not, of some answers or all.
     """
     judged_by = judgement if judgement is not None and judgement.answers else None
     replied = bool(drill.replies)
@@ -261,6 +285,7 @@ def ends_json(drill: Drill, judgement: DrillJudgement | None) -> dict[str, objec
             "p99": drill.quantile(0.99) if replied else None,
         },
         "accuracy": judged_by and {**asdict(judged_by), "inside": judged_by.inside},
+        "accuracy_why": "" if judgement is None else judgement.why,
     }
 
 
@@ -268,11 +293,11 @@ def drill_json(
     drill: Drill, expected: Foreseen, *, judgement: DrillJudgement | str, routing: Routing
 ) -> dict[str, object]:
     """What `drill_report` says, for `json.dumps`."""
-    why = judgement if isinstance(judgement, str) else ""
+    why = {"accuracy_why": judgement} if isinstance(judgement, str) else {}
     return {
         "routing": routing,
         **ends_json(drill, None if isinstance(judgement, str) else judgement),
-        "accuracy_why": why,
+        **why,
         "foreseen_percent": asdict(expected),
         "faults": [{**asdict(fault), "seconds": seconds} for fault, seconds in drill.fired],
     }

@@ -12,7 +12,10 @@ from layershuffle.stats import mean
 from layershuffle.swarm.calibration import Calibration
 from layershuffle.swarm.rounds import Cell, Rounds, Way, beside_twins, cell_of_named
 
-NEVER = "the model was never calibrated (layershuffle swarm calibrate MODEL --data SPEC)"
+NEVER = (
+    "the model was never calibrated (layershuffle swarm calibrate MODEL --data SPEC, then start "
+    "again)"
+)
 UNMEASURED = "no calibration of such orders"
 _USEFUL = 0.5  # of the accuracy with all blocks
 _POINTS = 0.5  # of top-1: what side by side may cost, and what another pass has to bring

@@ -24,6 +24,7 @@ from layershuffle.swarm.program import (
 )
 from layershuffle.text import one_line
 
+UNSERVED = "no swarm serves such a model; layershuffle predict and eval run it on this machine"
 # Far more than a host ever runs together (`Limits.max_batch`).
 _MOST_IMAGES = 4096
 # What torch.export raises for a block that it cannot follow.
@@ -121,7 +122,9 @@ def _source(spec: InputSpec) -> tuple[str, str]:
         return "weight", str(spec.target)
     if kind in ("BUFFER", "CONSTANT_TENSOR"):
         return "constant", str(spec.target)
-    raise StackError(f"A block cannot travel as a program: it takes a {kind.lower()}")
+    raise StackError(
+        f"A block cannot travel as a program: it takes a {kind.lower()}", hint=UNSERVED
+    )
 
 
 def _state_shape(exported: ExportedProgram) -> list[int]:
@@ -134,7 +137,9 @@ def _state_shape(exported: ExportedProgram) -> list[int]:
         if _source(spec)[0] == "state"
     ]
     if len(states) != 1:
-        raise StackError(f"A block cannot travel as a program: it has {len(states)} inputs")
+        raise StackError(
+            f"A block cannot travel as a program: it has {len(states)} inputs", hint=UNSERVED
+        )
     return [int(size) for size in states[0].meta["val"].shape[1:]]
 
 
@@ -143,7 +148,9 @@ def _output(exported: ExportedProgram) -> fx.Node:
     # A buffer that changes while the block runs shows up here, as a second output.
     if kinds != ["USER_OUTPUT"]:
         names = ", ".join(kind.lower() for kind in kinds)
-        raise StackError(f"A block cannot travel as a program: its outputs are {names}")
+        raise StackError(
+            f"A block cannot travel as a program: its outputs are {names}", hint=UNSERVED
+        )
     node: fx.Node = exported.graph.output_node().args[0][0]
     return node
 
@@ -157,7 +164,8 @@ def _target(node: fx.Node) -> str:
         return name
     raise StackError(
         f"A block cannot travel as a program: it needs {node.target}, which is not one of torch's "
-        "own operations"
+        "own operations",
+        hint=UNSERVED,
     )
 
 
@@ -175,5 +183,6 @@ def _encoded(value: object, number: Mapping[fx.Node, int]) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise StackError(
-        f"A block cannot travel as a program: an operation takes a {type(value).__name__}"
+        f"A block cannot travel as a program: an operation takes a {type(value).__name__}",
+        hint=UNSERVED,
     )

@@ -72,6 +72,7 @@ def read_lineage(directory: str | Path) -> Lineage:
         raise UsageError(
             "The blocks of this model need a position encoding, which hosts do not have",
             place=place,
+            hint="serve a model of another method, such as layershuffle",
         )
     shapes = {name: s for file in weight_files(place) for name, s in tensor_shapes(file).items()}
     return Lineage(
@@ -98,7 +99,11 @@ def read_block(directory: str | Path, block: int) -> bytes:
                 for name in names.keys() & set(file.keys()):
                     tensors[names[name]] = file.get_tensor(name)
         except (SafetensorError, OSError) as error:
-            raise ModelFileError(f"The weights cannot be read ({error})", place=path) from error
+            raise ModelFileError(
+                f"The weights cannot be read ({error})",
+                place=path,
+                hint="save or copy the model again",
+            ) from error
     return pack_tensors(tensors)
 
 
@@ -107,7 +112,9 @@ def check_blocks(blocks: Iterable[int], *, depth: int, place: str | Path) -> Non
     for block in blocks:
         if not 0 <= block < depth:
             raise UsageError(
-                f"The model has no block {block} (0 to {depth - 1} exist)", place=place
+                f"The model has no block {block} (0 to {depth - 1} exist)",
+                place=place,
+                hint="name another block",
             )
 
 

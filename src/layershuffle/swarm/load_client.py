@@ -98,7 +98,8 @@ def load_client(
             right = answer.images[0].top[0].index == labelled.label
             ended: Ended = "degraded" if answer.degraded else "answered"
             ended = "late" if ms > deadline_ms else ended
-            return Reply(ended, right, len(set(answer.blocks)), ms, answer.cell)
+            blocks = len(set(answer.blocks))
+            return Reply(ended, right, blocks, ms, answer.cell, answer.expected_why)
         return Reply("failed", False, 0, 0.0)
 
     return ask

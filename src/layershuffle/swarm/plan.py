@@ -77,7 +77,10 @@ class SwarmPlan(Settings):
     def check(self, depth: int) -> None:
         """Raises `UsageError` for blocks that the model lacks, or that no host holds."""
         if self.most_blocks is not None and self.most_blocks > depth:
-            raise UsageError(f"most_blocks is {self.most_blocks}, but the model has {depth} blocks")
+            raise UsageError(
+                f"most_blocks is {self.most_blocks}, but the model has {depth} blocks",
+                hint=f"set it to at most {depth} in the plan, or leave it out",
+            )
         for name, host in self.hosts.items():
             over = [block for block in host.blocks if block >= depth]
             if over:
@@ -119,7 +122,10 @@ def even_plan(
     Raises `UsageError` for more replicas than hosts, or hosts that would hold nothing.
     """
     if not 1 <= replicas <= hosts:
-        raise UsageError(f"{replicas} replicas do not fit {hosts} hosts")
+        raise UsageError(
+            f"{replicas} replicas do not fit {hosts} hosts",
+            hint=f"ask for at most {hosts} (--replicas), or for more --hosts",
+        )
     blocks_of: dict[int, list[int]] = {host: [] for host in range(hosts)}
     for block in range(depth):
         # Copies go to the hosts that follow, so that the work of a dead host falls to several

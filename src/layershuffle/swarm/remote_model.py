@@ -134,7 +134,11 @@ class RemoteModel:
         self.head_seconds += _HEAD_WEIGHT * (ended - left - self.head_seconds)
         # Every hop was finite, but a head may overflow: no answer is better than a wrong number.
         if not bool(torch.isfinite(logits).all()):
-            raise NotAnswered("The model's head gave numbers that are not finite", route=route)
+            raise NotAnswered(
+                "The model's head gave numbers that are not finite",
+                route=route,
+                hint="the weights are broken: score the model by layershuffle eval",
+            )
         return Classified(
             logits=logits,
             route=route,
@@ -186,7 +190,8 @@ def check_enough(route: Route, *, min_blocks: int) -> None:
             f"{route.kept} of {route.depth} blocks could be run, {min_blocks} are needed "
             f"({'; '.join(why[:3]) or 'no reason known'})",
             route=route,
-            hint="try again later, allow a later deadline, or ask for fewer blocks (min_blocks)",
+            hint="try again later, allow a later deadline, or ask for fewer blocks (min_blocks; on "
+            "a command line --min-blocks)",
         )
 
 

@@ -163,7 +163,12 @@ def scenario_report(results: Sequence[ScenarioResult]) -> str:
         for result in results
     ]
     head = ("scenario", "requests", "% failed", "% late", "% in part", "% right", "expected")
-    return table((*head, "whole after"), rows)
+    notes = [
+        f"{result.scenario}: {result.judgement.note}"
+        for result in results
+        if result.judgement and result.judgement.note
+    ]
+    return "\n".join([table((*head, "whole after"), rows), *notes])
 
 
 def scenario_json(result: ScenarioResult) -> dict[str, object]:

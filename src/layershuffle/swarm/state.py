@@ -15,6 +15,7 @@ seconds of any one monotonic clock. Conditions:
 
 from __future__ import annotations
 
+import math
 from array import array
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Mapping
@@ -347,6 +348,16 @@ def may_return(host: HostView, *, now: float, left: float) -> bool:
     if host.condition == "suspect":
         return host.retry_at < now + left
     return host.condition == "gone" and now < host.retry_at
+
+
+def retry_after(swarm: Swarm, *, now: float) -> int:
+    """Whole seconds, at least 1, until a suspect host is asked again and a request may fare better.
+
+    It is what Retry-After says to a client that got no answer.
+    """
+    waits = [host.retry_at - now for host in swarm.values() if host.condition == "suspect"]
+    # Without suspects nothing says when it will be better; a second is a guess.
+    return max(1, math.ceil(min(waits, default=1.0)))
 
 
 def probed(host: HostView, hop: Visited, *, limits: Limits) -> HostView:

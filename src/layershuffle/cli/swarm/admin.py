@@ -61,7 +61,7 @@ class ReadmitCommand(_NamedHostCommand):
         """Readmit the host; it serves again once its answers were found correct."""
         with self.operator() as operator:
             operator.readmit(self.host)
-        print(f"Host {self.host} is started. Next: layershuffle swarm status")
+        print(f"Host {self.host} is started. Next: layershuffle swarm status --address URL")
         return 0
 
 

@@ -83,7 +83,11 @@ class DrillCommand(ServerOptions):
             plan = SwarmPlan(**operator.plan())
             # The expected numbers are computed from the plan, so it must be the one that runs.
             if self.plan is not None and read_swarm_plan(self.plan) != plan:
-                raise UsageError("The swarm runs another plan", place=self.plan)
+                raise UsageError(
+                    "The swarm runs another plan",
+                    place=self.plan,
+                    hint="leave PLAN out, or start that plan: layershuffle swarm up --plan PLAN",
+                )
             return asyncio.run(self.drill(plan, operator))
 
     async def drill(self, plan: SwarmPlan, operator: Operator) -> int:
@@ -107,7 +111,7 @@ class DrillCommand(ServerOptions):
         model = served_host(load(plan.model))
         stored = calibration_of(plan.model, model)
         data = self.data or calibrated_data(stored, model=plan.model)
-        why = why_not_judged(plan, stored, data=data)
+        why = why_not_judged(stored, data=data)
         calibration = None if why else stored
         # More requests than a thousand send the same images again.
         images = labelled_images(model, data, count=min(self.requests, 1000))

@@ -88,7 +88,9 @@ def read_keys(path: Path | None) -> tuple[str, ...]:
     try:
         return tuple(path.read_text(encoding="utf-8").split())
     except UnicodeDecodeError as error:
-        raise UsageError(f"The API keys cannot be read ({error})", place=path) from error
+        raise UsageError(
+            f"The API keys cannot be read ({error})", place=path, hint="one key per line, in ASCII"
+        ) from error
 
 
 def check_reports(directory: Path | None, *, keyed: bool) -> None:

@@ -111,7 +111,8 @@ class SimulateCommand(Command):
     rate: float | None = None
     """Requests per second, at random times; replaces --clients."""
     clients: int = 4
-    """Clients, each of which sends its next request when the last one has ended."""
+    """Clients, each of which sends its next request when the last one has ended, and has waited for
+    as long as the gateway asks (Retry-After) if that one failed."""
     kill: float | None = None
     """Kill this share of the hosts at random moments, for good."""
     routings: tuple[RoutingFlag, ...] = ROUTINGS

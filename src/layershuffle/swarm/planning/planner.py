@@ -91,7 +91,9 @@ def plan(
     if replicas < 1:
         raise UsageError(f"replicas must be at least 1, got {replicas}", hint="give 1 or more")
     if reach is not None and not 0 < reach < 1:
-        raise UsageError(f"reach must be between 0 and 1, got {reach:g}")
+        raise UsageError(
+            f"reach must be between 0 and 1, got {reach:g}", hint="such as --reach 0.99"
+        )
     if floor is not None and objective != "lifetime":
         raise UsageError(
             "An accuracy floor belongs to the objective lifetime", hint="leave one of them out"

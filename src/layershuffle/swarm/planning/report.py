@@ -188,6 +188,16 @@ def _notes(plan: SwarmPlan, planned: Planned, free: Figures) -> list[str]:
         f"Every block is on {copies.min()} host{'s' if copies.min() > 1 else ''} or more. "
         f"The hardest to reach is block {hardest}: it can be reached {there}."
     )
+    second = "--replicas 2 gives every block a second host."
+    if len(plan.hosts) == 1:
+        lines.append(
+            f"Warning: one host holds all blocks: while it is away, nothing is answered. {second}"
+        )
+    elif copies.min() == 1:
+        lines.append(
+            f"Warning: blocks with a single holder: {(copies == 1).sum()}. While it is away, free "
+            f"order leaves them out, and a fixed order answers nothing. {second}"
+        )
     if len(problem.sizes) < problem.depth:
         lines.append(
             f"{problem.depth} places share the weights of {len(problem.sizes)} blocks: a host "

@@ -209,6 +209,7 @@ class Operator:
             raise LayerShuffleError(
                 f"The swarm does not answer its operator ({type(error).__name__})",
                 place=self._socket,
+                hint="see what swarm up or swarm deploy printed, or start it again",
             ) from error
         # A failure of the swarm's own is plain text.
         is_json = response.headers.get("content-type") == "application/json"

@@ -47,6 +47,7 @@ from layershuffle.swarm.server.metrics import CONTENT_TYPE, Metrics
 from layershuffle.swarm.server.requests import BODY_SCHEMA
 from layershuffle.swarm.server.scheduler import ForeignBlocks, RequestScheduler
 from layershuffle.swarm.server.schemas import Classification, ErrorAnswer, Health, SwarmAnswer
+from layershuffle.swarm.state import retry_after
 
 _CLASSIFY = "/v1/classify"
 _SHORTEST_KEY = 16
@@ -255,7 +256,7 @@ class _Gateway:
         if request.scope["path"] == _CLASSIFY and request.method == "POST":
             self.metrics.count_refusal(status)
         if status == HTTPStatus.SERVICE_UNAVAILABLE:
-            wait = schemas.retry_after(self.router.swarm, now=self.router.clock())
+            wait = retry_after(self.router.swarm, now=self.router.clock())
         return answer_to(error, wait=wait)
 
 
@@ -309,7 +310,8 @@ def _labels(
     if calibration is not None and len(calibration.queue) != remote_model.depth:
         raise UsageError(
             f"The calibration has {len(calibration.queue)} blocks, but the model has "
-            f"{remote_model.depth}"
+            f"{remote_model.depth}",
+            hint="layershuffle swarm calibrate MODEL --data SPEC",
         )
     if labels is None:
         of_calibration = None if calibration is None else calibration.classes

@@ -148,7 +148,7 @@ async def read_query(
     if options.min_blocks is not None and options.min_blocks > most:
         raise unprocessable(
             f"min_blocks is {options.min_blocks}, but at most {most} blocks can run",
-            hint="ask for fewer",
+            hint=f"ask for at most {most} (min_blocks; on a command line --min-blocks)",
         )
     low, high = bounds.gateway.min_deadline_ms, bounds.swarm.max_deadline_ms
     if options.deadline_ms is not None and not low <= options.deadline_ms <= high:

@@ -170,7 +170,7 @@ class ListeningSocket(socket.socket):
             self.close()
             raise LayerShuffleError(
                 f"The gateway cannot listen on {host}:{port} ({error.strerror or error})",
-                hint="choose another port or address",
+                hint="end what listens there, or name another --port (0: a free one) or address",
             ) from error
 
     def accept(self) -> tuple[socket.socket, Any]:

@@ -286,10 +286,3 @@ def unreachable(swarm: Swarm, *, depth: int) -> list[int]:
     """Blocks that no usable host holds."""
     reachable = {block for host in swarm.values() if host.usable for block in host.blocks}
     return [block for block in range(depth) if block not in reachable]
-
-
-def retry_after(swarm: Swarm, *, now: float) -> float:
-    """Seconds until a suspect host is asked again: when a refused request may fare better."""
-    waits = [host.retry_at - now for host in swarm.values() if host.condition == "suspect"]
-    # Without suspects nothing says when it will be better; a second is a guess.
-    return max(0.0, min(waits, default=1.0))

@@ -59,11 +59,16 @@ async def serve_plan(
 ) -> None:
     """Serve the plan by the hosts of a Ray session, until SIGINT or SIGTERM.
 
-    `say` gets the steps of the start, `ready` is called with the address once it is open.
+    `say` gets the steps of the start, `ready` is called with the address once it is open. Raises
+    `LayerShuffleError` for an address that cannot be listened on, before anything is started.
     """
     from layershuffle.swarm.placement import started_early
     from layershuffle.swarm.ray_hosts import RayHosts
+    from layershuffle.swarm.server.limits import GatewayLimits
+    from layershuffle.swarm.server.run import ListeningSocket
 
+    # A port that is in use is found before the hosts are started, which takes seconds.
+    ListeningSocket(serving.host, port=serving.port, limits=GatewayLimits()).close()
     say(f"Loading {plan.model}, and connecting to Ray ...")
     # Side by side: Ray mostly waits for its processes, and those of the hosts import torch
     # while this one does. So nothing above may import torch.

@@ -134,6 +134,7 @@ def outcome_report(outcomes: Mapping[str, SimulationOutcome]) -> str:
     columns = list(outcomes.values())
     rows = [
         ("requests", *(f"{outcome.requests}" for outcome in columns)),
+        ("simulated seconds", *(f"{outcome.seconds:.1f}" for outcome in columns)),
         *((f"% {end}", *(f"{outcome.share(end):.2f}" for outcome in columns)) for end in ENDED),
         ("ms, median", *(f"{outcome.quantile(0.5):.1f}" for outcome in columns)),
         ("ms, 95 %", *(f"{outcome.quantile(0.95):.1f}" for outcome in columns)),
@@ -161,6 +162,7 @@ def outcome_json(outcome: SimulationOutcome) -> dict[str, object]:
     return {
         "routing": outcome.routing,
         "requests": outcome.requests,
+        "seconds": outcome.seconds,
         "percent": {end: outcome.share(end) for end in ENDED},
         "ms": {
             "median": outcome.quantile(0.5),

@@ -26,7 +26,7 @@ from layershuffle.swarm.simulation.clock import VirtualTimeLoop
 from layershuffle.swarm.simulation.hosts import SimulatedHosts
 from layershuffle.swarm.simulation.outcome import SimulatedReply, SimulationOutcome, outcome_of
 from layershuffle.swarm.simulation.scenario import Arrivals, Churn, Profile, depth_of, lives
-from layershuffle.swarm.state import HostView, Swarm
+from layershuffle.swarm.state import HostView, Swarm, retry_after
 
 _MILLI = 1000.0
 _CANARY_STREAM = 2
@@ -58,11 +58,16 @@ def simulate(
     `churn` goes on by itself; both depend on the seed and not on the routing. `accuracy`: percent
     by how the blocks ran; as one after the other for what is not named there. `rounds`: what the
     router is to run side by side and again. Times are those of the swarm alone, without stem and
-    head. Raises `UsageError` for plans that miss blocks, faults of hosts that are not there, or no
-    requests.
+    head. Raises `UsageError` for plans that miss blocks, faults of hosts that are not there, no
+    requests, or more `min_blocks` than there are.
     """
     if requests < 1:
-        raise UsageError(f"At least one request is needed, got {requests}")
+        raise UsageError(f"At least one request is needed, got {requests}", hint="--requests 1000")
+    if min_blocks > (depth := depth_of(plan)):
+        raise UsageError(
+            f"An answer is to have {min_blocks} blocks or more, and the plan has {depth}",
+            hint=f"ask for at most {depth} (--min-blocks)",
+        )
     pending = check_faults(faults, list(plan.hosts))
     arrivals = arrivals or Arrivals()
 
@@ -172,25 +177,29 @@ class _Simulation:
 
     async def _client(self, numbers: Iterator[int], pause: float, min_blocks: int, /) -> None:
         for number in numbers:
-            await self._request(number, min_blocks)
-            await asyncio.sleep(pause)
+            reply = await self._request(number, min_blocks)
+            wait = pause
+            # Otherwise one outage, in which a failure takes no time, would use up all requests.
+            if reply.ended == "failed":
+                wait = max(pause, retry_after(self.router.swarm, now=self.loop.time()))
+            await asyncio.sleep(wait)
 
-    async def _request(self, number: int, min_blocks: int, /) -> None:
+    async def _request(self, number: int, min_blocks: int, /) -> SimulatedReply:
         while self.pending and self.pending[0].at <= number:
             self.inject(self.pending.pop(0))
         deadline_ms = self.plan.limits.deadline_ms
         after, route = await self.router.walk(
             _STATE, deadline=self.loop.time() + deadline_ms / _MILLI, min_blocks=min_blocks
         )
-        self.replies.append(
-            SimulatedReply(
-                route=route,
-                ended_at=self.loop.time(),
-                false=bool((after != _STATE).any()),
-                late=route.ms > deadline_ms,
-                enough=route.kept >= min_blocks,
-            )
+        reply = SimulatedReply(
+            route=route,
+            ended_at=self.loop.time(),
+            false=bool((after != _STATE).any()),
+            late=route.ms > deadline_ms,
+            enough=route.kept >= min_blocks,
         )
+        self.replies.append(reply)
+        return reply
 
     # --- failures ---------------------------------------------------------------------------------
 

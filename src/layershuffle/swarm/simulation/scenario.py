@@ -86,7 +86,7 @@ class Arrivals(Settings):
     clients: Positive = 4
     """So many clients, each sending its next request when the last one has ended ..."""
     think_ms: NotBelow = 0.0
-    """... and this time has passed."""
+    """... and this time has passed; after a failed one at least as long as Retry-After says."""
 
     def times(self, requests: int, *, seed: int) -> tuple[float, ...]:
         """Seconds at which requests arrive at random."""
